@@ -1,0 +1,57 @@
+"""The scheduler: the algorithm of the paper and what we add to it. Standard library only."""
+
+from sortedrl.core.catalogue import STRATEGIES, strategy_named
+from sortedrl.core.controller import Batch, Controller, StaleTokens
+from sortedrl.core.engine import (
+    Change,
+    Engine,
+    Failed,
+    Finished,
+    Preempted,
+    Request,
+    Sampling,
+    Started,
+    Tokens,
+)
+from sortedrl.core.events import Event, EventLog, JsonLines, read_events
+from sortedrl.core.expectation import Expectation, SensedLengths
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Prompt, Rollout, Segment, State
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
+from sortedrl.core.strategy import Situation, Strategy
+
+__all__ = [
+    "STRATEGIES",
+    "Batch",
+    "Change",
+    "ConfigurationError",
+    "Controller",
+    "Engine",
+    "Event",
+    "EventLog",
+    "Expectation",
+    "Failed",
+    "Finished",
+    "JsonLines",
+    "Preempted",
+    "Prompt",
+    "Prompts",
+    "Request",
+    "Rollout",
+    "Sampling",
+    "Schedule",
+    "ScoreAtOnce",
+    "Scored",
+    "Scorer",
+    "Segment",
+    "SensedLengths",
+    "Situation",
+    "StaleTokens",
+    "Started",
+    "State",
+    "Strategy",
+    "Tokens",
+    "read_events",
+    "strategy_named",
+]

@@ -1,0 +1,312 @@
+"""The stateful rollout buffer: every loaded rollout, its state, and what is cached of it.
+
+Owns all state moves:
+
+    load -> WAITING -> start -> RUNNING -> finish -> FINISHED -> score -> READY -> train -> TRAINED
+               ^                   |                     |           |
+               +---- stop / fail --+------- redo --------+-----------+          any but TRAINED -> reject
+
+What holds after every move: loaded = waiting + running + finished + ready + trained + rejected, and each rollout
+is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so its size is that of the
+live rollouts.
+
+The unit of a harvest is the sibling set: all members where siblings are compared, else each rollout is a set of one.
+A set is ready with its last member. Sets stand behind a gate, the number of their cohort (0 for all without a cohort
+gate): a harvest takes from the lowest gate that has untrained rollouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from sortedrl.core.rollout import Prompt, Rollout, Segment, State
+
+Key = tuple[float, ...]
+
+
+class SiblingSet:
+    """Rollouts that are trained on together. `missing` members are not ready yet."""
+
+    __slots__ = ("gate", "id", "members", "missing")
+
+    def __init__(self, id: int, gate: int, members: list[Rollout]) -> None:
+        self.id = id
+        self.gate = gate
+        self.members = members
+        self.missing = len(members)
+
+    @property
+    def oldest_version(self) -> int | None:
+        versions = [v for v in (member.oldest_version for member in self.members) if v is not None]
+        return min(versions, default=None)
+
+    @property
+    def begun(self) -> bool:
+        return any(member.state is not State.WAITING or member.segments for member in self.members)
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.live: dict[int, Rollout] = {}
+        self.running: dict[int, Rollout] = {}
+        self.loaded = 0
+        self.trained = 0
+        self.rejected = 0
+        self.never_started = 0  # waiting, no token of it was ever sampled
+        self._queue: list[tuple[Key, int, Rollout]] = []
+        self._finished: dict[int, Rollout] = {}
+        self._sets: dict[int, SiblingSet] = {}  # by member id
+        self._ready: dict[int, dict[int, SiblingSet]] = {}  # by gate, first completed first
+        self._ready_members: dict[int, int] = {}
+        self._untrained: dict[int, int] = {}  # by gate
+
+    # What a strategy may ask
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def finished(self) -> int:
+        """Finished and not scored."""
+        return len(self._finished)
+
+    @property
+    def ready(self) -> int:
+        """Ready members, those of incomplete sets included."""
+        return len(self.live) - len(self._queue) - len(self.running) - len(self._finished)
+
+    @property
+    def untrained(self) -> int:
+        return len(self.live)
+
+    @property
+    def gate(self) -> int | None:
+        """The lowest gate with untrained rollouts."""
+        return next(iter(self._untrained), None)
+
+    @property
+    def last_gate(self) -> int | None:
+        return next(reversed(self._untrained), None)
+
+    def untrained_at(self, gate: int) -> int:
+        return self._untrained.get(gate, 0)
+
+    def ready_at(self, gate: int) -> int:
+        """Rollouts in complete sets behind this gate."""
+        return self._ready_members.get(gate, 0)
+
+    def ready_sets(self, gate: int) -> Iterable[SiblingSet]:
+        """Complete sets behind this gate, first completed first."""
+        return self._ready.get(gate, {}).values()
+
+    def set_of(self, rollout: Rollout) -> SiblingSet:
+        return self._sets[rollout.id]
+
+    def sets(self) -> Iterator[SiblingSet]:
+        """All live sets, oldest first."""
+        return (group for member, group in self._sets.items() if group.members[0].id == member)
+
+    def unscored(self) -> list[Rollout]:
+        return list(self._finished.values())
+
+    # The queue of waiting rollouts, lowest key first
+
+    def head(self) -> Rollout | None:
+        return self._queue[0][2] if self._queue else None
+
+    def rekey(self, key: Callable[[Rollout], Key]) -> None:
+        self._queue = [(key(rollout), rollout.id, rollout) for _, _, rollout in self._queue]
+        heapq.heapify(self._queue)
+
+    def _enqueue(self, rollout: Rollout, key: Key) -> None:
+        rollout.state = State.WAITING
+        self.never_started += _is_new(rollout)
+        heapq.heappush(self._queue, (key, rollout.id, rollout))
+
+    # Moves
+
+    def load(self, siblings: list[Rollout], gate: int, *, compare: bool, key: Callable[[Rollout], Key]) -> None:
+        for members in [siblings] if compare else [[rollout] for rollout in siblings]:
+            group = SiblingSet(members[0].id, gate, members)
+            for rollout in members:
+                self.live[rollout.id] = rollout
+                self._sets[rollout.id] = group
+        self.loaded += len(siblings)
+        self._untrained[gate] = self._untrained.get(gate, 0) + len(siblings)
+        for rollout in siblings:
+            self._enqueue(rollout, key(rollout))
+
+    def start(self) -> tuple[Rollout, Key]:
+        """Take the head of the queue."""
+        key, _, rollout = heapq.heappop(self._queue)
+        self.never_started -= _is_new(rollout)
+        rollout.state = State.RUNNING
+        self.running[rollout.id] = rollout
+        return rollout, key
+
+    def finish(self, rollout: Rollout, *, truncated: bool) -> None:
+        self._leave_engine(rollout)
+        rollout.truncated = truncated
+        rollout.state = State.FINISHED
+        self._finished[rollout.id] = rollout
+
+    def stop(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
+        """Back to waiting, with or without its tokens; returns how many were dropped."""
+        self._leave_engine(rollout)
+        return self._wait_again(rollout, keep=keep, key=key)
+
+    def redo(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
+        """A finished or ready rollout, or the cached tokens of a waiting one, are thrown away."""
+        if rollout.state is State.WAITING:
+            rollout.attempt += 1
+            dropped = rollout.drop_tokens()
+            self.rekey(key)
+            return dropped
+        self._unfinish(rollout)
+        return self._wait_again(rollout, keep=False, key=key)
+
+    def awaiting_score(self, rollout_id: int, attempt: int) -> Rollout | None:
+        """None when the rollout no longer waits for the score of this attempt: it is redone, or gone."""
+        rollout = self._finished.get(rollout_id)
+        return rollout if rollout is not None and rollout.attempt == attempt else None
+
+    def score(self, rollout: Rollout, reward: float, detail: Any) -> None:
+        del self._finished[rollout.id]
+        rollout.state, rollout.reward, rollout.detail = State.READY, reward, detail
+        group = self._sets[rollout.id]
+        group.missing -= 1
+        self._note_if_complete(group)
+
+    def train(self, group: SiblingSet) -> None:
+        del self._ready[group.gate][group.id]
+        self._ready_members[group.gate] -= len(group.members)
+        for rollout in group.members:
+            rollout.state = State.TRAINED
+            self._release(rollout, group.gate)
+        self.trained += len(group.members)
+
+    def reject(self, rollout: Rollout) -> int:
+        """For good; its set goes on without it. Returns how many tokens were dropped."""
+        group = self._sets[rollout.id]
+        if rollout.state is State.RUNNING:
+            self._leave_engine(rollout)
+        elif rollout.state is State.WAITING:
+            self._queue = [entry for entry in self._queue if entry[2] is not rollout]
+            heapq.heapify(self._queue)
+            self.never_started -= _is_new(rollout)
+        else:
+            self._unfinish(rollout)
+        rollout.state = State.REJECTED
+        self._release(rollout, group.gate)
+        self.rejected += 1
+        group.members.remove(rollout)
+        group.missing -= 1
+        if group.members:
+            self._note_if_complete(group)
+        return rollout.drop_tokens()
+
+    def _leave_engine(self, rollout: Rollout) -> None:
+        del self.running[rollout.id]
+
+    def _wait_again(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
+        rollout.reached = max(rollout.reached, len(rollout))
+        dropped = 0 if keep else rollout.drop_tokens()
+        rollout.attempt += dropped > 0
+        self._enqueue(rollout, key(rollout))
+        return dropped
+
+    def _unfinish(self, rollout: Rollout) -> None:
+        if self._finished.pop(rollout.id, None) is None:
+            group = self._sets[rollout.id]
+            if not group.missing:
+                del self._ready[group.gate][group.id]
+                self._ready_members[group.gate] -= len(group.members)
+            group.missing += 1
+        rollout.reward = rollout.detail = None
+
+    def _note_if_complete(self, group: SiblingSet) -> None:
+        if group.missing == 0:
+            self._ready.setdefault(group.gate, {})[group.id] = group
+            self._ready_members[group.gate] = self._ready_members.get(group.gate, 0) + len(group.members)
+
+    def _release(self, rollout: Rollout, gate: int) -> None:
+        del self.live[rollout.id]
+        del self._sets[rollout.id]
+        self._untrained[gate] -= 1
+        if not self._untrained[gate]:
+            del self._untrained[gate]
+            self._ready.pop(gate, None)
+            self._ready_members.pop(gate, None)
+
+    # Checkpoints, taken while nothing runs
+
+    def state(self) -> dict[str, Any]:
+        if self.running:
+            raise RuntimeError(f"{len(self.running)} rollouts are in the engine: stop them before a checkpoint")
+        return {
+            "counts": [self.loaded, self.trained, self.rejected],
+            "sets": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.sets()],
+            "ready": [set_id for groups in self._ready.values() for set_id in groups],
+        }
+
+    def restore(self, state: dict[str, Any], prompts: dict[str, Prompt], key: Callable[[Rollout], Key]) -> None:
+        self.loaded, self.trained, self.rejected = state["counts"]
+        by_id: dict[int, SiblingSet] = {}
+        for set_id, gate, members in state["sets"]:
+            rollouts = [_restored(fields, prompts) for fields in members]
+            group = SiblingSet(set_id, gate, rollouts)
+            group.missing = sum(rollout.state is not State.READY for rollout in rollouts)
+            by_id[group.id] = group
+            self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
+            for rollout in rollouts:
+                self.live[rollout.id] = rollout
+                self._sets[rollout.id] = group
+                if rollout.state is State.FINISHED:
+                    self._finished[rollout.id] = rollout
+        for set_id in state["ready"]:
+            self._note_if_complete(by_id[set_id])
+        for rollout in self.live.values():  # after all sets stand: keys look at siblings
+            if rollout.state is State.WAITING:
+                self._enqueue(rollout, key(rollout))
+
+
+def _is_new(rollout: Rollout) -> bool:
+    return not rollout.segments and rollout.attempt == 0
+
+
+_PLAIN_FIELDS = (
+    "id",
+    "sibling",
+    "cohort",
+    "seed",
+    "loaded_at_update",
+    "attempt",
+    "failures",
+    "restarts",
+    "reached",
+    "truncated",
+    "reward",
+    "detail",
+    "expected",
+)
+
+
+def _rollout_state(rollout: Rollout) -> dict[str, Any]:
+    state = {name: getattr(rollout, name) for name in _PLAIN_FIELDS}
+    state["state"] = str(rollout.state)
+    state["prompt"] = rollout.prompt.id
+    state["segments"] = [
+        [list(s.tokens), list(s.logprobs), s.version, None if s.mask is None else list(s.mask)]
+        for s in rollout.segments
+    ]
+    return state
+
+
+def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
+    rollout = Rollout(prompt=prompts[state["prompt"]], **{name: state[name] for name in _PLAIN_FIELDS})
+    rollout.state = State(state["state"])
+    rollout.segments = [Segment(*fields) for fields in state["segments"]]
+    return rollout

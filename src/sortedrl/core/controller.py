@@ -1,0 +1,511 @@
+"""The length-aware controller: an iterator of update batches.
+
+    for batch in controller:                    # scored, sorted by length
+        learner.step(batch)
+        controller.publish(learner.weights())   # version + 1; the engine continues under it
+
+One harvest, top to bottom:
+
+    Prompts --load--> Buffer --start--> Engine --finished--> Scorer --ready--> Buffer --take--> batch
+                        ^                  |
+                        +------ stop ------+     tokens kept (partial) or dropped (on-policy)
+
+What the controller guarantees, whatever the strategy:
+- every rollout of a loaded prompt is in exactly one batch or rejected with a reason;
+- a batch holds no token older than the mode allows: it raises `StaleTokens` rather than hand one out;
+- a resumed rollout gets only what is left of its token budget;
+- every change is in the event log before it can be seen outside.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sortedrl.core import engine as engine_changes
+from sortedrl.core import events
+from sortedrl.core.buffer import Buffer, Key, SiblingSet
+from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.events import EventLog
+from sortedrl.core.expectation import Expectation, SensedLengths
+from sortedrl.core.hashing import mixed
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.scoring import Scorer
+from sortedrl.core.strategy import Situation, Strategy, is_overdue
+
+OPEN, DRAIN, HELD_BACK = "open", "drain", "held back"
+
+
+class StaleTokens(RuntimeError):
+    """A batch would have held tokens older than the mode allows: a defect of a strategy, never of the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One update: scored rollouts, shortest first. `version` is what the learner holds."""
+
+    update: int
+    harvest: int
+    version: int
+    rollouts: tuple[Rollout, ...]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.rollouts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.rollouts))
+
+
+class Controller:
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        scorer: Scorer,
+        schedule: Schedule,
+        *,
+        strategy: Strategy | None = None,  # one of your own instead of `schedule.mode`
+        expectation: Expectation | None = None,
+        sampling: Sampling | None = None,
+        log: EventLog | None = None,
+        max_updates: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self.scorer = scorer
+        self.schedule = schedule
+        self.strategy = strategy or strategy_named(schedule.mode)
+        self.strategy.check(schedule)
+        self.log = log or EventLog()
+        self.sampling = sampling or Sampling()
+        self.situation = Situation(
+            schedule=schedule,
+            slots=engine.slots,
+            buffer=Buffer(),
+            prompts=prompts,
+            expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
+        )
+        self._submitted_length: dict[int, int] = {}  # tokens that a running rollout had when it was submitted
+        self._slot_of: dict[int, int] = {}
+        self._free_slots = list(range(engine.slots))
+        self._weights: tuple[Any, int] | None = None  # published, not yet loaded
+        self._next_id = 0
+        self._prompts_loaded = 0
+        self._cohorts_loaded = 0
+        self._phase = ""
+        self._gate = OPEN
+        self._last_time = -math.inf
+        self._max_updates = max_updates
+        self._overdue_scores_since: float | None = None
+
+    # The loop
+
+    def __iter__(self) -> Iterator[Batch]:
+        s = self.situation
+        if not self._phase:
+            self.log.append(events.RunBegan(self._now(), s.slots, self.strategy.name, asdict(self.schedule)))
+            self.mark_phase("start")
+        while self._has_more():
+            for groups in self._harvest():
+                if self._has_more():
+                    yield self._hand_out(groups)
+            s.harvests += 1
+        self._stop_running()
+        self.mark_phase("end")
+
+    def _has_more(self) -> bool:
+        s = self.situation
+        at_end = self._max_updates is not None and s.updates >= self._max_updates
+        return not at_end and bool(s.prompts.remaining or s.buffer.untrained)
+
+    def publish(self, weights: Any = None) -> int:
+        """The learner's weights changed: the engine continues under them. Returns the new version.
+
+        The engine loads them when it is next used (at once with `overlap`), so several updates on one harvest
+        cost one load.
+        """
+        self.situation.version += 1
+        self._weights = (weights, self.situation.version)
+        self.log.append(events.Published(self._now(), self.situation.version))
+        if self.schedule.overlap:
+            self._load_weights()
+        return self.situation.version
+
+    def carry_on(self, until: float) -> None:
+        """With `overlap`: generate until the engine's clock reads `until`, while the learner steps elsewhere."""
+        while self._now() < until:
+            self._fill()
+            self._advance(until)
+
+    # One harvest
+
+    def _harvest(self) -> list[list[SiblingSet]]:
+        s = self.situation
+        self._begin_harvest()
+        while True:
+            self._fill()
+            if not s.buffer.untrained:  # all that was left has been rejected
+                return []
+            if self.strategy.enough(s):
+                break
+            self._advance()
+            self._give_up_on_overdue_scores()
+        if not self.schedule.overlap:
+            self._stop_running()
+        self._settle_scores()
+        return self.strategy.take(s)
+
+    def _begin_harvest(self) -> None:
+        s = self.situation
+        self._load_weights()
+        self._load_prompts()
+        self.mark_phase("harvest")
+        self.log.append(events.HarvestBegan(self._now(), s.harvests, s.version))
+        s.last_key = ()
+        s.must_finish = {
+            group.id
+            for group in (s.buffer.sets() if self.schedule.max_staleness is not None else ())
+            if group.missing and group.gate == s.buffer.gate and is_overdue(group, s)
+        }
+        if self.strategy.reorders or s.must_finish:
+            s.buffer.rekey(self._key)
+
+    def _fill(self) -> None:
+        """Give every free slot work, in the strategy's order."""
+        s = self.situation
+        requests: list[Request] = []
+        why = OPEN
+        while len(s.buffer.running) < s.slots:
+            self._load_prompts()
+            head = s.buffer.head()
+            if head is None:
+                why = DRAIN
+                break
+            if not self.strategy.may_start(head, s):
+                why = HELD_BACK
+                break
+            requests.append(self._start())
+        if requests:
+            self.engine.submit(requests)
+        if why != self._gate:
+            self._gate = why
+            self.log.append(events.Gate(self._now(), why))
+
+    def _start(self) -> Request:
+        s = self.situation
+        rollout, key = s.buffer.start()
+        s.last_key = key
+        s.sweep = self.strategy.sweep_after(key) or s.sweep
+        rollout.expected = s.expected(rollout)
+        kept = len(rollout)
+        self._submitted_length[rollout.id] = kept
+        self.log.append(
+            events.Submitted(
+                self._now(), rollout.id, rollout.attempt, len(rollout.prompt.tokens), kept, rollout.expected
+            )
+        )
+        return Request(
+            id=rollout.id,
+            prompt=rollout.prompt,
+            kept=tuple(segment.copy() for segment in rollout.segments),  # the rollout's own go on growing
+            budget=self.schedule.max_response_tokens - kept,
+            seed=self._seed_of(rollout),
+            sampling=self.sampling,
+        )
+
+    def _advance(self, until: float | None = None) -> None:
+        """Wait for the engine, or for a score where the engine has nothing to do."""
+        if self.situation.buffer.running:
+            self._apply(self.engine.poll(until))
+        elif self.scorer.pending:
+            self.scorer.wait(self.schedule.score_wait_seconds)
+        elif until is not None:
+            self._apply(self.engine.poll(until))
+        else:
+            raise RuntimeError(
+                f"mode {self.strategy.name}: nothing runs, nothing is being scored, and the strategy starts nothing "
+                f"although {self.situation.buffer.untrained} rollouts are left"
+            )
+        self._collect_scores()
+
+    def _stop_running(self) -> None:
+        s = self.situation
+        if not s.buffer.running:
+            return
+        self._apply(self.engine.stop(list(s.buffer.running)))
+        now = self._now()
+        for rollout in list(s.buffer.running.values()):
+            made, length = self._leave_slot(rollout), len(rollout)
+            dropped = s.buffer.stop(rollout, keep=self.strategy.keeps_tokens, key=self._key)
+            self.log.append(events.Stopped(now, rollout.id, made, length, dropped))
+
+    def _settle_scores(self) -> None:
+        """What is finished and not scored: partial leaves it for later; on-policy waits for it, then redoes it."""
+        s = self.situation
+        self._collect_scores()
+        if self.strategy.keeps_tokens:
+            return
+        if s.buffer.finished:
+            self.mark_phase("scores")
+            deadline = self._now() + self.schedule.score_wait_seconds
+            while s.buffer.finished and self._now() < deadline and self.scorer.pending:
+                self.scorer.wait(deadline - self._now())
+                self._collect_scores()
+            for rollout in s.buffer.unscored():
+                self._redo(rollout, "no score in time")
+        for group in list(s.buffer.sets()):
+            if group.missing:
+                for rollout in group.members:
+                    if rollout.reward is not None:
+                        self._redo(rollout, "unfinished siblings")
+
+    def _hand_out(self, groups: list[SiblingSet]) -> Batch:
+        s = self.situation
+        rollouts = sorted((m for group in groups for m in group.members), key=lambda m: (len(m), m.id))
+        self._check_staleness(rollouts)
+        batch = Batch(s.updates, s.harvests, s.version, tuple(rollouts))
+        self.log.append(
+            events.Updated(
+                at=self._now(),
+                update=s.updates,
+                harvest=s.harvests,
+                version=s.version,
+                rollouts=tuple(m.id for m in rollouts),
+                lengths=tuple(len(m) for m in rollouts),
+                rewards=tuple(m.reward or 0.0 for m in rollouts),
+                segments=tuple(tuple((g.version, len(g)) for g in m.segments) for m in rollouts),
+                waited=tuple(s.updates - m.loaded_at_update for m in rollouts),
+            )
+        )
+        for group in groups:
+            s.buffer.train(group)
+        if s.prompts.in_last_epoch and (self.schedule.rollouts_per_prompt == 1 or self.schedule.compare_siblings):
+            for rollout in rollouts:
+                s.expectation.forget(rollout.prompt.id)
+        s.updates += 1
+        if not self.schedule.overlap:
+            self.mark_phase("learner")
+        return batch
+
+    def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
+        version, bound = self.situation.version, self.schedule.max_staleness
+        if self.strategy.on_policy:
+            bound = 0
+        if bound is None:
+            return
+        for rollout in rollouts:
+            oldest = rollout.oldest_version
+            if oldest is not None and version - oldest > bound:
+                raise StaleTokens(
+                    f"rollout {rollout.id} has tokens of version {oldest}, the learner holds {version}, "
+                    f"and mode {self.strategy.name} allows a staleness of {bound}"
+                )
+
+    # What the engine and the scorer report
+
+    def _apply(self, changes: list[engine_changes.Change]) -> None:
+        s = self.situation
+        for change in changes:
+            rollout = s.buffer.running[change.id]
+            at = self._stamp(change.at)
+            if isinstance(change, engine_changes.Tokens):
+                rollout.append(change.segment)
+            elif isinstance(change, engine_changes.Started):
+                self._slot_of[rollout.id] = slot = heapq.heappop(self._free_slots)
+                self.log.append(events.Started(at, rollout.id, slot))
+            elif isinstance(change, engine_changes.Finished):
+                self._finish(rollout, at, change.truncated)
+            elif isinstance(change, engine_changes.Preempted):
+                heapq.heappush(self._free_slots, self._slot_of.pop(rollout.id))
+                self.log.append(events.Preempted(at, rollout.id, change.recompute))
+            else:
+                self._fail(rollout, at, change.reason)
+
+    def _finish(self, rollout: Rollout, at: float, truncated: bool) -> None:
+        s = self.situation
+        made = self._leave_slot(rollout)
+        s.buffer.finish(rollout, truncated=truncated)
+        self.log.append(events.Finished(at, rollout.id, made, len(rollout), truncated))
+        s.expectation.observe(rollout)
+        self.scorer.submit(rollout)
+
+    def _fail(self, rollout: Rollout, at: float, reason: str) -> None:
+        s = self.situation
+        made = self._leave_slot(rollout)
+        rollout.failures += 1
+        dropped = s.buffer.stop(rollout, keep=self.strategy.keeps_tokens, key=self._key)
+        self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
+        if rollout.failures > self.schedule.max_retries:
+            self._reject(rollout, f"failed {rollout.failures} times, last: {reason}")
+
+    def _collect_scores(self) -> None:
+        buffer = self.situation.buffer
+        for scored in self.scorer.collect():
+            rollout = buffer.awaiting_score(scored.rollout_id, scored.attempt)
+            if rollout is None:
+                continue
+            if scored.error is not None or scored.reward is None or not math.isfinite(scored.reward):
+                self._reject(rollout, f"no reward: {scored.error or f'the scorer returned {scored.reward}'}")
+                continue
+            buffer.score(rollout, scored.reward, scored.detail)
+            self.log.append(events.Scored(self._now(), rollout.id, scored.reward))
+            self._note_if_complete(buffer.set_of(rollout))
+
+    def _redo(self, rollout: Rollout, reason: str) -> None:
+        dropped = self.situation.buffer.redo(rollout, self._key)
+        self.log.append(events.Redone(self._now(), rollout.id, dropped, reason))
+
+    def _reject(self, rollout: Rollout, reason: str) -> None:
+        s = self.situation
+        group = s.buffer.set_of(rollout)
+        dropped = s.buffer.reject(rollout)
+        self.log.append(events.Rejected(self._now(), rollout.id, dropped, reason))
+        self._note_if_complete(group)
+
+    def _note_if_complete(self, group: SiblingSet) -> None:
+        if not group.missing:
+            self.situation.must_finish.discard(group.id)
+
+    def _give_up_on_overdue_scores(self) -> None:
+        """The last resort of the staleness bound: a harvest that waits only for scores, and has waited long
+        enough, restarts those rollouts; one that was restarted before is rejected."""
+        s = self.situation
+        late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).id in s.must_finish]
+        if not late or s.ready < self.strategy.need(s):
+            self._overdue_scores_since = None
+            return
+        if self._overdue_scores_since is None:
+            self._overdue_scores_since = self._now()
+        if self._now() - self._overdue_scores_since < self.schedule.score_wait_seconds:
+            return
+        for rollout in late:
+            group = s.buffer.set_of(rollout)
+            if rollout.restarts:
+                self._reject(rollout, "no score in time, twice, under the staleness bound")
+                continue
+            rollout.restarts += 1
+            self._redo(rollout, "no score in time, and the staleness bound allows no later update")
+            if not is_overdue(group, s):
+                s.must_finish.discard(group.id)
+
+    # Loading
+
+    def _load_prompts(self) -> None:
+        s = self.situation
+        count = self.strategy.to_load(s) if s.prompts.remaining else 0
+        if count <= 0:
+            return
+        prompts = s.prompts.take(count, within_epoch=self.strategy.gated)
+        cohort = self._cohorts_loaded if self.strategy.gated else self._nominal_cohort()
+        self._cohorts_loaded += 1
+        self._prompts_loaded += len(prompts)
+        per_prompt = self.schedule.rollouts_per_prompt
+        self.log.append(
+            events.Loaded(self._now(), cohort, self._next_id, len(prompts) * per_prompt, tuple(p.id for p in prompts))
+        )
+        for prompt in prompts:
+            self._load_siblings(prompt, cohort)
+
+    def _nominal_cohort(self) -> int:
+        """Without a gate, prompts are numbered into cohorts as they come, for statistics over cohorts."""
+        size = self.schedule.prompts_per_cohort or len(self.situation.prompts.dataset)
+        return self._prompts_loaded // size
+
+    def _load_siblings(self, prompt: Prompt, cohort: int) -> None:
+        s = self.situation
+        ids = range(self._next_id, self._next_id + self.schedule.rollouts_per_prompt)
+        siblings = [
+            Rollout(id, prompt, sibling, cohort, mixed(self.schedule.seed, id), s.updates)
+            for sibling, id in enumerate(ids)
+        ]
+        self._next_id += len(siblings)
+        gate = cohort if self.strategy.gated else 0
+        s.buffer.load(siblings, gate, compare=self.schedule.compare_siblings, key=self._key)
+        limit = self.schedule.max_prompt_tokens
+        if limit is not None and len(prompt.tokens) > limit:
+            for rollout in siblings:
+                self._reject(rollout, f"prompt of {len(prompt.tokens)} tokens, max_prompt_tokens is {limit}")
+
+    def _load_weights(self) -> None:
+        if self._weights is None:
+            return
+        self._stop_running()
+        self.mark_phase("weights")
+        weights, version = self._weights
+        self.engine.load(weights, version)
+        self._weights = None
+        if self.schedule.overlap:
+            self.mark_phase("harvest")
+
+    # Checkpoints, taken between two batches
+
+    def state(self) -> dict[str, Any]:
+        """All that a later controller needs to go on: JSON-ready. Not while anything runs in the engine."""
+        s = self.situation
+        return {
+            "mode": self.strategy.name,
+            "buffer": s.buffer.state(),
+            "prompts": s.prompts.state(),
+            "expectation": s.expectation.state(),
+            "version": s.version,
+            "updates": s.updates,
+            "harvests": s.harvests,
+            "sweep": list(s.sweep),
+            "next_id": self._next_id,
+            "prompts_loaded": self._prompts_loaded,
+            "cohorts_loaded": self._cohorts_loaded,
+            "events": self.log.count,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`. The engine must hold the weights of `state["version"]`: publish nothing before."""
+        s = self.situation
+        if state["mode"] != self.strategy.name:
+            raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
+        s.version, s.updates, s.harvests = state["version"], state["updates"], state["harvests"]
+        s.sweep = (state["sweep"][0], state["sweep"][1])
+        s.prompts.restore(state["prompts"])
+        s.expectation.restore(state["expectation"])
+        self._next_id, self._prompts_loaded = state["next_id"], state["prompts_loaded"]
+        self._cohorts_loaded = state["cohorts_loaded"]
+        s.buffer.restore(state["buffer"], {p.id: p for p in s.prompts.dataset}, self._key)
+        for rollout in s.buffer.unscored():
+            self.scorer.submit(rollout)
+
+    # Small things
+
+    def mark_phase(self, phase: str) -> None:
+        """Tell the log what the run does from now on; a caller may mark a `checkpoint`."""
+        if phase != self._phase:
+            self._phase = phase
+            self.log.append(events.Phase(self._now(), phase))
+
+    def _key(self, rollout: Rollout) -> Key:
+        return self.strategy.key(rollout, self.situation)
+
+    def _seed_of(self, rollout: Rollout) -> int:
+        return rollout.seed if self.schedule.keep_seed else mixed(rollout.seed, rollout.attempt)
+
+    def _leave_slot(self, rollout: Rollout) -> int:
+        """Free its slot, if it has one; returns the tokens that it made since it was submitted."""
+        slot = self._slot_of.pop(rollout.id, None)
+        if slot is not None:
+            heapq.heappush(self._free_slots, slot)
+        return len(rollout) - self._submitted_length.pop(rollout.id)
+
+    def _now(self) -> float:
+        return self._stamp(self.engine.now())
+
+    def _stamp(self, at: float) -> float:
+        """Times in the log never go back, even if an engine reports late."""
+        self._last_time = max(self._last_time, at)
+        return self._last_time

@@ -1,0 +1,96 @@
+"""Expected length, sensed as it happens: no model predicts it.
+
+Expected = max(estimate, 1.3 x the length reached when last stopped). The estimate is the prompt's length in its
+last epoch, else that of its finished siblings, else the median of what finished lately.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from sortedrl.core.rollout import Rollout
+
+BEYOND_REACHED = 1.3  # a rollout that was stopped at n tokens is expected to need at least 1.3 n
+RECENT = 1024  # how many finished lengths the running median looks back on
+
+
+class Expectation(Protocol):
+    def estimate(self, rollout: Rollout) -> float:
+        """Expected length before what the rollout itself has reached is considered."""
+
+    def observe(self, rollout: Rollout) -> None:
+        """A rollout finished."""
+
+    def forget(self, prompt_id: str) -> None:
+        """The prompt will not be loaded again."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+
+
+def expected_length(rollout: Rollout, expectation: Expectation) -> float:
+    reached = max(rollout.reached, len(rollout))
+    return max(expectation.estimate(rollout), BEYOND_REACHED * reached)
+
+
+class Sensed(NamedTuple):
+    """What is known of one prompt: the mean length of its last epoch, and its siblings in this one."""
+
+    last_epoch: float | None
+    cohort: int
+    mean: float
+    seen: int
+
+
+class SensedLengths:
+    """The default expectation. `last_epoch` may be fed from an earlier run: mean length by prompt id."""
+
+    def __init__(self, last_epoch: Mapping[str, float] | None = None, *, first_guess: float = 1024.0) -> None:
+        self._by_prompt = {name: Sensed(length, -1, 0.0, 0) for name, length in (last_epoch or {}).items()}
+        self._first_guess = first_guess
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    @property
+    def median(self) -> float:
+        return float(self._sorted[len(self._sorted) // 2]) if self._sorted else self._first_guess
+
+    def estimate(self, rollout: Rollout) -> float:
+        known = self._by_prompt.get(rollout.prompt.id)
+        if known is None:
+            return self.median
+        if known.cohort != rollout.cohort and known.seen:
+            return known.mean  # what this epoch calls last
+        if known.last_epoch is not None:
+            return known.last_epoch
+        return known.mean if known.seen else self.median
+
+    def observe(self, rollout: Rollout) -> None:
+        length = len(rollout)
+        known = self._by_prompt.get(rollout.prompt.id, Sensed(None, rollout.cohort, 0.0, 0))
+        if known.cohort != rollout.cohort:
+            known = Sensed(known.mean if known.seen else known.last_epoch, rollout.cohort, 0.0, 0)
+        seen = known.seen + 1
+        mean = known.mean + (length - known.mean) / seen
+        self._by_prompt[rollout.prompt.id] = known._replace(mean=mean, seen=seen)
+        self._recent.append(length)
+        insort(self._sorted, length)
+        if len(self._recent) > RECENT:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def forget(self, prompt_id: str) -> None:
+        self._by_prompt.pop(prompt_id, None)
+
+    def state(self) -> dict[str, Any]:
+        return {"by_prompt": self._by_prompt, "recent": list(self._recent)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._by_prompt = {name: Sensed(*fields) for name, fields in state["by_prompt"].items()}
+        self._recent = deque(state["recent"])
+        self._sorted = sorted(self._recent)

@@ -1,0 +1,108 @@
+"""The schedules of the paper: its baselines, its two modes, and its ablations.
+
+The paper's modes start everything that is loaded (unlimited oversubscription), in load order, and look at no
+expected length. What they share, the cohort gate and the harvest, is in `Strategy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sortedrl.core.buffer import Key, SiblingSet
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.strategy import (
+    Situation,
+    Strategy,
+    cohort_prompts,
+    need,
+    prompts_closing_epoch,
+    prompts_per_update,
+)
+
+
+@dataclass(frozen=True)
+class Baseline(Strategy):
+    """Load one update, wait for all of it, train. `longest_first` starts what is expected to be long first."""
+
+    on_policy: ClassVar[bool] = True
+    longest_first: bool = False
+
+    def to_load(self, s: Situation) -> int:
+        return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
+
+    def key(self, rollout: Rollout, s: Situation) -> Key:
+        return (-s.expected(rollout), rollout.id) if self.longest_first else (rollout.id,)
+
+    def need(self, s: Situation) -> int:
+        return self.left(s)
+
+
+@dataclass(frozen=True)
+class CohortAtOnce(Baseline):
+    """Load a cohort, wait for all of it, then several updates: the later ones are stale.
+
+    `sort` splits the cohort by length instead of load order: the paper's "sorting after the fact".
+    """
+
+    on_policy: ClassVar[bool] = False
+    sort: bool = False
+
+    def to_load(self, s: Situation) -> int:
+        return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
+
+    def take(self, s: Situation) -> list[list[SiblingSet]]:
+        assert s.buffer.gate is not None
+        ready = sorted(s.buffer.ready_sets(s.buffer.gate), key=self._place)
+        batches: list[list[SiblingSet]] = []
+        left = sum(len(group.members) for group in ready)
+        missing = 0
+        for group in ready:
+            if missing <= 0:
+                batches.append([])
+                missing = need(left, s.schedule.rollouts_per_update)
+            batches[-1].append(group)
+            missing -= len(group.members)
+            left -= len(group.members)
+        return batches
+
+    def _place(self, group: SiblingSet) -> float:
+        return max(map(len, group.members)) if self.sort else group.id
+
+
+@dataclass(frozen=True)
+class OnPolicy(Strategy):
+    """The paper's fully on-policy mode: what is stopped loses its tokens and is redone under the new weights."""
+
+    on_policy: ClassVar[bool] = True
+
+    def key(self, rollout: Rollout, s: Situation) -> Key:
+        return (rollout.attempt > 0, rollout.id)
+
+
+@dataclass(frozen=True)
+class UngatedOnPolicy(OnPolicy):
+    """Ablation: new prompts are loaded whenever a slot is free, so what was stopped comes last of all."""
+
+    gated: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Partial(Strategy):
+    """The paper's partial mode: what is stopped keeps its tokens and is resumed, most cached tokens first."""
+
+    keeps_tokens: ClassVar[bool] = True
+
+    def key(self, rollout: Rollout, s: Situation) -> Key:
+        group = s.buffer.set_of(rollout)
+        if group.id in s.must_finish:
+            return (-1, rollout.id)
+        if rollout.segments:
+            return (group.gate, 0, -len(rollout), rollout.id)
+        if len(group.members) > 1 and group.begun:
+            return (group.gate, 1, rollout.id)
+        return (group.gate, 2, *self.place(rollout, s), rollout.id)
+
+    def place(self, rollout: Rollout, s: Situation) -> Key:
+        """The order among rollouts that have no tokens yet."""
+        return ()

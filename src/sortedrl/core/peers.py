@@ -1,0 +1,82 @@
+"""Schedules of other systems, re-implemented here from their descriptions so that they run on the same engines.
+
+They are ours in every detail that their papers leave open; none of them is the original code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sortedrl.core.buffer import Key
+from sortedrl.core.paper import OnPolicy, Partial
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.strategy import Situation
+
+
+@dataclass(frozen=True)
+class April(Partial):
+    """APRIL: slots always full, stop when the update is ready, resume first, no cohort."""
+
+    gated: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class TailBatching(OnPolicy):
+    """RollPacker's tail batching: short rounds start 1.25 x what they need and set aside what they stop; when an
+    update's worth is set aside, a long round runs exactly those to their end."""
+
+    gated: ClassVar[bool] = False
+    reorders: ClassVar[bool] = True
+    surplus: ClassVar[float] = 1.25
+
+    def to_load(self, s: Situation) -> int:
+        if s.in_hand or self._long_round(s):
+            return 0
+        wanted = math.ceil(self.surplus * self.need(s)) - s.buffer.never_started
+        return max(0, -(-wanted // s.schedule.rollouts_per_prompt))
+
+    def key(self, rollout: Rollout, s: Situation) -> Key:
+        redo = rollout.attempt > 0
+        return (redo != self._long_round(s), redo, s.buffer.set_of(rollout).id, rollout.id)
+
+    def may_start(self, rollout: Rollout, s: Situation) -> bool:
+        if self.left(s) <= self.need(s) or (s.schedule.compare_siblings and s.buffer.set_of(rollout).begun):
+            return True
+        redo = rollout.attempt > 0
+        redo_round = bool(s.last_key[1]) if s.last_key else redo
+        out_of_data = s.prompts.remaining == 0 and s.buffer.never_started == 0
+        if redo != redo_round and not out_of_data:
+            return False
+        surplus = 1.0 if redo else self.surplus
+        return s.in_hand < math.ceil(surplus * self.need(s))
+
+    def _long_round(self, s: Situation) -> bool:
+        set_aside = s.buffer.waiting - s.buffer.never_started
+        return set_aside >= self.need(s)
+
+
+@dataclass(frozen=True)
+class AsyncPool(Partial):
+    """An asynchronous pool as in AReaL: the engine never rests, and a rollout is begun only while the number begun
+    stays within `max_staleness` updates of what was trained on. Needs `overlap`."""
+
+    gated: ClassVar[bool] = False
+
+    def check(self, schedule: Schedule) -> None:
+        if not schedule.overlap or schedule.max_staleness is None:
+            raise ConfigurationError(
+                "mode",
+                self.name,
+                f"an asynchronous pool needs overlap and a staleness bound"
+                f" (overlap = {schedule.overlap}, max_staleness = {schedule.max_staleness})",
+                "Set overlap = true and max_staleness, for example 4.",
+            )
+
+    def may_start(self, rollout: Rollout, s: Situation) -> bool:
+        assert s.schedule.max_staleness is not None
+        begun = s.buffer.loaded - s.buffer.never_started
+        allowed = (s.updates + s.schedule.max_staleness + 1) * s.schedule.rollouts_per_update
+        return bool(rollout.segments) or begun < allowed

@@ -1,0 +1,72 @@
+"""The data cursor: every epoch is a seeded permutation of the dataset, and no prompt is lost or read twice."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from sortedrl.core.rollout import Prompt
+
+
+class Prompts:
+    """Reads `dataset` for `epochs` epochs, each a permutation (or in order with `shuffle=False`)."""
+
+    def __init__(self, dataset: Sequence[Prompt], *, epochs: int = 1, seed: int = 0, shuffle: bool = True) -> None:
+        if not len(dataset):
+            raise ValueError("the dataset has no prompts: nothing to train on")
+        if epochs < 1:
+            raise ValueError(f"epochs = {epochs}: must be at least 1")
+        self.dataset = dataset
+        self.epochs = epochs
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.position = 0
+        self._order = self._permutation()
+
+    @property
+    def remaining_in_epoch(self) -> int:
+        return len(self.dataset) - self.position
+
+    @property
+    def remaining(self) -> int:
+        return self.remaining_in_epoch + (self.epochs - 1 - self.epoch) * len(self.dataset)
+
+    @property
+    def in_last_epoch(self) -> bool:
+        return self.epoch == self.epochs - 1
+
+    def take(self, count: int, *, within_epoch: bool) -> list[Prompt]:
+        """The next prompts: at most `count`, fewer where the data (or the epoch) ends."""
+        taken: list[Prompt] = []
+        while len(taken) < count and self.remaining:
+            if not self.remaining_in_epoch:
+                if within_epoch and taken:
+                    break
+                self.epoch += 1
+                self.position = 0
+                self._order = self._permutation()
+            step = min(count - len(taken), self.remaining_in_epoch)
+            taken += [self.dataset[i] for i in self._order[self.position : self.position + step]]
+            self.position += step
+        return taken
+
+    def _permutation(self) -> array[int]:
+        order = array("q", range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
+        return order
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.dataset)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if (state["size"], state["seed"]) != (len(self.dataset), self.seed):
+            raise ValueError(
+                f"the checkpoint was made with {state['size']} prompts and seed {state['seed']}, "
+                f"this run has {len(self.dataset)} and seed {self.seed}"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._permutation()

@@ -1,0 +1,149 @@
+"""Prompts, rollouts and the segments that they are made of.
+
+A rollout grows by segments. Each segment is a run of tokens that one weight
+version made, with the log-probability that each token was sampled at. The
+invariant of this file: tokens, log-probabilities, versions and the mask of
+trained tokens have equal length, always, across any number of stops and resumes.
+
+Token sequences are any `Sequence`: a list from a real engine, a `range` from the
+simulated one (whose token is its position), so that simulating costs nothing per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question. `payload` is whatever the scorer needs, such as the reference answer."""
+
+    id: str
+    tokens: Sequence[int]
+    payload: Any = None
+
+
+class State(StrEnum):
+    """The lifecycle of a rollout. Exactly one state at a time; the buffer owns the moves."""
+
+    WAITING = "waiting"  # not in the engine: never started, to be redone, or resumable
+    RUNNING = "running"  # in the engine, in a slot or in its queue
+    FINISHED = "finished"  # complete, its score is not known yet
+    READY = "ready"  # finished and scored
+    TRAINED = "trained"
+    REJECTED = "rejected"
+
+
+@dataclass(slots=True)
+class Segment:
+    """Tokens sampled under one weight version. `mask` is None when the policy sampled every token."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+    mask: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities")
+        if self.mask is not None and len(self.mask) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens but a mask of {len(self.mask)}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def copy(self) -> Segment:
+        return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One response to a prompt, from the moment its prompt is loaded until it is trained on or rejected."""
+
+    id: int
+    prompt: Prompt
+    sibling: int  # 0 .. rollouts_per_prompt - 1
+    cohort: int
+    seed: int
+    loaded_at_update: int
+    state: State = State.WAITING
+    segments: list[Segment] = field(default_factory=list)
+    attempt: int = 0  # how often it was begun anew
+    failures: int = 0
+    restarts: int = 0  # attempts that the staleness bound forced
+    reached: int = 0  # the length at which it was last stopped
+    truncated: bool = False  # ended by the token budget
+    reward: float | None = None
+    detail: Any = None  # what the scorer wants to hand to the learner or the log beside the reward
+    expected: float = 0.0  # the expected length when it was last started
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
+
+    @property
+    def resumable(self) -> bool:
+        """Stopped with its tokens kept."""
+        return self.state is State.WAITING and bool(self.segments)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return self.segments[0].version if self.segments else None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [value for segment in self.segments for value in segment.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        return [segment.version for segment in self.segments for _ in segment.tokens]
+
+    @property
+    def mask(self) -> list[int]:
+        """1 where the policy sampled the token, 0 where it did not."""
+        return [bit for segment in self.segments for bit in _mask_of(segment)]
+
+    def append(self, segment: Segment) -> None:
+        """Add tokens at the end; a run of the same version continues the last segment."""
+        if not len(segment):
+            return
+        last = self.segments[-1] if self.segments else None
+        if last is not None and segment.version < last.version:
+            raise ValueError(f"rollout {self.id}: version {segment.version} after version {last.version}")
+        if last is None or segment.version != last.version:
+            self.segments.append(segment)
+            return
+        self.segments[-1] = Segment(
+            tokens=_joined(last.tokens, segment.tokens),
+            logprobs=_joined(last.logprobs, segment.logprobs),
+            version=last.version,
+            mask=None if last.mask is None and segment.mask is None else [*_mask_of(last), *_mask_of(segment)],
+        )
+
+    def drop_tokens(self) -> int:
+        """Forget all tokens; returns how many there were."""
+        dropped = len(self)
+        self.segments.clear()
+        self.truncated = False
+        return dropped
+
+
+def _mask_of(segment: Segment) -> Iterator[int]:
+    return iter(segment.mask) if segment.mask is not None else iter([1] * len(segment))
+
+
+def _joined(first: Sequence[Any], second: Sequence[Any]) -> Sequence[Any]:
+    """The two after each other; in place for lists, and still a range for adjacent ranges."""
+    match first, second:
+        case range(), range() if (first.stop, first.step) == (second.start, second.step):
+            return range(first.start, second.stop, first.step)
+    if isinstance(first, list):
+        first.extend(second)
+        return first
+    return [*first, *second]

@@ -1,0 +1,82 @@
+"""The settings of a schedule, and the error that a wrong setting gives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+class ConfigurationError(ValueError):
+    """A setting that cannot work: which one, its value, why (in numbers), and a fix to copy."""
+
+    def __init__(self, key: str, value: object, why: str, fix: str) -> None:
+        super().__init__(f"{key} = {value!r}: {why}. {fix}")
+        self.key, self.value, self.why, self.fix = key, value, why, fix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What a user sets. Sizes are in the unit that the name says; None means the mode's own value."""
+
+    mode: str = "partial+elevator"
+    rollouts_per_update: int = 128
+    prompts_per_cohort: int | None = 512  # None: one cohort holds the whole epoch
+    rollouts_per_prompt: int = 1
+    compare_siblings: bool = False  # the algorithm compares siblings, so it gets whole sibling sets
+    oversubscribe: float | None = None  # cap on what is started, as a multiple of what the update needs
+    max_staleness: int | None = None  # in versions
+    max_response_tokens: int = 8192
+    max_prompt_tokens: int | None = None  # a longer prompt is rejected at load
+    max_wait_updates: int | None = None  # elevator: a rollout that waited this long is started next
+    keep_seed: bool = False  # a redo samples with the seed of the attempt that was cut
+    overlap: bool = False  # the engine goes on while the learner steps
+    max_retries: int = 2
+    score_wait_seconds: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens"):
+            _at_least(key, getattr(self, key), 1)
+        _at_least("max_retries", self.max_retries, 0)
+        if self.prompts_per_cohort is not None:
+            _at_least("prompts_per_cohort", self.prompts_per_cohort, 1)
+            rollouts = self.prompts_per_cohort * self.rollouts_per_prompt
+            if rollouts < self.rollouts_per_update:
+                enough = math.ceil(self.rollouts_per_update / self.rollouts_per_prompt)
+                raise ConfigurationError(
+                    "prompts_per_cohort",
+                    self.prompts_per_cohort,
+                    f"a cohort of {self.prompts_per_cohort} prompts x {self.rollouts_per_prompt} rollouts = {rollouts}"
+                    f" rollouts cannot fill one update of {self.rollouts_per_update}",
+                    f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less.",
+                )
+        if self.oversubscribe is not None and not self.oversubscribe >= 1.0:
+            raise ConfigurationError(
+                "oversubscribe",
+                self.oversubscribe,
+                "less than the update needs would be started, so no harvest could end",
+                "Set it to 1.0 (exactly what is needed) or more.",
+            )
+        if self.max_staleness is not None:
+            _at_least("max_staleness", self.max_staleness, 1, hint=" For 0 use mode = on-policy.")
+        if self.max_wait_updates is not None:
+            _at_least("max_wait_updates", self.max_wait_updates, 1)
+        if self.score_wait_seconds < 0:
+            raise ConfigurationError("score_wait_seconds", self.score_wait_seconds, "negative", "Use 0 or more.")
+
+    @property
+    def rollouts_per_cohort(self) -> int | None:
+        return None if self.prompts_per_cohort is None else self.prompts_per_cohort * self.rollouts_per_prompt
+
+    @property
+    def longest_wait_updates(self) -> int:
+        """The elevator's bound on waiting: two full sweeps of the window (up, down, up, down) unless set."""
+        if self.max_wait_updates is not None:
+            return self.max_wait_updates
+        window = self.rollouts_per_cohort or self.rollouts_per_update
+        return 4 * math.ceil(window / self.rollouts_per_update)
+
+
+def _at_least(key: str, value: float, least: int, hint: str = "") -> None:
+    if value < least:
+        raise ConfigurationError(key, value, f"must be at least {least}", f"Set it to {least} or more.{hint}")

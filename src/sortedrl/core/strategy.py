@@ -1,0 +1,173 @@
+"""The one interface of all schedules: what to load, what to start and in which order, when to harvest, what to keep.
+
+A strategy is a value: it holds settings only and answers from the `Situation`. The controller asks it, at every
+change, these questions in this order:
+
+    to_load     how many prompts to load now
+    key         where a waiting rollout stands in the queue (lowest starts first)
+    may_start   may the head of the queue take the free slot?
+    enough      is it time to harvest?
+    take        the update batches of this harvest, as lists of sibling sets
+
+The base class answers with the rules that most schedules share: the cohort gate, load order, one update a harvest,
+and the staleness bound by waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from sortedrl.core.buffer import Buffer, Key, SiblingSet
+from sortedrl.core.expectation import Expectation, expected_length
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.schedule import ConfigurationError, Schedule
+
+
+@dataclass(slots=True)
+class Situation:
+    """What a strategy may look at. The controller keeps it up to date; strategies do not change it."""
+
+    schedule: Schedule
+    slots: int
+    buffer: Buffer
+    prompts: Prompts
+    expectation: Expectation
+    version: int = 0  # of the learner
+    updates: int = 0
+    harvests: int = 0
+    last_key: Key = ()  # of the rollout that was started last
+    sweep: tuple[int, float] = (0, 0.0)  # the elevator's place: number of the sweep (even: rising), expected length
+    must_finish: set[int] = field(default_factory=set)  # ids of sets that the staleness bound wants in this update
+
+    def expected(self, rollout: Rollout) -> float:
+        """Expected length of its sibling set: the longest member's."""
+        return max(expected_length(member, self.expectation) for member in self.buffer.set_of(rollout).members)
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.buffer.running)
+
+    @property
+    def in_hand(self) -> int:
+        """Rollouts that are running, finished or ready: what this harvest has begun."""
+        return len(self.buffer.running) + self.buffer.finished + self.buffer.ready
+
+    @property
+    def left(self) -> int:
+        """Rollouts that a harvest can still reach: untrained behind the current gate."""
+        gate = self.buffer.gate
+        return 0 if gate is None else self.buffer.untrained_at(gate)
+
+    @property
+    def ready(self) -> int:
+        """Ready rollouts, in complete sets, behind the current gate."""
+        gate = self.buffer.gate
+        return 0 if gate is None else self.buffer.ready_at(gate)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    name: str
+    keeps_tokens: ClassVar[bool] = False  # of what is stopped
+    gated: ClassVar[bool] = True  # a cohort is trained on before the next is loaded
+    reorders: ClassVar[bool] = False  # keys change between harvests
+    on_policy: ClassVar[bool] = False  # a batch is of one version, so all that is ready is trained on now
+    oversubscribe: ClassVar[float | None] = None  # unless the schedule sets it; None: unlimited
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise a ConfigurationError for settings that this strategy cannot honour."""
+        if self.keeps_tokens:
+            return
+        if schedule.max_staleness is not None:
+            raise ConfigurationError(
+                "max_staleness",
+                schedule.max_staleness,
+                f"mode {self.name} keeps no tokens of stopped rollouts, so there is nothing to bound",
+                "Leave it out, or use a partial mode.",
+            )
+        if schedule.overlap:
+            raise ConfigurationError(
+                "overlap",
+                schedule.overlap,
+                f"mode {self.name} must not train on tokens of older weights, so the engine has to rest",
+                "Leave it out, or use a partial mode.",
+            )
+
+    def to_load(self, s: Situation) -> int:
+        if self.gated:
+            return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
+        missing = s.free_slots - s.buffer.never_started
+        return max(0, -(-missing // s.schedule.rollouts_per_prompt))
+
+    def key(self, rollout: Rollout, s: Situation) -> Key:
+        return (rollout.id,)
+
+    def may_start(self, rollout: Rollout, s: Situation) -> bool:
+        """The oversubscribe cap. It is off for the last batch, and lets a set that was begun be completed."""
+        cap = s.schedule.oversubscribe or self.oversubscribe
+        if cap is None or s.in_hand < math.ceil(cap * self.need(s)) or self.left(s) <= self.need(s):
+            return True
+        return s.schedule.compare_siblings and s.buffer.set_of(rollout).begun
+
+    def enough(self, s: Situation) -> bool:
+        return s.ready >= self.need(s) and not s.must_finish
+
+    def take(self, s: Situation) -> list[list[SiblingSet]]:
+        """One batch, first completed first. Overdue sets are in it in any case, and all that is ready on-policy."""
+        assert s.buffer.gate is not None
+        batch: list[SiblingSet] = []
+        rollouts, wanted = 0, self.need(s)
+        for group in s.buffer.ready_sets(s.buffer.gate):
+            if self.on_policy or rollouts < wanted or is_overdue(group, s):
+                batch.append(group)
+                rollouts += len(group.members)
+        return [batch]
+
+    def sweep_after(self, key: Key) -> tuple[int, float] | None:
+        """The elevator's place once the rollout with this key was started; None if that does not move it."""
+        return None
+
+    def left(self, s: Situation) -> int:
+        """Untrained rollouts that this and later harvests can reach before the next cohort."""
+        return s.left if self.gated else s.left + s.prompts.remaining * s.schedule.rollouts_per_prompt
+
+    def need(self, s: Situation) -> int:
+        return need(self.left(s), s.schedule.rollouts_per_update)
+
+
+def need(left: int, per_update: int) -> int:
+    """Rollouts for the coming update: all that is left where the last batch would be less than half an update."""
+    return per_update if 2 * (left - per_update) >= per_update else left
+
+
+def updates_left(left: int, per_update: int) -> int:
+    count = 0
+    while left > 0:
+        left -= need(left, per_update)
+        count += 1
+    return count
+
+
+def cohort_prompts(s: Situation) -> int:
+    return s.schedule.prompts_per_cohort or s.prompts.remaining
+
+
+def prompts_per_update(s: Situation) -> int:
+    return -(-s.schedule.rollouts_per_update // s.schedule.rollouts_per_prompt)
+
+
+def prompts_closing_epoch(s: Situation, count: int) -> int:
+    """`count`, or all that is left of the epoch where the rest would not fill half an update."""
+    rest = (s.prompts.remaining_in_epoch - count) * s.schedule.rollouts_per_prompt
+    if 0 < 2 * rest < s.schedule.rollouts_per_update:
+        return s.prompts.remaining_in_epoch
+    return count
+
+
+def is_overdue(group: SiblingSet, s: Situation) -> bool:
+    """Would the set exceed the staleness bound if the coming update went without it?"""
+    bound, oldest = s.schedule.max_staleness, group.oldest_version
+    return bound is not None and oldest is not None and s.version + 1 - oldest > bound

@@ -1,0 +1,95 @@
+"""Response lengths for the simulated engine: drawn, or replayed from a file of the user's own.
+
+A length depends on the prompt and the request's seed alone, as a real model's would: a resumed request keeps
+its length, a redo with another seed draws anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from sortedrl.core.engine import Request
+from sortedrl.core.hashing import mixed
+from sortedrl.core.rollout import Prompt
+
+LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """log length = mu + prompt's own effect (sd `between`, the same in every epoch) + noise (sd `within`).
+
+    `limit` cuts: what is longer hits the token limit, so the distribution has mass there.
+    """
+
+    mu: float = math.log(2100) - 0.5
+    between: float = 0.8
+    within: float = 0.6
+    shortest: int = 16
+    limit: int = 8192
+    seed: int = 0
+
+    def __call__(self, prompt: Prompt, seed: int) -> int:
+        effect = self.between * normal(mixed(self.seed, _number(prompt), 1))
+        noise = self.within * normal(mixed(self.seed, _number(prompt), 2, seed))
+        return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
+
+
+@dataclass(frozen=True)
+class ReplayedLengths:
+    """Lengths by prompt; the seed picks one of a prompt's lengths."""
+
+    by_prompt: tuple[tuple[int, ...], ...]
+
+    def __call__(self, prompt: Prompt, seed: int) -> int:
+        lengths = self.by_prompt[_number(prompt) % len(self.by_prompt)]
+        return lengths[mixed(seed) % len(lengths)]
+
+
+def read_lengths(path: Path) -> ReplayedLengths:
+    """A JSONL file: a number a line, or objects with `length` (or `lengths`) and, where known, `prompt`."""
+    by_prompt: dict[object, list[int]] = {}
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        for prompt, length in _parsed(line, line_number, path):
+            if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length < math.inf:
+                raise ValueError(f"{path}, line {line_number}: length {length!r} is not a number of tokens (1 or more)")
+            by_prompt.setdefault(prompt, []).append(round(length))
+    if not by_prompt:
+        raise ValueError(f"{path}: holds no lengths")
+    return ReplayedLengths(tuple(map(tuple, by_prompt.values())))
+
+
+def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, object]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {line_number}: not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(value, dict):
+        yield line_number, value
+        return
+    lengths = value.get("lengths", [value.get("length")])
+    if lengths == [None] or not isinstance(lengths, list) or not lengths:
+        raise ValueError(f"{path}, line {line_number}: no `length` or `lengths` in {sorted(value)}")
+    for length in lengths:
+        yield str(value.get("prompt", f"line {line_number}")), length
+
+
+def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:
+    return lambda request: lengths(request.prompt, request.seed)
+
+
+def _number(prompt: Prompt) -> int:
+    """Simulated prompts carry their number in the dataset as payload."""
+    return int(prompt.payload)
+
+
+def normal(bits: int) -> float:
+    return _NORMAL.inv_cdf(((bits >> 10) + 0.5) / (1 << 53))

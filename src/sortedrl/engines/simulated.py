@@ -1,0 +1,312 @@
+"""A discrete-event engine in virtual time: continuous batching without a model.
+
+Between two events nothing changes but the contexts, which grow by one token a step; so the time to the next event
+has a closed form, and the cost of a run depends on the number of rollouts, never on the number of tokens.
+
+A token is its position in the response, its log-probability is minus (position + 1): an off-by-one anywhere in the
+scheduler is a wrong token here. With a KV budget, the request that started last is preempted when memory is
+full, and pays for the prefill of all its tokens when it comes back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.rollout import Rollout, Segment
+from sortedrl.core.scoring import Scored
+from sortedrl.engines.step_time import StepTime
+
+WATERMARK = 0.01  # share of the KV budget that stays free when a request is admitted, as in vLLM
+
+
+class _Run:
+    """A request in the engine."""
+
+    __slots__ = ("began_step", "made", "request", "size", "to_make", "truncated")
+
+    def __init__(self, request: Request, to_make: int, truncated: bool) -> None:
+        self.request = request
+        self.to_make = to_make  # tokens still to make when it was last started
+        self.truncated = truncated
+        self.made = 0  # tokens made before it was last started
+        self.began_step = 0
+        self.size = len(request.prompt.tokens) + request.kept_length  # its context without what it made
+
+
+class SimulatedEngine:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        step_time: StepTime,
+        length_of: Callable[[Request], int],
+        kv_tokens: int | None = None,
+        load_seconds: float = 0.0,
+        lost_after: Callable[[Request], int | None] = lambda request: None,  # tokens after which it is lost
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots = {slots}: an engine needs at least one")
+        self.slots = slots
+        self._step_time = step_time
+        self._length_of = length_of
+        self._kv_tokens = kv_tokens
+        self._load_seconds = load_seconds
+        self._lost_after = lost_after
+        self._version = 0
+        self._clock = 0.0  # end of the last whole step
+        self._now = 0.0  # may lie within a step
+        self._step = 0
+        self._cached = 0  # sum of the running contexts
+        self._running: dict[int, _Run] = {}
+        self._ends: list[tuple[int, int, _Run]] = []  # (step, start, run); stale where the run left before
+        self._starts = 0
+        self._queue: deque[_Run] = deque()
+        self._undelivered: list[Change] = []
+        self._alarms: list[float] = []
+
+    # The protocol
+
+    def now(self) -> float:
+        return max(self._now, self._clock)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            wanted = max(1, self._length_of(request) - request.kept_length)
+            lost = self._lost_after(request)
+            if request.budget < 1 or lost == 0:
+                reason = "no budget left" if request.budget < 1 else "lost by the engine"
+                self._undelivered.append(Failed(request.id, self.now(), reason))
+                continue
+            to_make = min(wanted, request.budget, wanted if lost is None else lost)
+            self._queue.append(_Run(request, to_make, truncated=wanted > request.budget))
+        self._admit()
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        while not any(isinstance(change, Finished | Failed) for change in self._undelivered):
+            limit = min([t for t in (until, self._next_alarm()) if t is not None], default=math.inf)
+            if not self._running:
+                if limit < math.inf:
+                    self._now = max(self._now, limit)
+                break
+            if not self._advance(limit):
+                break
+        changes, self._undelivered = self._undelivered, []
+        return changes
+
+    def stop(self, ids: Sequence[int]) -> list[Change]:
+        changes, self._undelivered = self._undelivered, []
+        self._clock = self.now()  # a step that was under way is lost
+        wanted = set(ids)
+        for id in ids:
+            run = self._running.pop(id, None)
+            if run is not None:
+                self._cached -= self._context(run)
+                self._deliver(run, self._made(run), changes)
+        for run in [run for run in self._queue if run.request.id in wanted]:
+            self._queue.remove(run)
+            self._deliver(run, run.made, changes)
+        return changes
+
+    def load(self, weights: Any, version: int) -> None:
+        if self._running or self._queue:
+            raise RuntimeError("weights cannot be loaded while requests are in the engine")
+        self._version = version
+        self.sleep(self._load_seconds)
+
+    # Virtual time
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass with the engine at rest: the learner steps, or weights are loaded."""
+        self._clock = self._now = self.now() + seconds
+
+    def wake_at(self, time: float) -> None:
+        """Make `poll` return at this time, whatever happens in the engine."""
+        heapq.heappush(self._alarms, time)
+
+    def _next_alarm(self) -> float | None:
+        while self._alarms and self._alarms[0] <= self._now:
+            heapq.heappop(self._alarms)
+        return self._alarms[0] if self._alarms else None
+
+    def _advance(self, limit: float) -> bool:
+        """Run to the next event; False if `limit` came first."""
+        running = len(self._running)
+        while self._ends and not self._is_current(self._ends[0]):
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self._step
+        if self._kv_tokens is not None:
+            room = (self._kv_tokens - self._cached) // running
+            if room < steps:
+                if room == 0:
+                    self._make_room()
+                    return True
+                steps = room
+        if self._clock + self._seconds(steps) > limit:
+            steps = self._steps_until(limit, steps)
+            self._clock += self._seconds(steps)
+            self._pass_steps(steps)
+            self._now = max(self._now, limit)
+            return False
+        self._clock += self._seconds(steps)
+        self._pass_steps(steps)
+        self._finish_due()
+        return True
+
+    def _seconds(self, steps: int) -> float:
+        """Duration of the next `steps` steps, while the running requests stay the same."""
+        running = len(self._running)
+        cached_in_all = self._cached * steps + running * steps * (steps - 1) / 2
+        return steps * self._step_time.at(running) + self._step_time.per_cached_token * cached_in_all
+
+    def _steps_until(self, limit: float, most: int) -> int:
+        """How many whole steps end by `limit`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._clock + self._seconds(middle) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _pass_steps(self, steps: int) -> None:
+        self._step += steps
+        self._cached += steps * len(self._running)
+
+    # Requests
+
+    def _is_current(self, end: tuple[int, int, _Run]) -> bool:
+        step, _, run = end
+        return self._running.get(run.request.id) is run and step == run.began_step + run.to_make
+
+    def _made(self, run: _Run) -> int:
+        return run.made + self._step - run.began_step
+
+    def _context(self, run: _Run) -> int:
+        return run.size + self._made(run)
+
+    def _admit(self) -> None:
+        prefill = 0
+        at = self.now()
+        while self._queue and len(self._running) < self.slots:
+            run = self._queue[0]
+            context = run.size + run.made
+            if not self._fits(context):
+                if self._running:
+                    break
+                self._queue.popleft()
+                self._deliver(run, run.made, self._undelivered)
+                self._undelivered.append(Failed(run.request.id, at, self._too_large(context)))
+                continue
+            self._queue.popleft()
+            self._start(run, at)
+            prefill += context
+        self._clock += prefill * self._step_time.per_prefill_token
+
+    def _fits(self, context: int) -> bool:
+        if self._kv_tokens is None:
+            return True
+        spare = self._kv_tokens * WATERMARK if self._running else 0
+        return self._cached + context + 1 + spare <= self._kv_tokens
+
+    def _too_large(self, context: int) -> str:
+        return f"a context of {context} tokens does not fit into the KV budget of {self._kv_tokens}"
+
+    def _start(self, run: _Run, at: float) -> None:
+        run.began_step = self._step
+        self._running[run.request.id] = run
+        self._cached += run.size + run.made
+        self._starts += 1
+        heapq.heappush(self._ends, (self._step + run.to_make, self._starts, run))
+        self._undelivered.append(Started(run.request.id, at))
+
+    def _make_room(self) -> None:
+        """Preempt the request that started last."""
+        id, run = self._running.popitem()
+        made = self._made(run)
+        context = run.size + made
+        self._cached -= context
+        run.to_make -= made - run.made
+        run.made = made
+        if not self._running:
+            self._deliver(run, made, self._undelivered)
+            self._undelivered.append(Failed(id, self._clock, self._too_large(context + 1)))
+            self._admit()
+            return
+        self._undelivered.append(Preempted(id, self._clock, context))
+        self._queue.appendleft(run)
+
+    def _finish_due(self) -> None:
+        finished = False
+        while self._ends and self._ends[0][0] <= self._step:
+            end = heapq.heappop(self._ends)
+            if not self._is_current(end):
+                continue
+            run = end[2]
+            id = run.request.id
+            del self._running[id]
+            made = self._made(run)
+            self._cached -= run.size + made
+            self._deliver(run, made, self._undelivered)
+            lost = self._lost_after(run.request)
+            if lost is not None and made >= lost:
+                self._undelivered.append(Failed(id, self._clock, "lost by the engine"))
+            else:
+                self._undelivered.append(Finished(id, self._clock, run.truncated))
+            finished = True
+        if finished:
+            self._admit()
+
+    def _deliver(self, run: _Run, made: int, changes: list[Change]) -> None:
+        first = run.request.kept_length
+        if made:
+            tokens, logprobs = range(first, first + made), range(-first - 1, -first - made - 1, -1)
+            changes.append(Tokens(run.request.id, self.now(), Segment(tokens, logprobs, self._version)))
+
+
+class SimulatedScorer:
+    """Scores that take virtual time. `reward_of` may raise: the score is then an error."""
+
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        *,
+        seconds_of: Callable[[Rollout], float] = lambda rollout: 0.0,
+        reward_of: Callable[[Rollout], float] = lambda rollout: 0.0,
+    ) -> None:
+        self._engine = engine
+        self._seconds_of = seconds_of
+        self._reward_of = reward_of
+        self._due: list[tuple[float, int, Scored]] = []
+        self._submitted = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self._due)
+
+    def submit(self, rollout: Rollout) -> None:
+        try:
+            scored = Scored(rollout.id, self._reward_of(rollout), attempt=rollout.attempt)
+        except Exception as error:
+            scored = Scored(rollout.id, None, error=f"{type(error).__name__}: {error}", attempt=rollout.attempt)
+        seconds = self._seconds_of(rollout)
+        due = self._engine.now() + seconds
+        if 0 < seconds < math.inf:
+            self._engine.wake_at(due)
+        self._submitted += 1
+        heapq.heappush(self._due, (due, self._submitted, scored))
+
+    def collect(self) -> list[Scored]:
+        done = []
+        while self._due and self._due[0][0] <= self._engine.now():
+            done.append(heapq.heappop(self._due)[2])
+        return done
+
+    def wait(self, timeout_seconds: float) -> None:
+        due = self._due[0][0] if self._due else math.inf
+        self._engine.sleep(max(0.0, min(due - self._engine.now(), timeout_seconds)))

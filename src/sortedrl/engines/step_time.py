@@ -1,0 +1,133 @@
+"""How long one decode step takes: the model that the simulated engine runs on, its presets and its fit.
+
+    seconds = step(running) + per_cached_token x (sum of contexts);  prefill: per_prefill_token x tokens
+
+`step` is given at a few batch sizes and interpolated between them.
+"""
+
+from __future__ import annotations
+
+import csv
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Point(NamedTuple):
+    """One measurement: a decode step of `running` requests whose contexts add up to `cached_tokens`."""
+
+    running: float
+    cached_tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    steps: tuple[tuple[float, float], ...]  # (running, seconds), at least two, ascending
+    per_cached_token: float = 0.0
+    per_prefill_token: float = 0.0
+    source: str = ""
+    _memo: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        runnings = [running for running, _ in self.steps]
+        if len(runnings) < 2 or sorted(set(runnings)) != runnings:
+            raise ValueError(f"steps need two or more ascending batch sizes, got {runnings}")
+        if min(self.per_cached_token, self.per_prefill_token, *(t for _, t in self.steps)) < 0:
+            raise ValueError("step times must not be negative")
+
+    def at(self, running: int) -> float:
+        """Seconds of a step of `running` requests with empty contexts; linear beyond the last point."""
+        if running not in self._memo:
+            place = min(max(bisect_right(self.steps, (running, float("inf"))), 1), len(self.steps) - 1)
+            (r0, t0), (r1, t1) = self.steps[place - 1], self.steps[place]
+            self._memo[running] = max(0.0, t0 + (t1 - t0) * (running - r0) / (r1 - r0))
+        return self._memo[running]
+
+    def scaled(self, *, per_prefill_token: float) -> StepTime:
+        return StepTime(self.steps, self.per_cached_token, per_prefill_token, self.source)
+
+
+def linear(
+    fixed: float, per_request: float, per_cached_token: float = 0.0, per_prefill_token: float = 0.0, source: str = ""
+) -> StepTime:
+    return StepTime(((0, fixed), (128, fixed + 128 * per_request)), per_cached_token, per_prefill_token, source)
+
+
+_A100_8B = ((1, 0.0097), (32, 0.0109), (64, 0.0112), (128, 0.0132), (256, 0.0195), (512, 0.0347))
+_H100_7B = ((1, 0.0056), (32, 0.0058), (64, 0.0059), (128, 0.0064), (256, 0.0092), (512, 0.0120))
+
+PRESETS: dict[str, StepTime] = {
+    "memory-bound": linear(1.0, 1 / 128, source="t = 1 + r/128, prefill free"),
+    "compute-bound": linear(0.164, 1 / 128, source="t = 0.164 + r/128, prefill free"),
+    "h200-8b": linear(
+        0.005, 3e-5, 2.5e-8, 2e-5, source="fit to vLLM 0.25.1, LLaMA-3.1-8B shape, one H200 (1.9 % error)"
+    ),
+    "a100-8b": StepTime(
+        _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us a cached token; prefill estimated"
+    ),
+    "h100-7b": StepTime(
+        _H100_7B, 5e-8, 2e-5, source="Vidur's tables, Llama-2-7B on H100; cached tokens and prefill estimated"
+    ),
+}
+
+
+def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
+    """Least squares of relative error for t = a + b running + c cached, no coefficient below 0."""
+    if len(points) < 3:
+        raise ValueError(f"{len(points)} measured points: a fit needs at least 3")
+    rows = [(1 / p.seconds, p.running / p.seconds, p.cached_tokens / p.seconds) for p in points]
+    columns = [0, 1, 2]
+    while True:
+        solution = _least_squares([[row[c] for c in columns] for row in rows], [1.0] * len(rows))
+        if min(solution) >= 0 or len(columns) == 1:
+            break
+        del columns[solution.index(min(solution))]
+    coefficient = dict(zip(columns, solution, strict=True))
+    a, b, c = (max(0.0, coefficient.get(column, 0.0)) for column in (0, 1, 2))
+    return linear(a, b, c, per_prefill_token, source or f"fit to {len(points)} points")
+
+
+def read_points(path: Path) -> list[Point]:
+    """A CSV file with the columns running, cached_tokens, seconds."""
+    points = []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = {"running", "cached_tokens", "seconds"} - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; it has {reader.fieldnames}")
+        for row in reader:
+            try:
+                point = Point(*(float(row[name]) for name in Point._fields))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+            if not (point.running > 0 and point.cached_tokens >= 0 and point.seconds > 0):
+                raise ValueError(f"{path}, line {reader.line_num}: {point} is not a measured step")
+            points.append(point)
+    return points
+
+
+def _least_squares(rows: list[list[float]], target: list[float]) -> list[float]:
+    """Solves the normal equations by Gaussian elimination, columns scaled to unit size."""
+    size = len(rows[0])
+    scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(size)]
+    scaled = [[value / scale[i] for i, value in enumerate(row)] for row in rows]
+    matrix = [
+        [sum(row[i] * row[j] for row in scaled) for j in range(size)]
+        + [sum(row[i] * t for row, t in zip(scaled, target, strict=True))]
+        for i in range(size)
+    ]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(matrix[k][i]))
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        if abs(matrix[i][i]) < 1e-12:
+            raise ValueError(
+                "the measured points do not vary enough to tell batch size, contexts and a fixed cost apart"
+            )
+        for k in range(size):
+            if k != i:
+                factor = matrix[k][i] / matrix[i][i]
+                matrix[k] = [a - factor * b for a, b in zip(matrix[k], matrix[i], strict=True)]
+    return [matrix[i][size] / matrix[i][i] / scale[i] for i in range(size)]

@@ -1,0 +1,217 @@
+"""A workload (lengths, slots, sizes, step time) and one simulated run of one mode on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.controller import Controller
+from sortedrl.core.engine import Finished, Request
+from sortedrl.core.events import Event, EventLog, Loaded, Sink, Updated
+from sortedrl.core.expectation import Expectation, SensedLengths
+from sortedrl.core.hashing import mixed
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.schedule import Schedule
+from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal
+from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.step_time import PRESETS, StepTime
+from sortedrl.observe.metrics import Figures, Metrics
+
+EXPECTATIONS = ("cold", "warm", "oracle")
+ORACLE_LOG_NOISE = 0.4
+REFERENCE_LENGTHS = LognormalLengths()
+
+
+class SimulatedPrompts(Sequence[Prompt]):
+    """`count` prompts of `tokens` tokens each, made when asked for."""
+
+    def __init__(self, count: int, tokens: int) -> None:
+        self._count = count
+        self._tokens = range(tokens)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return Prompt(str(index), self._tokens, index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    lengths: LengthOf = REFERENCE_LENGTHS
+    step_time: StepTime = PRESETS["memory-bound"]
+    slots: int = 128
+    prompts: int = 20 * 512
+    prompt_tokens: int = 128
+    epochs: int = 1
+    kv_tokens: int | None = None
+    weights_seconds: float = 0.0  # to load weights
+    learner_seconds_per_update: float = 0.0
+    learner_seconds_per_token: float = 0.0
+    score_seconds: float = 0.0
+    expectation: str = "cold"
+
+    def learner_seconds(self, tokens: int) -> float:
+        return self.learner_seconds_per_update + self.learner_seconds_per_token * tokens
+
+
+class NoisyOracle:
+    """Expects the true length times log-normal noise: what an expectation of known quality would give."""
+
+    def __init__(self, lengths: LengthOf, schedule: Schedule, log_noise: float = ORACLE_LOG_NOISE) -> None:
+        self._lengths = lengths
+        self._schedule = schedule
+        self._log_noise = log_noise
+
+    def estimate(self, rollout: Rollout) -> float:
+        seed = rollout.seed if self._schedule.keep_seed else mixed(rollout.seed, rollout.attempt)
+        length = min(self._lengths(rollout.prompt, seed), self._schedule.max_response_tokens)
+        return length * math.exp(self._log_noise * normal(mixed(rollout.seed, 7)))
+
+    def observe(self, rollout: Rollout) -> None: ...
+
+    def forget(self, prompt_id: str) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
+    """Cold: only what is sensed in the run. Warm: fed by a real previous epoch, one draw for each prompt."""
+    guess = schedule.max_response_tokens / 4
+    if workload.expectation == "cold":
+        return SensedLengths(first_guess=guess)
+    if workload.expectation == "oracle":
+        return NoisyOracle(workload.lengths, schedule)
+    if workload.expectation != "warm":
+        raise ValueError(f"expectation {workload.expectation!r}: one of {', '.join(EXPECTATIONS)}")
+    last_epoch = {
+        prompt.id: float(min(workload.lengths(prompt, mixed(schedule.seed, 99, i)), schedule.max_response_tokens))
+        for i, prompt in enumerate(SimulatedPrompts(workload.prompts, 0))
+    }
+    return SensedLengths(last_epoch, first_guess=guess)
+
+
+def simulated_engine(workload: Workload) -> SimulatedEngine:
+    return SimulatedEngine(
+        slots=workload.slots,
+        step_time=workload.step_time,
+        length_of=length_of_request(workload.lengths),
+        kv_tokens=workload.kv_tokens,
+        load_seconds=workload.weights_seconds,
+    )
+
+
+class UncutLengths:
+    """A sink that knows what the log cannot: how long the first attempt of each trained rollout would have become."""
+
+    def __init__(self, workload: Workload, schedule: Schedule) -> None:
+        self._workload = workload
+        self._schedule = schedule
+        self._prompt_of: dict[int, str] = {}
+        self._total = self._count = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Loaded):
+            for i in range(event.rollouts):
+                self._prompt_of[event.first + i] = event.prompts[i // self._schedule.rollouts_per_prompt]
+        elif isinstance(event, Updated):
+            self._count += len(event.rollouts)
+            self._total += sum(self._uncut(id) for id in event.rollouts)
+
+    def mean(self) -> float:
+        return self._total / self._count if self._count else 0.0
+
+    def _uncut(self, id: int) -> int:
+        number = int(self._prompt_of.pop(id))
+        rollout_seed = mixed(self._schedule.seed, id)
+        seed = rollout_seed if self._schedule.keep_seed else mixed(rollout_seed, 0)
+        return min(self._workload.lengths(Prompt("", (), number), seed), self._schedule.max_response_tokens)
+
+
+def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> Figures:
+    """One simulated run, from the first load to the last update."""
+    metrics, uncut = Metrics(), UncutLengths(workload, schedule)
+    engine = simulated_engine(workload)
+    controller = Controller(
+        engine,
+        Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=workload.epochs, seed=schedule.seed),
+        SimulatedScorer(engine, seconds_of=lambda rollout: workload.score_seconds),
+        schedule,
+        expectation=expectation_for(workload, schedule),
+        log=EventLog(metrics, uncut, *sinks),
+        max_updates=max_updates,
+    )
+    for batch in controller:
+        seconds = workload.learner_seconds(batch.tokens)
+        if schedule.overlap:
+            controller.carry_on(until=engine.now() + seconds)
+        else:
+            engine.sleep(seconds)
+        controller.publish()
+    figures = metrics.figures()
+    mean = uncut.mean()
+    return replace(figures, uncut_mean_length=mean, length_bias=figures.mean_length / mean - 1 if mean else 0.0)
+
+
+def limit(workload: Workload, schedule: Schedule) -> float:
+    """The workload's own bound, in tokens a second: all slots full in steady state, each prompt prefilled once.
+
+    Measured from the moment when every slot has turned over once, until the prompts are used up and every slot has
+    turned over at least twice more.
+    """
+    engine = simulated_engine(workload)
+    needed = 3 * workload.slots
+    source = max(workload.prompts * schedule.rollouts_per_prompt, needed)
+    next_id = tokens = 0
+    turnovers: dict[int, int] = dict.fromkeys(range(workload.slots), 0)
+    slot_of: dict[int, int] = {}
+
+    def start(slot: int) -> None:
+        nonlocal next_id
+        prompt, seed = _nth_draw(next_id, workload, schedule)
+        slot_of[next_id] = slot
+        engine.submit([Request(next_id, prompt, (), schedule.max_response_tokens, seed)])
+        next_id += 1
+
+    for slot in range(workload.slots):
+        start(slot)
+    began: float | None = None
+    while next_id < source or min(turnovers.values()) < 3:
+        for change in engine.poll():
+            if not isinstance(change, Finished):
+                continue
+            slot = slot_of.pop(change.id)
+            turnovers[slot] += 1
+            if began is not None:
+                length = workload.lengths(*_nth_draw(change.id, workload, schedule))
+                tokens += min(length, schedule.max_response_tokens)
+            start(slot)
+        if began is None and min(turnovers.values()) >= 1:
+            began = engine.now()
+    assert began is not None
+    return tokens / (engine.now() - began)
+
+
+def _nth_draw(id: int, workload: Workload, schedule: Schedule) -> tuple[Prompt, int]:
+    prompt = Prompt(str(id), range(workload.prompt_tokens), id % workload.prompts)
+    return prompt, mixed(mixed(schedule.seed, id), 0)
+
+
+def with_mode(schedule: Schedule, mode: str) -> Schedule:
+    """The same settings in another mode, less what that mode cannot honour."""
+    strategy = strategy_named(mode)
+    return replace(
+        schedule,
+        mode=mode,
+        max_staleness=schedule.max_staleness if strategy.keeps_tokens else None,
+        overlap=schedule.overlap and strategy.keeps_tokens,
+    )
