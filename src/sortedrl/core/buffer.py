@@ -306,7 +306,9 @@ def _rollout_state(rollout: Rollout) -> dict[str, Any]:
 
 
 def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    rollout = Rollout(prompt=prompts[state["prompt"]], **{name: state[name] for name in _PLAIN_FIELDS})
-    rollout.state = State(state["state"])
-    rollout.segments = [Segment(*fields) for fields in state["segments"]]
-    return rollout
+    return Rollout(
+        prompt=prompts[state["prompt"]],
+        state=State(state["state"]),
+        segments=[Segment(*fields) for fields in state["segments"]],
+        **{name: state[name] for name in _PLAIN_FIELDS},
+    )

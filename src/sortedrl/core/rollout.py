@@ -79,9 +79,13 @@ class Rollout:
     reward: float | None = None
     detail: Any = None  # what the scorer wants to hand to the learner or the log beside the reward
     expected: float = 0.0  # the expected length when it was last started
+    _length: int = field(init=False, repr=False)  # of all segments; asked for so often that it is kept
+
+    def __post_init__(self) -> None:
+        self._length = sum(map(len, self.segments))
 
     def __len__(self) -> int:
-        return sum(map(len, self.segments))
+        return self._length
 
     @property
     def resumable(self) -> bool:
@@ -116,6 +120,7 @@ class Rollout:
         last = self.segments[-1] if self.segments else None
         if last is not None and segment.version < last.version:
             raise ValueError(f"rollout {self.id}: version {segment.version} after version {last.version}")
+        self._length += len(segment)
         if last is None or segment.version != last.version:
             self.segments.append(segment)
             return
@@ -128,7 +133,7 @@ class Rollout:
 
     def drop_tokens(self) -> int:
         """Forget all tokens; returns how many there were."""
-        dropped = len(self)
+        dropped, self._length = self._length, 0
         self.segments.clear()
         self.truncated = False
         return dropped

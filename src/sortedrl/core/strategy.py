@@ -44,6 +44,8 @@ class Situation:
 
     def expected(self, rollout: Rollout) -> float:
         """Expected length of its sibling set: the longest member's."""
+        if not self.schedule.compare_siblings:
+            return expected_length(rollout, self.expectation)
         return max(expected_length(member, self.expectation) for member in self.buffer.set_of(rollout).members)
 
     @property

@@ -27,7 +27,7 @@ WATERMARK = 0.01  # share of the KV budget that stays free when a request is adm
 class _Run:
     """A request in the engine."""
 
-    __slots__ = ("began_step", "made", "request", "size", "to_make", "truncated")
+    __slots__ = ("began_step", "first", "made", "request", "size", "to_make", "truncated")
 
     def __init__(self, request: Request, to_make: int, truncated: bool) -> None:
         self.request = request
@@ -35,7 +35,8 @@ class _Run:
         self.truncated = truncated
         self.made = 0  # tokens made before it was last started
         self.began_step = 0
-        self.size = len(request.prompt.tokens) + request.kept_length  # its context without what it made
+        self.first = request.kept_length  # position of the first token that it makes
+        self.size = len(request.prompt.tokens) + self.first  # its context without what it made
 
 
 class SimulatedEngine:
@@ -263,7 +264,7 @@ class SimulatedEngine:
             self._admit()
 
     def _deliver(self, run: _Run, made: int, changes: list[Change]) -> None:
-        first = run.request.kept_length
+        first = run.first
         if made:
             tokens, logprobs = range(first, first + made), range(-first - 1, -first - made - 1, -1)
             changes.append(Tokens(run.request.id, self.now(), Segment(tokens, logprobs, self._version)))

@@ -1,0 +1,7 @@
+"""`python -m sortedrl` is the command `sortedrl`."""
+
+import sys
+
+from sortedrl.cli import main
+
+sys.exit(main())

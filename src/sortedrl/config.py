@@ -1,0 +1,280 @@
+"""Configuration: a TOML file and flags, one typed model for each command.
+
+Flags win over the file, the file over the defaults. Every error names the key, its value and where it was set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import pydantic
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.engines.lengths import LengthOf, LognormalLengths, read_lengths
+from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
+from sortedrl.studies.plan import Allowed
+from sortedrl.studies.simulate import MODES
+from sortedrl.studies.workload import Workload
+
+Expectation = Literal["cold", "warm", "oracle"]
+
+
+class _Refused(Exception):
+    """Carries the first validation error past tyro, which would print it in its own words."""
+
+    def __init__(self, error: pydantic.ValidationError) -> None:
+        self.error = error
+
+
+class Settings(BaseModel):
+    """What all commands share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _refuse(cls, values: Any, validate: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(values)
+        except pydantic.ValidationError as error:
+            raise _Refused(error) from None
+
+    config: Annotated[Path | None, Field(description="TOML file with any of these settings; flags win over it")] = None
+    json_output: Annotated[
+        bool, tyro.conf.arg(name="json"), Field(alias="json", description="print one JSON object instead of tables")
+    ] = False
+    dry_run: Annotated[
+        bool, Field(description="print the resolved settings and what follows from them, run nothing")
+    ] = False
+
+
+class WorkloadSettings(Settings):
+    """A simulated workload and the schedule to try on it."""
+
+    lengths: Annotated[
+        Path | None, Field(description="JSONL of your own response lengths; without it a lognormal is drawn")
+    ] = None
+    median_length: Annotated[float, Field(gt=0, description="tokens; median of the drawn lengths")] = 1273.7
+    length_sd_between: Annotated[float, Field(ge=0, description="sd of log length between prompts")] = 0.8
+    length_sd_within: Annotated[float, Field(ge=0, description="sd of log length within a prompt")] = 0.6
+    prompt_tokens: Annotated[int, Field(ge=0)] = 128
+    max_response_tokens: Annotated[int, Field(ge=1)] = 8192
+    slots: Annotated[int, Field(ge=1, description="requests that the engine runs at once")] = 128
+    rollouts_per_update: Annotated[int, Field(ge=1)] = 128
+    prompts_per_cohort: Annotated[int, Field(ge=1)] = 512
+    rollouts_per_prompt: Annotated[int, Field(ge=1)] = 1
+    compare_siblings: Annotated[bool, Field(description="update on whole sibling sets, as GRPO and RLOO need")] = False
+    oversubscribe: Annotated[
+        float | None, Field(description="cap on what is started, as a multiple of the need; default: the mode's own")
+    ] = None
+    max_staleness: Annotated[int | None, Field(description="bound in versions, partial modes; kept by waiting")] = None
+    keep_seed: Annotated[bool, Field(description="a redo draws the length of the attempt that was cut")] = False
+    step_time: Annotated[
+        str, Field(description=f"{', '.join(PRESETS)}, or a CSV of running,cached_tokens,seconds to fit")
+    ] = "memory-bound"
+    prefill_seconds_per_token: Annotated[float | None, Field(ge=0, description="default: the step time's own")] = None
+    kv_tokens: Annotated[
+        int | None, Field(ge=1, description="KV memory in tokens; beyond it requests are preempted")
+    ] = None
+    weights_seconds: Annotated[float, Field(ge=0, description="to load weights into the engine")] = 0.0
+    learner_seconds_per_update: Annotated[float, Field(ge=0)] = 0.0
+    learner_seconds_per_token: Annotated[float, Field(ge=0)] = 0.0
+    score_seconds: Annotated[float, Field(ge=0, description="from a rollout's end to its reward")] = 0.0
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+
+    def schedule(self, mode: str = "baseline") -> Schedule:
+        strategy = strategy_named(mode)
+        return Schedule(
+            mode=mode,
+            rollouts_per_update=self.rollouts_per_update,
+            prompts_per_cohort=self.prompts_per_cohort,
+            rollouts_per_prompt=self.rollouts_per_prompt,
+            compare_siblings=self.compare_siblings,
+            oversubscribe=self.oversubscribe,
+            max_staleness=self.max_staleness if strategy.keeps_tokens else None,
+            max_response_tokens=self.max_response_tokens,
+            keep_seed=self.keep_seed,
+        )
+
+    def workload(self, cohorts: int) -> Workload:
+        return Workload(
+            lengths=self.length_of(),
+            step_time=self.resolved_step_time(),
+            slots=self.slots,
+            prompts=cohorts * self.prompts_per_cohort,
+            prompt_tokens=self.prompt_tokens,
+            kv_tokens=self.kv_tokens,
+            weights_seconds=self.weights_seconds,
+            learner_seconds_per_update=self.learner_seconds_per_update,
+            learner_seconds_per_token=self.learner_seconds_per_token,
+            score_seconds=self.score_seconds,
+        )
+
+    def length_of(self) -> LengthOf:
+        if self.lengths is not None:
+            try:
+                return read_lengths(self.lengths)
+            except (OSError, ValueError) as error:
+                raise ConfigurationError("lengths", str(self.lengths), _plain(error), _LENGTHS_FIX) from None
+        return LognormalLengths(
+            mu=math.log(self.median_length),
+            between=self.length_sd_between,
+            within=self.length_sd_within,
+            limit=self.max_response_tokens,
+        )
+
+    def resolved_step_time(self) -> StepTime:
+        found = PRESETS.get(self.step_time)
+        if found is None:
+            try:
+                found = fit(read_points(Path(self.step_time)), source=f"fit to {self.step_time}")
+            except (OSError, ValueError) as error:
+                near = difflib.get_close_matches(self.step_time, PRESETS, n=1)
+                hint = f"Did you mean {near[0]}? " if near else ""
+                raise ConfigurationError(
+                    "step_time", self.step_time, _plain(error), f"{hint}Presets: {', '.join(PRESETS)}."
+                ) from None
+        if self.prefill_seconds_per_token is not None:
+            found = found.scaled(per_prefill_token=self.prefill_seconds_per_token)
+        return found
+
+    def check_context_fits(self) -> None:
+        longest = self.prompt_tokens + self.max_response_tokens
+        if self.kv_tokens is not None and longest + 1 > self.kv_tokens:
+            raise ConfigurationError(
+                "kv_tokens",
+                self.kv_tokens,
+                f"one response at the limit needs {self.prompt_tokens} + {self.max_response_tokens} tokens",
+                f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
+            )
+
+
+class Simulate(WorkloadSettings):
+    """All modes side by side on one workload: what would I gain on my lengths?"""
+
+    modes: Annotated[tuple[str, ...], Field(min_length=1)] = MODES
+    expectations: Annotated[
+        tuple[Expectation, ...], Field(min_length=1, description="qualities of expected length; the first names a mode")
+    ] = ("cold", "warm", "oracle")
+    cohorts: Annotated[int, Field(ge=1)] = 20
+    updates: Annotated[int | None, Field(ge=1, description="stop after this many updates")] = None
+
+    def check(self) -> None:
+        for mode in self.modes:
+            strategy_named(mode).check(self.schedule(mode))
+        self.check_context_fits()
+
+
+class PlanSettings(WorkloadSettings):
+    """Which mode, cohort size and oversubscription for this workload, and is it needed at all?"""
+
+    expectation: Annotated[Expectation, Field(description="quality of expected length to plan with")] = "cold"
+    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 8
+    max_cohort_updates: Annotated[int, Field(ge=1, description="largest cohort allowed; the paper found 8 harmful")] = 4
+    max_length_bias: Annotated[float, Field(ge=0, description="largest share by which trained lengths may be off")] = (
+        0.02
+    )
+    max_staleness_mean: Annotated[float | None, Field(ge=0, description="largest mean staleness of a token")] = None
+
+    def check(self) -> None:
+        self.schedule("partial")
+        self.check_context_fits()
+
+    def allowed(self) -> Allowed:
+        return Allowed(self.max_length_bias, self.max_staleness_mean, self.max_cohort_updates)
+
+
+S = TypeVar("S", bound=Settings)
+_LENGTHS_FIX = 'Write one number a line, or objects such as {"prompt": "id", "length": 812}.'
+
+
+def origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
+    """For each key that is set: by which file or flag."""
+    path = _config_path(args)
+    try:
+        found = {} if path is None else dict.fromkeys(_read_toml(path), str(path))
+    except ConfigurationError:
+        found = {}
+    return found | {key: f"flag --{_flag(key)}" for key in kind.model_fields if _is_given(key, args)}
+
+
+def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
+    """The settings. Exits with 2 on flags that tyro refuses; raises ConfigurationError for all else."""
+    path = _config_path(args)
+    try:
+        given: dict[str, Any] = {}
+        if path is not None:
+            values = _read_toml(path)
+            _refuse_unknown(kind, values, path)
+            given["default"] = kind.model_validate({**values, "config": path})
+        settings: S = tyro.cli(kind, args=list(args), prog=program, **given)
+        return settings
+    except _Refused as refused:
+        raise _first_error(refused.error) from None
+
+
+def located(error: ConfigurationError, origin: dict[str, str]) -> str:
+    """The error as a user reads it: key, value, where it was set, why, and a fix."""
+    where = origin.get(error.key)
+    return f"{error.key} = {error.value!r}{f' (set by {where})' if where else ''}: {error.why}. {error.fix}"
+
+
+def _config_path(args: Sequence[str]) -> Path | None:
+    for place, word in enumerate(args):
+        if word == "--config" and place + 1 < len(args):
+            return Path(args[place + 1])
+        if word.startswith("--config="):
+            return Path(word.removeprefix("--config="))
+    return None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError("config", str(path), _plain(error), "Name a TOML file that exists.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError("config", str(path), f"not TOML: {error}", "Mend that line.") from None
+
+
+def _refuse_unknown(kind: type[Settings], values: dict[str, Any], path: Path) -> None:
+    known = [name for name in kind.model_fields if name != "json_output"]
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."
+            raise ConfigurationError(key, value, "no such key", hint)
+
+
+def _first_error(error: pydantic.ValidationError) -> ConfigurationError:
+    first = error.errors()[0]
+    key = str(first["loc"][0]) if first["loc"] else "configuration"
+    why = first["msg"][:1].lower() + first["msg"][1:]
+    return ConfigurationError(key, first.get("input"), why, f"See the help of {key.replace('_', '-')}.")
+
+
+def _flag(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _is_given(key: str, args: Sequence[str]) -> bool:
+    names = (f"--{_flag(key)}", f"--no-{_flag(key)}")
+    return any(word.split("=")[0].replace("_", "-") in names for word in args)
+
+
+def _plain(error: Exception) -> str:
+    return f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def as_json(settings: Settings) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(settings.model_dump_json(exclude={"config", "json_output", "dry_run"}))
+    return plain

@@ -1,0 +1,182 @@
+"""Which schedule for this workload? A search over mode, cohort size and oversubscription, by simulation.
+
+The rule: among schedules whose length bias and staleness are allowed, the fastest wins; within `CLOSE` of the fastest
+the youngest data wins, then the simpler schedule. If a longest-first baseline is that close, you do not need SortedRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sortedrl.core.schedule import Schedule
+from sortedrl.studies.simulate import Case, compare
+from sortedrl.studies.workload import Workload, with_mode
+
+CLOSE = 0.02  # of the limit
+BASELINES = ("baseline", "baseline+longest-first")
+UPDATE_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # update size over slots
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the user accepts. Staleness is the mean over tokens; the bound per token is `Schedule.max_staleness`."""
+
+    length_bias: float = 0.02
+    staleness_mean: float | None = None
+    cohort_updates: int = 4  # the paper found 8 harmful
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate and what the simulation says of it."""
+
+    name: str
+    schedule: Schedule
+    of_limit: float
+    goodput: float
+    staleness_mean: float
+    staleness_max: int
+    length_bias: float
+    waste: float
+    sortedness: float
+    bubble: float
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.schedule.mode in BASELINES
+
+
+@dataclass(frozen=True)
+class Plan:
+    choice: Option
+    runner_up: Option | None
+    baseline: Option  # the best of the baselines
+    needed: bool  # False: you do not need this
+    reason: str
+    options: tuple[Option, ...]
+    staleness_frontier: tuple[Option, ...]
+    bias_frontier: tuple[Option, ...]
+    by_update_size: tuple[tuple[float, Option, Option], ...]  # (U/Q, best baseline, best other)
+
+
+def candidates(schedule: Schedule, allowed: Allowed) -> list[tuple[str, Schedule]]:
+    """Named schedules to try: every mode of ours and the paper's, with cohorts of 1, 2, 4, ... updates."""
+    per_update = -(-schedule.rollouts_per_update // schedule.rollouts_per_prompt)
+    cohorts = [2**k for k in range(10) if 2**k < allowed.cohort_updates] + [allowed.cohort_updates]
+    found = [(mode, with_mode(schedule, mode)) for mode in BASELINES]
+    for updates in cohorts:
+        sized = replace(schedule, prompts_per_cohort=updates * per_update)
+        label = f"cohort {updates} x update"
+        for mode in ("partial", "partial+planned", "partial+lookahead", "partial+elevator"):
+            found.append((f"{mode}, {label}", with_mode(sized, mode)))
+        if updates > 1:
+            for mode, cap in (("on-policy", None), ("on-policy+planned", 1.0), ("on-policy+planned", 1.15)):
+                suffix = "" if cap is None else f", oversubscribe {cap}"
+                found.append((f"{mode}, {label}{suffix}", replace(with_mode(sized, mode), oversubscribe=cap)))
+    return found
+
+
+def plan(
+    workload: Workload,
+    schedule: Schedule,
+    allowed: Allowed,
+    seeds: Sequence[int] = (0,),
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    tried = candidates(schedule, allowed)
+    scan = _update_size_scan(workload, schedule, allowed)
+    rows = [Case(name, workload, candidate) for name, candidate in tried]
+    figures = compare([*rows, *(case for _, case in scan)], seeds, on_progress=on_progress)
+    options = tuple(option(name, candidate, figures[name]) for name, candidate in tried)
+    choice, runner_up = choose(options, allowed)
+    baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
+    needed = not choice.is_baseline
+    return Plan(
+        choice=choice,
+        runner_up=runner_up,
+        baseline=baseline,
+        needed=needed,
+        reason=reason(choice, runner_up, baseline, needed=needed),
+        options=options,
+        staleness_frontier=frontier(options, lambda o: o.staleness_mean),
+        bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
+        by_update_size=_best_by_update_size(scan, figures, allowed),
+    )
+
+
+def option(name: str, schedule: Schedule, figures: dict[str, Any]) -> Option:
+    names = set(Option.__dataclass_fields__) - {"name", "schedule"}
+    return Option(name=name, schedule=schedule, **{key: figures[key] for key in names})
+
+
+def choose(options: Sequence[Option], allowed: Allowed) -> tuple[Option, Option | None]:
+    """The choice and the best of another mode. Baselines are always allowed: they cut nothing and mix nothing."""
+    fit = [o for o in options if o.is_baseline or is_allowed(o, allowed)]
+    fastest = max(o.of_limit for o in fit)
+    close = [o for o in fit if o.of_limit >= fastest - CLOSE]
+    choice = min(close, key=lambda o: (not o.is_baseline, round(o.staleness_mean, 2), -o.of_limit))
+    others = [o for o in fit if o.schedule.mode != choice.schedule.mode]
+    return choice, max(others, key=lambda o: (o.of_limit, -o.staleness_mean), default=None)
+
+
+def is_allowed(option: Option, allowed: Allowed) -> bool:
+    young = allowed.staleness_mean is None or option.staleness_mean <= allowed.staleness_mean
+    return young and abs(option.length_bias) <= allowed.length_bias
+
+
+def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tuple[Option, ...]:
+    """The options that none beats in both goodput and cost, cheapest first."""
+    best = -1.0
+    kept = []
+    for candidate in sorted(options, key=lambda o: (cost(o), -o.of_limit)):
+        if candidate.of_limit > best + 1e-9:
+            kept.append(candidate)
+            best = candidate.of_limit
+    return tuple(kept)
+
+
+def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed: bool) -> str:
+    if not needed:
+        return (
+            f"You do not need this: {choice.name} reaches {choice.of_limit:.2f} of the limit with fresh, uncut data; "
+            f"nothing that is allowed is more than {CLOSE:.2f} faster."
+        )
+    text = (
+        f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.goodput / baseline.goodput:.2f} x the best baseline"
+        f" ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
+        f"and length bias {choice.length_bias:+.1%}."
+    )
+    if runner_up is not None:
+        text += (
+            f" Runner-up {runner_up.name}: {runner_up.of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
+            f"length bias {runner_up.length_bias:+.1%}."
+        )
+    return text
+
+
+def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
+    """A few modes at other update sizes, cohorts growing with them, on as many prompts as give eight cohorts."""
+    rows = []
+    for ratio in UPDATE_SIZES:
+        size = max(1, round(ratio * workload.slots))
+        prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
+        sized = replace(schedule, rollouts_per_update=size, prompts_per_cohort=prompts)
+        scaled = replace(workload, prompts=max(workload.prompts, min(8 * prompts, 40_000)))
+        for mode in ("baseline+longest-first", "on-policy+planned", "partial+elevator"):
+            rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
+    return rows
+
+
+def _best_by_update_size(
+    scan: list[tuple[float, Case]], figures: dict[str, dict[str, Any]], allowed: Allowed
+) -> tuple[tuple[float, Option, Option], ...]:
+    lines = []
+    for ratio in UPDATE_SIZES:
+        at_ratio = [option(case.name, case.schedule, figures[case.name]) for r, case in scan if r == ratio]
+        baseline = next(o for o in at_ratio if o.is_baseline)
+        others = [o for o in at_ratio if not o.is_baseline]
+        fit = [o for o in others if is_allowed(o, allowed)] or others
+        lines.append((ratio, baseline, max(fit, key=lambda o: o.of_limit)))
+    return tuple(lines)

@@ -1,0 +1,140 @@
+"""All modes side by side on one workload: what would I gain on my lengths?"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from sortedrl.core.schedule import Schedule
+from sortedrl.observe.metrics import Figures
+from sortedrl.studies.workload import Workload, limit, run, with_mode
+
+MODES = (
+    "baseline",
+    "baseline+longest-first",
+    "cohort-at-once",
+    "cohort-at-once+longest-first",
+    "on-policy",
+    "on-policy+planned",
+    "partial",
+    "partial+planned",
+    "partial+lookahead",
+    "partial+elevator",
+    "april",
+    "tail-batching",
+)
+USES_EXPECTATION = frozenset(
+    {
+        "baseline+longest-first",
+        "cohort-at-once+longest-first",
+        "on-policy+planned",
+        "partial+planned",
+        "partial+elevator",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a comparison: a mode, under one quality of expectation."""
+
+    name: str
+    workload: Workload
+    schedule: Schedule
+
+
+def cases(workload: Workload, schedule: Schedule, modes: Sequence[str], expectations: Sequence[str]) -> list[Case]:
+    """The first expectation gives a mode its plain name; modes that look at no expectation appear once."""
+    rows = []
+    for mode in modes:
+        for quality in expectations if mode in USES_EXPECTATION else expectations[:1]:
+            name = mode if quality == expectations[0] else f"{mode} ({quality})"
+            rows.append(Case(name, replace(workload, expectation=quality), with_mode(schedule, mode)))
+    return rows
+
+
+def compare(
+    rows: Sequence[Case],
+    seeds: Sequence[int],
+    *,
+    max_updates: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, dict[str, Any]]:
+    """The summary of every case over the seeds, in the order of the rows. Runs on all cores."""
+    jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
+    limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
+    by_limit: dict[tuple[int, int], float] = {}
+    results: dict[tuple[str, int], Figures] = {}
+    total = len(jobs) + len(limits)
+    for key, value in _on_all_cores(jobs, limits, rows):
+        if isinstance(value, Figures):
+            results[key] = value
+        else:
+            by_limit[key] = value
+        on_progress(len(results) + len(by_limit), total)
+    return {
+        row.name: summary(
+            [results[row.name, seed] for seed in seeds],
+            [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds],
+        )
+        for row in rows
+    }
+
+
+def _on_all_cores(
+    jobs: list[tuple[Case, int, int | None]], limits: list[tuple[int, int]], rows: Sequence[Case]
+) -> Iterator[tuple[Any, Any]]:
+    workload, schedule = rows[0].workload, rows[0].schedule
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        futures: dict[Any, Any] = {
+            pool.submit(run, row.workload, replace(row.schedule, seed=seed), max_updates=most): (row.name, seed)
+            for row, seed, most in jobs
+        }
+        futures |= {
+            pool.submit(
+                limit, replace(workload, kv_tokens=kv or None), replace(with_mode(schedule, "baseline"), seed=seed)
+            ): (kv, seed)
+            for kv, seed in limits
+        }
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def summary(runs: Sequence[Figures], limits: Sequence[float]) -> dict[str, Any]:
+    """Means over the seeds, histograms summed; `spread` holds the least and the greatest of the headline figures."""
+    of_limit = [figures.goodput / bound for figures, bound in zip(runs, limits, strict=True)]
+    kept_of_limit = [figures.kept / bound for figures, bound in zip(runs, limits, strict=True)]
+    result: dict[str, Any] = {}
+    for name, first in asdict(runs[0]).items():
+        values = [getattr(figures, name) for figures in runs]
+        if isinstance(first, dict):
+            result[name] = _merged(values, add=name.endswith("histogram"))
+        elif name == "bubble_per_harvest":
+            result[name] = first if len(runs) == 1 else [fmean(column) for column in zip(*values, strict=False)]
+        elif isinstance(first, bool | str) or first is None:
+            result[name] = first
+        elif name in ("slots", "staleness_max", "longest_wait_updates"):
+            result[name] = max(values)
+        else:
+            result[name] = fmean(values)
+    result |= {"limit": fmean(limits), "of_limit": fmean(of_limit), "kept_of_limit": fmean(kept_of_limit)}
+    result["spread"] = {
+        "of_limit": [min(of_limit), max(of_limit)],
+        **{
+            name: [min(getattr(f, name) for f in runs), max(getattr(f, name) for f in runs)]
+            for name in ("bubble", "goodput", "waste", "staleness_mean", "sortedness", "length_bias")
+        },
+    }
+    return result
+
+
+def _merged(values: Sequence[dict[Any, float]], *, add: bool) -> dict[str, float]:
+    total: Counter[Any] = Counter()
+    for value in values:
+        total.update(value)
+    return {str(key): number if add else number / len(values) for key, number in sorted(total.items())}

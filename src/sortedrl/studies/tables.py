@@ -1,0 +1,142 @@
+"""The terminal's view of a study: rich tables, plain when piped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sortedrl.observe.metrics import BUBBLE_PARTS
+from sortedrl.studies.plan import Option, Plan
+
+_HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _table("What each schedule gives", "mode", "bubble", "goodput", "of limit", "kept", "waste", "updates/h")
+    base = next(iter(modes.values()))
+    for name, f in modes.items():
+        times = f["goodput"] / base["goodput"] if base["goodput"] else 0.0
+        table.add_row(
+            name,
+            f"{f['bubble']:.1%}",
+            f"{f['goodput']:,.4g} ({times:.2f}x)",
+            f"{f['of_limit']:.3f}",
+            f"{f['kept']:,.4g}",
+            f"{f['waste']:.1%}",
+            f"{f['updates_per_hour']:,.3g}",
+        )
+    return table
+
+
+def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _table(
+        "What it costs",
+        "mode",
+        "staleness mean",
+        "max",
+        "tokens by staleness",
+        "rollouts by segments",
+        "sorted",
+        "length bias",
+        "longest wait",
+        "re-prefill",
+    )
+    for name, f in modes.items():
+        table.add_row(
+            name,
+            f"{f['staleness_mean']:.2f}",
+            f"{f['staleness_max']:.0f}",
+            sparkline(f["staleness_histogram"]),
+            sparkline(f["segments_histogram"]),
+            f"{f['sortedness']:.2f}",
+            f"{f['length_bias']:+.1%}",
+            f"{f['longest_wait_updates']:.0f}",
+            f"{f['re_prefill_tokens'] / max(1, f['generated_tokens']):.1%}",
+        )
+    return table
+
+
+def bubble_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _table(
+        "Where slots stand empty (share of slot-time)",
+        "mode",
+        "bubble",
+        *BUBBLE_PARTS,
+        "median harvest",
+        "worst",
+        "idle",
+    )
+    for name, f in modes.items():
+        harvests = sorted(f["bubble_per_harvest"]) or [0.0]
+        table.add_row(
+            name,
+            f"{f['bubble']:.1%}",
+            *(f"{f['bubble_parts'][part]:.1%}" for part in BUBBLE_PARTS),
+            f"{harvests[len(harvests) // 2]:.1%}",
+            f"{harvests[-1]:.1%}",
+            f"{f['idle']:.1%}",
+        )
+    return table
+
+
+def plan_view(plan: Plan) -> list[RenderableType]:
+    frontier = _options_table("Goodput against token staleness: nothing beats these in both", plan.staleness_frontier)
+    bias = _options_table("Goodput against length bias: nothing beats these in both", plan.bias_frontier)
+    sizes = _table(
+        "By update size (U) over slots (Q), cohorts growing with it",
+        "U/Q",
+        "longest-first baseline",
+        "best other",
+        "gain",
+    )
+    for ratio, baseline, other in plan.by_update_size:
+        gain = other.of_limit / baseline.of_limit if baseline.of_limit else 0.0
+        verdict = f"{gain:.2f}x" if other.of_limit > baseline.of_limit + 0.02 else f"{gain:.2f}x: you do not need this"
+        sizes.add_row(f"{ratio:g}", f"{baseline.of_limit:.2f}", f"{other.schedule.mode} {other.of_limit:.2f}", verdict)
+    head = Text.assemble((plan.choice.name if plan.needed else "You do not need this", "bold green"))
+    return [head, Text(plan.reason), frontier, bias, sizes]
+
+
+def show(console: Console, parts: Sequence[RenderableType]) -> None:
+    for part in parts:
+        console.print(part)
+
+
+def sparkline(histogram: Mapping[Any, float]) -> str:
+    """One bar for each key from 0 (or 1) up, height by share."""
+    if not histogram:
+        return ""
+    counts = {int(key): value for key, value in histogram.items()}
+    first = min(1, *counts)
+    whole = max(counts.values())
+    return "".join(
+        _HISTOGRAM_LEVELS[max(counts.get(k, 0) > 0, round(8 * counts.get(k, 0) / whole))]
+        for k in range(first, max(counts) + 1)
+    )
+
+
+def _options_table(title: str, options: Sequence[Option]) -> Table:
+    table = _table(title, "schedule", "of limit", "staleness", "max", "length bias", "waste", "sorted")
+    for o in options:
+        table.add_row(
+            o.name,
+            f"{o.of_limit:.3f}",
+            f"{o.staleness_mean:.2f}",
+            f"{o.staleness_max:.0f}",
+            f"{o.length_bias:+.1%}",
+            f"{o.waste:.1%}",
+            f"{o.sortedness:.2f}",
+        )
+    return table
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
+    return table
