@@ -17,6 +17,9 @@ from sortedrl import __version__
 _SUMMARY = {
     "simulate": "what would each schedule give on your lengths",
     "plan": "which schedule to use, and whether you need one",
+    "train": "RL-train a model on this machine",
+    "eval": "held-out score of a model",
+    "compare": "train with several modes, interleaved, and hold them side by side",
 }
 
 
@@ -65,6 +68,10 @@ def _guarded(kind: Any, words: Sequence[str], program: str, run: Callable[[Any],
         return run(settings)
     except ConfigurationError as error:
         return _refuse(located(error, origins(kind, words)))
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":  # its module needs PyTorch
+            raise
+        return _refuse(str(error))
 
 
 def _simulate(words: Sequence[str]) -> int:
@@ -120,6 +127,104 @@ def _run_plan(settings: Any) -> int:
     return 0
 
 
+def _train(words: Sequence[str]) -> int:
+    from sortedrl.config import Train
+
+    return _guarded(Train, words, "sortedrl train", _run_train)
+
+
+def _run_train(settings: Any) -> int:
+    if settings.dry_run:
+        return _print_train_plan(settings)
+    app = _needs_train_extra()
+    summary = app.train(settings, _say(settings))
+    if settings.json_output:
+        print(json.dumps(summary))
+    elif not summary["interrupted"]:
+        before, after, gain = summary["score_before"], summary["score_after"], summary["gain"]
+        print(
+            f"score {before['value']:.3f} -> {after['value']:.3f}: gain {gain['value']:+.3f} "
+            f"[{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s; model in {summary['folder']}/model"
+        )
+    if summary["interrupted"]:
+        print(f"interrupted; saved. Go on with: sortedrl train --resume {summary['folder']}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _eval(words: Sequence[str]) -> int:
+    from sortedrl.config import Evaluate
+
+    return _guarded(Evaluate, words, "sortedrl eval", _run_eval)
+
+
+def _run_eval(settings: Any) -> int:
+    result = _needs_train_extra().evaluate_model(settings, _say(settings))
+    if settings.json_output:
+        print(json.dumps(result))
+        return 0
+    for name in ("mean_at_k", "pass_at_k"):
+        value = result[name]
+        print(
+            f"{name.replace('_at_k', '@' + str(result['samples']))} {value['value']:.3f} "
+            f"[{value['low']:.3f}, {value['high']:.3f}]"
+        )
+    return 0
+
+
+def _compare(words: Sequence[str]) -> int:
+    from sortedrl.config import Compare
+
+    return _guarded(Compare, words, "sortedrl compare", _run_compare)
+
+
+def _run_compare(settings: Any) -> int:
+    from sortedrl.studies import tables
+
+    if settings.dry_run:
+        return _print_train_plan(settings)
+    app = _needs_train_extra()
+    summaries = app.compare(settings, _say(settings))
+    if settings.json_output:
+        print(json.dumps({"runs": summaries}))
+    else:
+        tables.show(_console(), [tables.comparison_table(summaries)])
+    return 0
+
+
+def _print_train_plan(settings: Any) -> int:
+    from sortedrl.config import as_json
+    from sortedrl.core.strategy import updates_left
+
+    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    derived = {
+        "rollouts_per_cohort": per_cohort,
+        "updates_per_cohort": updates_left(per_cohort, settings.rollouts_per_update),
+        "update_size_over_slots": settings.rollouts_per_update / settings.slots,
+        "whole_sibling_sets": settings.compares_siblings(),
+        "staleness_bound_versions": settings.max_staleness,
+        "context_tokens": settings.max_prompt_tokens + settings.max_response_tokens,
+        "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
+        * (settings.max_prompt_tokens + settings.max_response_tokens),
+    }
+    _print_settings(as_json(settings), derived, as_object=settings.json_output)
+    return 0
+
+
+def _needs_train_extra() -> Any:
+    try:
+        from sortedrl import app
+    except ImportError as error:
+        raise SystemExit(_refuse(f"{error.name} is not installed: pip install 'sortedrl[train]'")) from None
+    return app
+
+
+def _say(settings: Any) -> Callable[[str], None]:
+    """Progress lines: to stdout, or to stderr where stdout is JSON."""
+    stream = sys.stderr if settings.json_output else sys.stdout
+    return lambda line: print(line, file=stream, flush=True)
+
+
 def _print_dry_run(settings: Any, schedule: Any, prompts: int) -> int:
     from sortedrl.config import as_json
     from sortedrl.core.strategy import updates_left
@@ -134,16 +239,19 @@ def _print_dry_run(settings: Any, schedule: Any, prompts: int) -> int:
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
         * (settings.prompt_tokens + settings.max_response_tokens),
     }
-    resolved = as_json(settings)
-    if settings.json_output:
+    _print_settings(as_json(settings), derived, as_object=settings.json_output)
+    return 0
+
+
+def _print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> None:
+    if as_object:
         print(json.dumps({"settings": resolved, "derived": derived}))
-        return 0
+        return
     for key, value in resolved.items():
         print(f"{key} = {json.dumps(value)}")
     print("\n# what follows from it")
     for key, value in derived.items():
         print(f"# {key} = {json.dumps(value)}")
-    return 0
 
 
 def _workload_line(settings: Any) -> str:
@@ -185,7 +293,13 @@ class _Progress:
         self._bar.stop()
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"simulate": _simulate, "plan": _plan}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "simulate": _simulate,
+    "plan": _plan,
+    "train": _train,
+    "eval": _eval,
+    "compare": _compare,
+}
 
 
 if __name__ == "__main__":

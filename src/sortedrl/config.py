@@ -193,6 +193,178 @@ class PlanSettings(WorkloadSettings):
         return Allowed(self.max_length_bias, self.max_staleness_mean, self.max_cohort_updates)
 
 
+class ModelSettings(Settings):
+    """A model, a task and how responses are sampled."""
+
+    model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
+    task: Annotated[
+        str, Field(description="knights_and_knaves[:small], math:PRESET, reasoning_gym:NAME, or your.module:name")
+    ] = "knights_and_knaves:small"
+    task_options: Annotated[dict[str, str], Field(description="options of the task, as KEY VALUE pairs")] = {}
+    data: Annotated[Path | None, Field(description="the task's data file or folder, where it reads one")] = None
+    max_prompt_tokens: Annotated[int, Field(ge=1, description="longer prompts are left out, with a count")] = 256
+    max_response_tokens: Annotated[int, Field(ge=1)] = 512
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    slots: Annotated[int, Field(ge=1, description="requests that the engine decodes at once")] = 64
+    eval_problems: Annotated[int, Field(ge=1, description="held-out problems of an evaluation")] = 500
+    eval_samples: Annotated[int, Field(ge=1, description="samples of each, for mean@k and pass@k")] = 1
+    eval_seed: int = 12345
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
+    threads: Annotated[int, Field(ge=0, description="CPU threads for PyTorch; 0: its own default")] = 0
+
+    def resolved_task_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {key: _literal(value) for key, value in self.task_options.items()}
+        return options | ({"data": self.data} if self.data is not None else {})
+
+    def torch_device(self) -> str:
+        import torch
+
+        return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+    def torch_dtype(self) -> Any:
+        import torch
+
+        if self.dtype == "auto":
+            return torch.bfloat16 if self.torch_device() == "cuda" else torch.float32
+        return getattr(torch, self.dtype)
+
+    def check(self) -> None:
+        """Nothing beyond the types yet: what can be wrong shows when the model and the task are read."""
+
+
+class Evaluate(ModelSettings):
+    """Held-out score of a model on a task: mean@k and pass@k with intervals."""
+
+
+class Train(ModelSettings):
+    """RL-train a model on one machine, with any schedule."""
+
+    mode: Annotated[str, Field(description="the schedule; `sortedrl simulate` and `plan` compare them")] = (
+        "partial+elevator"
+    )
+    rollouts_per_update: Annotated[int, Field(ge=1)] = 128
+    prompts_per_cohort: Annotated[int, Field(ge=1)] = 64
+    rollouts_per_prompt: Annotated[int, Field(ge=1)] = 8
+    oversubscribe: float | None = None
+    max_staleness: int | None = None
+    algorithm: Literal["reinforce++", "grpo", "rloo", "ppo"] = "grpo"
+    baseline: Annotated[
+        Literal["siblings", "previous_cohorts", "cohort_so_far", "batch"] | None,
+        Field(description="what a reward is measured against; default: the algorithm's own"),
+    ] = None
+    stale_tokens: Annotated[
+        Literal["plain", "truncated", "masked", "decoupled"] | None,
+        Field(description="correction of stale tokens; default: decoupled, truncated in on-policy modes"),
+    ] = None
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    warmup_updates: Annotated[int, Field(ge=0)] = 2
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    steps_per_update: Annotated[int, Field(ge=1, description="optimiser steps per update")] = 1
+    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16_384
+    gradient_checkpointing: bool = False
+    lora_rank: Annotated[int, Field(ge=0, description="0: train all weights")] = 0
+    updates: Annotated[int | None, Field(ge=1, description="stop after this many; default: all epochs")] = 60
+    epochs: Annotated[int, Field(ge=1)] = 100
+    eval_every: Annotated[int, Field(ge=0, description="updates between evaluations; 0: only first and last")] = 0
+    checkpoint_every: Annotated[int, Field(ge=0, description="updates between checkpoints; 0: only first and last")] = (
+        20
+    )
+    keep_checkpoints: Annotated[int, Field(ge=1, description="newest ones that stay; the best stays too")] = 2
+    save_rollouts: Annotated[int, Field(ge=0, description="responses of each update to write down")] = 8
+    scoring: Annotated[
+        Literal["at-once", "background"], Field(description="background: for rewards that take their time")
+    ] = "at-once"
+    score_limit_seconds: Annotated[float, Field(gt=0)] = 30.0
+    shuffle_rewards: Annotated[bool, Field(description="a control: nothing to learn, the score must not rise")] = False
+    seed: int = 0
+    out: Annotated[Path | None, Field(description="run folder; default: runs/TIME-MODE-SEED")] = None
+    resume: Annotated[Path | None, Field(description="run folder to go on with")] = None
+
+    def schedule(self) -> Schedule:
+        return Schedule(
+            mode=self.mode,
+            rollouts_per_update=self.rollouts_per_update,
+            prompts_per_cohort=self.prompts_per_cohort,
+            rollouts_per_prompt=self.rollouts_per_prompt,
+            compare_siblings=self.compares_siblings(),
+            oversubscribe=self.oversubscribe,
+            max_staleness=self.max_staleness,
+            max_response_tokens=self.max_response_tokens,
+            seed=self.seed,
+        )
+
+    def compares_siblings(self) -> bool:
+        return self.baseline == "siblings" or (self.baseline is None and self.algorithm in ("grpo", "rloo"))
+
+    def updates_per_cohort(self) -> int:
+        return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
+
+    def learner_settings(self) -> Any:
+        from sortedrl.learner.learner import LearnerSettings, stale_tokens_for
+
+        try:
+            return LearnerSettings(
+                algorithm=self.algorithm,
+                baseline=self.baseline,
+                stale_tokens=self.stale_tokens or stale_tokens_for(self.mode),
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                kl_coefficient=self.kl_coefficient,
+                entropy_coefficient=self.entropy_coefficient,
+                temperature=self.temperature,
+                learning_rate=self.learning_rate,
+                warmup_updates=self.warmup_updates,
+                steps_per_update=self.steps_per_update,
+                tokens_per_micro_batch=self.tokens_per_micro_batch,
+                gradient_checkpointing=self.gradient_checkpointing,
+                bf16=self.torch_dtype().itemsize == 2,
+                lora_rank=self.lora_rank,
+            )
+        except ValueError as error:
+            raise ConfigurationError("algorithm", self.algorithm, str(error), "See docs/learner.md.") from None
+
+    def check(self) -> None:
+        schedule = self.schedule()
+        strategy_named(self.mode).check(schedule)
+        if self.compares_siblings() and self.rollouts_per_prompt < 2:
+            raise ConfigurationError(
+                "rollouts_per_prompt",
+                self.rollouts_per_prompt,
+                f"{self.algorithm} compares siblings, and a prompt has no two of them",
+                "Set it to 2 or more, or use --algorithm reinforce++.",
+            )
+        if self.temperature == 0:
+            raise ConfigurationError("temperature", 0, "greedy responses have nothing to learn from", "Use 1.0.")
+
+
+class Compare(Train):
+    """Train once for each mode and seed, interleaved, on the same data order."""
+
+    modes: Annotated[tuple[str, ...], Field(min_length=1)] = ("baseline", "on-policy+planned", "partial+elevator")
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+
+    def of(self, mode: str, seed: int, out: Path) -> Train:
+        plain = self.model_dump(exclude={"modes", "seeds", "json_output"})
+        keeps = strategy_named(mode).keeps_tokens
+        return Train.model_validate(
+            plain | {"mode": mode, "seed": seed, "out": out, "max_staleness": self.max_staleness if keeps else None}
+        )
+
+    def check(self) -> None:
+        for mode in self.modes:
+            self.of(mode, 0, Path()).check()
+
+
+# Settings that a resumed run may change: they extend it or say where things are.
+EXTENDING_KEYS = frozenset(
+    {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
+    | {"resume", "out", "score_limit_seconds"}
+)
+
 S = TypeVar("S", bound=Settings)
 _LENGTHS_FIX = 'Write one number a line, or objects such as {"prompt": "id", "length": 812}.'
 
@@ -208,14 +380,20 @@ def origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
 
 
 def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
-    """The settings. Exits with 2 on flags that tyro refuses; raises ConfigurationError for all else."""
+    """The settings. Exits with 2 on flags that tyro refuses; raises ConfigurationError for all else.
+
+    A run that is resumed begins with the settings that it was started with.
+    """
     path = _config_path(args)
+    run = _value_of("--resume", args)
     try:
         given: dict[str, Any] = {}
         if path is not None:
             values = _read_toml(path)
             _refuse_unknown(kind, values, path)
             given["default"] = kind.model_validate({**values, "config": path})
+        elif run is not None:
+            given["default"] = kind.model_validate({**_read_run(Path(run)), "resume": run})
         settings: S = tyro.cli(kind, args=list(args), prog=program, **given)
         return settings
     except _Refused as refused:
@@ -229,12 +407,34 @@ def located(error: ConfigurationError, origin: dict[str, str]) -> str:
 
 
 def _config_path(args: Sequence[str]) -> Path | None:
+    value = _value_of("--config", args)
+    return None if value is None else Path(value)
+
+
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
     for place, word in enumerate(args):
-        if word == "--config" and place + 1 < len(args):
-            return Path(args[place + 1])
-        if word.startswith("--config="):
-            return Path(word.removeprefix("--config="))
+        if word == flag and place + 1 < len(args):
+            return args[place + 1]
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}=")
     return None
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    try:
+        saved: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return saved
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            "resume", str(folder), f"no run can be read there ({_plain(error)})", "Name a run folder, as in runs/NAME."
+        ) from None
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

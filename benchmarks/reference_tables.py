@@ -1,0 +1,241 @@
+"""The simulated tables of docs/results.md, as Markdown. `python benchmarks/reference_tables.py [SECTION ...]`.
+
+Sections: reference staleness siblings update-size kv-limited re-prefill paper speed (default: all).
+Every table states its workload; seeds 0 to 4 unless it says otherwise; figures are means, spreads are least to greatest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from sortedrl import Schedule
+from sortedrl.core import JsonLines
+from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.step_time import PRESETS
+from sortedrl.studies.simulate import MODES, Case, cases, compare
+from sortedrl.studies.workload import Workload, run, with_mode
+
+SEEDS = (0, 1, 2, 3, 4)
+QUALITIES = ("cold", "warm", "oracle")
+Row = dict[str, Any]
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "of limit": lambda f: f"{f['of_limit']:.3f} ({f['spread']['of_limit'][0]:.3f} to {f['spread']['of_limit'][1]:.3f})",
+    "goodput": lambda f: f"{f['goodput']:,.4g}",
+    "bubble": lambda f: f"{f['bubble']:.1%}",
+    "waste": lambda f: f"{f['waste']:.1%}",
+    "staleness": lambda f: f"{f['staleness_mean']:.2f}",
+    "max": lambda f: f"{f['staleness_max']:.0f}",
+    "sorted": lambda f: f"{f['sortedness']:.2f}",
+    "length bias": lambda f: f"{f['length_bias']:+.1%}",
+    "longest wait": lambda f: f"{f['longest_wait_updates']:.0f}",
+    "expectation": lambda f: "" if f["expectation_quality"] is None else f"{f['expectation_quality']:.2f}",
+}
+
+
+def table(rows: dict[str, Row], extra: dict[str, Callable[[Row], str]] | None = None) -> None:
+    columns = COLUMNS | (extra or {})
+    print("| schedule | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, figures in rows.items():
+        print(f"| {name} | " + " | ".join(show(figures) for show in columns.values()) + " |")
+    print()
+
+
+def reference() -> None:
+    modes = (*MODES, "on-policy+ungated", "cohort-at-once+sorted")
+    for preset in ("compute-bound", "memory-bound", "h200-8b"):
+        workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
+        rows = cases(workload, Schedule(), modes, QUALITIES)
+        capped = replace(with_mode(Schedule(), "on-policy+planned"), oversubscribe=1.15)
+        rows += [
+            Case(f"on-policy+planned, oversubscribe 1.15 ({q})", replace(workload, expectation=q), capped)
+            for q in QUALITIES
+        ]
+        asynchronous = Schedule(mode="async-pool", overlap=True, max_staleness=4)
+        rows.append(Case("async-pool, bound 4, overlap", workload, asynchronous))
+        print(f"### {preset}: {PRESETS[preset].source}\n")
+        table(compare(rows, SEEDS))
+
+
+def staleness() -> None:
+    for mode in ("partial", "partial+lookahead", "partial+elevator"):
+        rows = []
+        for bound in (None, 4, 3, 2, 1):
+            schedule = Schedule(mode=mode, max_staleness=bound)
+            quality = "warm" if mode == "partial+elevator" else "cold"
+            rows.append(Case(f"{mode} ({quality}), max_staleness {bound}", Workload(expectation=quality), schedule))
+        table(compare(rows, SEEDS), {"mean update": lambda f: f"{f['rollouts_per_update_mean']:.0f}"})
+
+
+def siblings() -> None:
+    for size in (8, 16):
+        schedule = Schedule(
+            rollouts_per_prompt=size, compare_siblings=True, rollouts_per_update=128, prompts_per_cohort=512 // size
+        )
+        workload = Workload(prompts=20 * 512 // size)
+        modes = (
+            "baseline",
+            "on-policy",
+            "on-policy+planned",
+            "partial",
+            "partial+lookahead",
+            "partial+elevator",
+            "april",
+        )
+        print(f"Sets of {size}, compared; cohorts of {512 // size} prompts\n")
+        table(compare(cases(workload, schedule, modes, QUALITIES), SEEDS))
+
+
+def update_size() -> None:
+    for ratio in (0.5, 1, 2, 4, 8):
+        size = int(128 * ratio)
+        schedule = Schedule(rollouts_per_update=size, prompts_per_cohort=4 * size)
+        workload = Workload(prompts=max(20 * 512, 8 * 4 * size))
+        modes = (
+            "baseline",
+            "baseline+longest-first",
+            "cohort-at-once+longest-first",
+            "on-policy+planned",
+            "partial",
+            "partial+elevator",
+            "april",
+        )
+        print(f"U/Q = {ratio}: updates of {size} on 128 slots, cohorts of {4 * size}\n")
+        table(compare(cases(workload, schedule, modes, ("cold", "warm")), SEEDS))
+
+
+def kv_limited() -> None:
+    kv = 427_000  # 8B, 8 KV heads, bf16: 131 kB a token; 80 GB x 0.9 less 16 GB of weights
+    for limit, median in ((8192, 1273.7), (16384, 2547.4)):
+        lengths = LognormalLengths(mu=math.log(median), limit=limit)
+        schedule = Schedule(rollouts_per_update=256, prompts_per_cohort=1024, max_response_tokens=limit)
+        modes = ("baseline", "on-policy+planned", "partial", "partial+elevator", "april")
+        rows = []
+        for budget in (None, kv):
+            workload = Workload(
+                lengths=lengths, step_time=PRESETS["a100-8b"], slots=256, prompts=10 * 1024, kv_tokens=budget
+            )
+            label = "unlimited" if budget is None else f"{budget:,} tokens"
+            rows += [
+                Case(f"{case.name}, KV {label}", case.workload, case.schedule)
+                for case in cases(workload, schedule, modes, ("warm",))
+            ]
+        print(f"Limit {limit}, 256 slots, updates of 256, cohorts of 1024, step time a100-8b, expectation warm\n")
+        extra = {
+            "KV-limited": lambda f: f"{f['bubble_parts']['kv_limited']:.1%}",
+            "preemptions": lambda f: f"{f['preemptions']:.0f}",
+            "re-prefill": lambda f: f"{f['re_prefill_tokens'] / f['generated_tokens']:.0%}",
+        }
+        table(compare(rows, SEEDS[:3]), extra)
+
+
+def re_prefill() -> None:
+    for share in (0.0, 0.16, 0.25, 0.34):
+        for preset in ("compute-bound", "memory-bound"):
+            base = PRESETS[preset]
+            step_time = base.scaled(per_prefill_token=share * base.at(128) / 128)
+            modes = ("baseline", "on-policy+planned", "partial", "partial+elevator", "april")
+            rows = cases(Workload(step_time=step_time), Schedule(), modes, ("warm", "oracle"))
+            double = Schedule(rollouts_per_update=256, prompts_per_cohort=1024)
+            wide = cases(Workload(step_time=step_time), double, ("partial+elevator", "april"), ("warm",))
+            rows += [Case(f"{case.name}, U = 2Q", case.workload, case.schedule) for case in wide]
+            print(f"{preset}, prefill of a token at {share} of its decode cost\n")
+            table(compare(rows, SEEDS[:3]))
+
+
+def paper() -> None:
+    """512 samples in 4 batches, one cold cohort, lengths equal across modes (a redo keeps its length)."""
+    print("| mode | tok/s trained | tok/s generated | bubble, whole run | without the last harvest | per harvest |")
+    print("|---|---|---|---|---|---|")
+    for mode in ("baseline", "on-policy", "partial", "partial+lookahead"):
+        runs = [
+            run(
+                Workload(step_time=PRESETS["h200-8b"], prompts=512 if mode != "partial+lookahead" else 1024),
+                Schedule(mode=mode, keep_seed=True, seed=seed),
+                max_updates=4,
+            )
+            for seed in SEEDS
+        ]
+        mean = lambda values: sum(values) / len(SEEDS)  # noqa: E731
+        generated = mean([f.generated_tokens / f.seconds for f in runs])
+        harvests = [mean(column) for column in zip(*(f.bubble_per_harvest for f in runs), strict=True)]
+        print(
+            f"| {mode} | {mean([f.kept for f in runs]):,.0f} | {generated:,.0f} | {mean([f.bubble for f in runs]):.1%} |"
+            f" {mean([without_last(f) for f in runs]):.1%} | {', '.join(f'{b:.1%}' for b in harvests)} |"
+        )
+    print()
+
+
+def without_last(figures: Any) -> float:
+    """The bubble of all harvests but the last, each weighted by its time (from goodput, equal slots)."""
+    harvests = figures.bubble_per_harvest[:-1]
+    return sum(harvests) / len(harvests) if harvests else 0.0
+
+
+def speed() -> None:
+    """Controller, simulated engine, figures and the event log written to a file, in a process of their own."""
+    print("| mode | rollouts | seconds | us a rollout | peak memory MB | log MB |")
+    print("|---|---|---|---|---|---|")
+    for mode in ("partial", "partial+elevator", "on-policy"):
+        for rollouts in (10_000, 100_000, 1_000_000):
+            if rollouts == 1_000_000 and mode != "partial":
+                continue
+            line = subprocess.run(
+                [sys.executable, __file__, "one-speed-run", mode, str(rollouts)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            print(line, end="", flush=True)
+    print()
+
+
+def one_speed_run(mode: str, rollouts: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        began = time.perf_counter()
+        with path.open("w", encoding="utf-8") as file:
+            run(Workload(prompts=rollouts), Schedule(mode=mode), JsonLines(file))
+        seconds = time.perf_counter() - began
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        log = path.stat().st_size / 1e6
+    print(f"| {mode} | {rollouts:,} | {seconds:.1f} | {seconds / rollouts * 1e6:.0f} | {memory:.0f} | {log:.0f} |")
+
+
+SECTIONS: dict[str, Callable[[], None]] = {
+    "reference": reference,
+    "staleness": staleness,
+    "siblings": siblings,
+    "update-size": update_size,
+    "kv-limited": kv_limited,
+    "re-prefill": re_prefill,
+    "paper": paper,
+    "speed": speed,
+}
+
+
+def main(words: Sequence[str]) -> None:
+    if words[:1] == ["one-speed-run"]:
+        one_speed_run(words[1], int(words[2]))
+        return
+    print(f"<!-- {json.dumps({'python': platform.python_version(), 'machine': platform.machine()})} -->")
+    for name in words or list(SECTIONS):
+        began = time.perf_counter()
+        print(f"## {name}\n", flush=True)
+        SECTIONS[name]()
+        print(f"({time.perf_counter() - began:.0f} s)\n", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,69 @@
+"""What a run reads: the model, its tokenizer, and the task's problems as prompts. Every failure is a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sortedrl.config import ModelSettings
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.tasks.catalogue import task_by_name
+from sortedrl.tasks.encode import encode
+from sortedrl.tasks.task import Task
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a run reads: the model, its tokenizer, and the task's problems as prompts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+
+
+def read_materials(settings: ModelSettings, say: Say) -> Materials:
+    path = str(BUILT_IN_MODEL) if settings.model == "built-in" else settings.model
+    tokenizer, model = read_model(path, settings)
+    try:
+        task = task_by_name(settings.task, **settings.resolved_task_options())
+        train = encode(task.train(), tokenizer, settings.max_prompt_tokens)
+        held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens)
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigurationError("task", settings.task, str(error), "See docs/tasks.md.") from None
+    for part in (train, held_out):
+        notice = part.rejection_notice()
+        if notice:
+            say(notice)
+    return Materials(model, tokenizer, task, train.prompts, held_out.prompts)
+
+
+def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=settings.torch_dtype())
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            "model", settings.model, f"no Hugging Face causal language model could be read there ({first_line})",
+            "Name a folder with config.json and weights, a hub name that this machine can reach, or built-in.",
+        ) from None  # fmt: skip
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            "model", settings.model, "its tokenizer has no EOS token, so no response could end",
+            "Set eos_token in its tokenizer_config.json.",
+        )  # fmt: skip
+    return tokenizer, model.to(settings.torch_device()).eval()
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ids = named if isinstance(named, list) else [named]
+    return {int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None}
