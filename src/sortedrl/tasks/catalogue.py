@@ -1,0 +1,57 @@
+"""Tasks by name, as flags and configuration files give them.
+
+    knights_and_knaves[:small]          math:<preset>, math          reasoning_gym:<dataset>          your.module:name
+
+What only one task needs is imported when that task is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sortedrl.tasks.custom import custom_task, make
+from sortedrl.tasks.task import Task
+
+
+def task_by_name(name: str, **options: Any) -> Task:
+    """The task, made with these options; an unknown name or option is an error that lists the known ones."""
+    kind, _, variant = name.partition(":")
+    if kind in _MAKERS:
+        return _MAKERS[kind](variant, options)
+    if variant:
+        return custom_task(name, **options)
+    raise ValueError(
+        f"no task {name!r}; there are knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, and your "
+        "own as your.module:name"
+    )
+
+
+def _knights_and_knaves(variant: str, options: dict[str, Any]) -> Task:
+    from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
+
+    if variant not in ("", "small"):
+        raise ValueError(f"knights_and_knaves has the variant small, but {variant!r} was asked for")
+    maker = KnightsAndKnaves.small if variant else KnightsAndKnaves
+    return make(maker, "knights_and_knaves", options)
+
+
+def _math(variant: str, options: dict[str, Any]) -> Task:
+    from sortedrl.tasks.math import Math
+
+    return make(Math, "math", options, variant)
+
+
+def _reasoning_gym(variant: str, options: dict[str, Any]) -> Task:
+    from sortedrl.tasks.reasoning_gym import ReasoningGym
+
+    if not variant:
+        raise ValueError("name a dataset of reasoning-gym, such as reasoning_gym:leg_counting")
+    return ReasoningGym(variant, **options)
+
+
+_MAKERS: dict[str, Callable[[str, dict[str, Any]], Task]] = {
+    "knights_and_knaves": _knights_and_knaves,
+    "math": _math,
+    "reasoning_gym": _reasoning_gym,
+}

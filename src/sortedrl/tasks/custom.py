@@ -1,0 +1,155 @@
+"""Your own reward or your own task by import path, `your.module:name`.
+
+A reward is a function `(problem, response) -> float | Verdict` and comes with a file of prompts; a task is a
+class or an object with `train`, `held_out` and `score`. A plain number counts as correct from 1 on; return a
+Verdict to say otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from numbers import Real
+from typing import Any, TypeVar
+
+from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
+from sortedrl.tasks.task import Problem, Task, Verdict
+
+T = TypeVar("T")
+TASK_MEMBERS = ("train", "held_out", "score")
+
+
+class CustomReward:
+    """Prompts from a file or the hub, scored by your function.
+
+    The function is given the problem: its `question`, and as `answer` the value of `answer_column`, None if
+    no such column was named.
+    """
+
+    def __init__(
+        self,
+        reward: str,
+        *,
+        data: str | os.PathLike[str],
+        held_out_data: str | os.PathLike[str] | None = None,
+        question_column: str = "question",
+        answer_column: str | None = None,
+        system: str = "",
+        held_out_share: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        self.name = reward
+        self._reward = _two_argument_function(import_object(reward), reward)
+        self._data = Source(os.fspath(data))
+        self._held_out_data = Source(os.fspath(held_out_data)) if held_out_data else None
+        self._columns = Columns((question_column,), (answer_column,) if answer_column else ())
+        self._system = system
+        self._held_out_share = held_out_share
+        self._seed = seed
+
+    def train(self) -> Sequence[Problem]:
+        return self._problems[0]
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._problems[1]
+
+    def score(self, problem: Problem, response: str) -> Verdict:
+        result = self._reward(problem, response)
+        if isinstance(result, Verdict):
+            return result
+        if isinstance(result, Real):
+            return Verdict(float(result), float(result) >= 1.0)
+        raise TypeError(
+            f"the reward {self.name} returned {result!r} of type {type(result).__name__}: it must return a "
+            "number or a sortedrl.tasks.task.Verdict"
+        )
+
+    @cached_property
+    def _problems(self) -> tuple[list[Problem], list[Problem]]:
+        train = read_problems(self._data, self._columns, f"{self.name}/train", self._system)
+        if self._held_out_data is None:
+            return split_off(train, self._held_out_share, self._seed)
+        held_out = read_problems(self._held_out_data, self._columns, f"{self.name}/held-out", self._system)
+        return without(train, held_out), held_out
+
+
+def custom_task(path: str, **options: Any) -> Task:
+    """The task at an import path: a task class made with `options`, a task object, or a reward function."""
+    found = import_object(path)
+    if inspect.isclass(found):
+        return _require_task(make(found, path, options), path)
+    if all(hasattr(found, member) for member in TASK_MEMBERS):
+        if options:
+            raise ValueError(f"{path} is a task object: it takes no option {', '.join(options)}")
+        return _require_task(found, path)
+    if not callable(found):
+        raise ValueError(
+            f"{path} is a {type(found).__name__}: expected a reward function (problem, response) -> float, "
+            f"or a task with {', '.join(TASK_MEMBERS)}"
+        )
+    if "data" not in options:
+        raise ValueError(f"the reward {path} needs prompts: give data=prompts.jsonl and its question_column")
+    return make(CustomReward, "a reward", options, path)
+
+
+def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *arguments: str) -> T:
+    """The task; an option that it does not take is an error that lists those it takes."""
+    signature = inspect.signature(task_class)
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        known = ", ".join(list(signature.parameters)[len(arguments) :])
+        raise ValueError(f"{name}: {error}; its options are {known or 'none'}") from error
+    return task_class(*arguments, **options)
+
+
+def import_object(path: str) -> Any:
+    """What `package.module:name` names. Modules in the working directory are found too."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"{path!r} is no import path: write your.module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(f"{module_name} needs the module {error.name!r}, not installed") from error
+        raise ValueError(
+            f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
+            "set PYTHONPATH to the folder that holds it"
+        ) from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_public(module)) or 'nothing'}"
+        raise ValueError(f"the module {module_name!r} ({module.__file__}) has no {attribute!r}; {hint}")
+    return getattr(module, attribute)
+
+
+def _public(module: Any) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")][:8]
+
+
+def _require_task(task: Any, path: str) -> Task:
+    missing = [member for member in TASK_MEMBERS if not callable(getattr(task, member, None))]
+    if missing:
+        raise ValueError(f"{path} is no task: it has no {' and no '.join(missing)}; see sortedrl.tasks.task")
+    if not hasattr(task, "name"):
+        task.name = path
+    return task  # type: ignore[no-any-return]
+
+
+def _two_argument_function(function: Any, path: str) -> Callable[[Problem, str], Any]:
+    try:
+        inspect.signature(function).bind("problem", "response")
+    except TypeError as error:
+        raise ValueError(
+            f"the reward {path} is called with (problem, response), which its signature "
+            f"{inspect.signature(function)} does not allow: {error}"
+        ) from error
+    return function  # type: ignore[no-any-return]

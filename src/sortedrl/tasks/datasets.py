@@ -1,0 +1,152 @@
+"""Rows of JSONL and Parquet files and of hub datasets, read by column name into problems.
+
+A column is named by its path inside the row, parts joined by dots: `answer`, `reward_model.ground_truth`,
+`prompt.0.content` (a number is a position in a list).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sortedrl.tasks.task import Problem
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where rows are: a `.jsonl` or `.parquet` file, a folder of them, or the name of a hub dataset."""
+
+    location: str
+    split: str = "train"
+    subset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where a row holds its question and its answer: of the names given, the first that the row has."""
+
+    question: tuple[str, ...]
+    answer: tuple[str, ...]
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """The rows, one by one, so that a file may be larger than memory."""
+    path = Path(source.location).expanduser()
+    if path.suffix in (".jsonl", ".json"):
+        return _read_jsonl(_existing(path))
+    if path.suffix == ".parquet":
+        return _read_parquet(_existing(path))
+    if path.is_file():
+        raise ValueError(f"cannot read {path}: its suffix is {path.suffix!r}, known are .jsonl and .parquet")
+    return _read_hub(source)
+
+
+def read_problems(
+    source: Source, columns: Columns, name: str, system: str, question_text: Callable[[str], str] = str
+) -> list[Problem]:
+    """One problem for each different question, in the order of the rows; a repeated question is kept once."""
+    problems: dict[str, Problem] = {}
+    for number, row in enumerate(read_rows(source)):
+        question = question_text(str(_first_of(row, columns.question, "question", source)))
+        answer = _first_of(row, columns.answer, "answer", source) if columns.answer else None
+        problems.setdefault(question, Problem(f"{name}/{number}", question, answer, system))
+    if not problems:
+        raise ValueError(f"{source.location} has no rows: nothing to train or evaluate on")
+    return list(problems.values())
+
+
+def split_off(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Training and held-out problems: `share` of them, drawn by `seed`, at least one, are held out."""
+    if not 0 < share < 1:
+        raise ValueError(f"held_out_share is {share}: it must lie between 0 and 1, such as 0.1")
+    if len(problems) < 2:
+        raise ValueError(f"cannot hold out a share of {len(problems)} problem: give held_out_data of its own")
+    count = min(max(round(share * len(problems)), 1), len(problems) - 1)
+    chosen = set(random.Random(seed).sample(range(len(problems)), count))
+    train = [problem for index, problem in enumerate(problems) if index not in chosen]
+    return train, [problems[index] for index in sorted(chosen)]
+
+
+def without(problems: Iterable[Problem], excluded: Iterable[Problem]) -> list[Problem]:
+    """The problems whose question is none of the excluded ones."""
+    questions = {problem.question for problem in excluded}
+    return [problem for problem in problems if problem.question not in questions]
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}" + _neighbours(path))
+    return path
+
+
+def _neighbours(path: Path) -> str:
+    beside = sorted(other.name for other in path.parent.glob(f"*{path.suffix}"))
+    return f"; {path.parent} has {', '.join(beside[:8])}" if beside else ""
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}; one object a line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} holds a {type(row).__name__}, expected an object")
+            yield row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"reading {path} needs pyarrow: pip install 'sortedrl[data]'") from error
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _read_hub(source: Source) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"loading {source.location} needs datasets: pip install 'sortedrl[data]'") from error
+    try:
+        rows = datasets.load_dataset(source.location, source.subset, split=source.split)
+    except Exception as error:  # the library raises a dozen types; to the user all of them say "not loaded"
+        raise ValueError(
+            f"cannot load split {source.split!r} of {source.location!r} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "give a .jsonl or .parquet file, or the name of a dataset on the hub"
+        ) from error
+    return iter(rows)
+
+
+def _first_of(row: Row, names: Sequence[str], what: str, source: Source) -> Any:
+    for name in names:
+        value = _at(row, name)
+        if value is not None:
+            return value
+    raise ValueError(
+        f"{source.location} has no {what} column {' or '.join(map(repr, names))}; "
+        f"its columns are {', '.join(map(repr, row))}: name one with {what}_column"
+    )
+
+
+def _at(value: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    for part in path.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit():
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            return None
+    return value

@@ -1,0 +1,144 @@
+"""Held-out scores with intervals: mean@k, pass@k, and the difference of two evaluations of the same problems.
+
+All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 % unless told
+otherwise: Wilson's where every problem was sampled once, else a bootstrap over problems (samples of one
+problem are not independent, problems are). Where all problems score alike a bootstrap has nothing to resample
+and Wilson's interval over the problems stands in: 20 problems of 20 are not certainty.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import NamedTuple
+
+Correct = Sequence[Sequence[bool]]
+
+RESAMPLES = 2000
+
+
+class Estimate(NamedTuple):
+    """A figure and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Which samples of which problems were right. Every problem has equally many samples, at least one."""
+
+    problem_ids: tuple[str, ...]
+    correct: tuple[tuple[bool, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.problem_ids) != len(self.correct):
+            raise ValueError(f"{len(self.problem_ids)} problem ids but {len(self.correct)} rows of samples")
+        samples_per_problem(self.correct)
+
+    @classmethod
+    def of(cls, correct: Mapping[str, Sequence[bool]]) -> Evaluation:
+        """From the samples by problem id."""
+        return cls(tuple(correct), tuple(tuple(map(bool, row)) for row in correct.values()))
+
+    @property
+    def samples_per_problem(self) -> int:
+        return samples_per_problem(self.correct)
+
+    def mean(self) -> Estimate:
+        """mean@k with k = `samples_per_problem`."""
+        return mean_at_k(self.correct)
+
+    def pass_at(self, k: int) -> Estimate:
+        return pass_at_k(self.correct, k)
+
+    def gain_over(self, before: Evaluation) -> Estimate:
+        """By how much the mean is above that of `before`, problem by problem."""
+        if set(self.problem_ids) != set(before.problem_ids):
+            missing = set(self.problem_ids) ^ set(before.problem_ids)
+            raise ValueError(
+                f"a paired difference needs the same problems in both evaluations; {len(missing)} are in one "
+                f"only, such as {min(missing)!r}"
+            )
+        rows = dict(zip(before.problem_ids, before.correct, strict=True))
+        return paired_difference([rows[problem_id] for problem_id in self.problem_ids], self.correct)
+
+
+def mean_at_k(correct: Correct, confidence: float = 0.95) -> Estimate:
+    """The share of samples that are right."""
+    if samples_per_problem(correct) == 1:
+        return wilson(sum(row[0] for row in correct), len(correct), confidence)
+    return bootstrap([fmean(row) for row in correct], confidence)
+
+
+def pass_at_k(correct: Correct, k: int, confidence: float = 0.95) -> Estimate:
+    """The chance that at least one of k samples is right: the unbiased estimator from n >= k samples."""
+    if not 1 <= k <= (samples := samples_per_problem(correct)):
+        raise ValueError(f"pass@{k}: k must lie between 1 and the samples per problem, which are {samples}")
+    if samples == 1:
+        return mean_at_k(correct, confidence)
+    return bootstrap([pass_probability(samples, sum(row), k) for row in correct], confidence)
+
+
+def pass_probability(samples: int, right: int, k: int) -> float:
+    """1 - C(samples - right, k) / C(samples, k): k drawn without replacement, not all of them wrong."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def paired_difference(before: Correct, after: Correct, confidence: float = 0.95) -> Estimate:
+    """Mean of `after` minus mean of `before`, problems paired by position; a bootstrap over the pairs."""
+    if len(before) != len(after):
+        raise ValueError(f"{len(before)} problems before and {len(after)} after cannot be paired")
+    samples_per_problem(before)
+    samples_per_problem(after)
+    differences = [fmean(new) - fmean(old) for old, new in zip(before, after, strict=True)]
+    return _resampled(differences, confidence)
+
+
+def wilson(right: float, trials: int, confidence: float = 0.95) -> Estimate:
+    """A share and Wilson's score interval."""
+    share = right / trials
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    scale = 1 + z * z / trials
+    middle = (share + z * z / (2 * trials)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return Estimate(share, max(middle - half, 0.0), min(middle + half, 1.0))
+
+
+def bootstrap(scores: Sequence[float], confidence: float = 0.95) -> Estimate:
+    """The mean of scores in [0, 1] with a percentile bootstrap over them."""
+    if min(scores) == max(scores):
+        return wilson(scores[0] * len(scores), len(scores), confidence)
+    return _resampled(scores, confidence)
+
+
+def samples_per_problem(correct: Correct) -> int:
+    """The number of samples, checked to be the same for every problem."""
+    counts = sorted({len(row) for row in correct})
+    if not counts or counts[0] == 0:
+        raise ValueError("nothing to evaluate: there must be at least one problem with at least one sample")
+    if len(counts) > 1:
+        raise ValueError(
+            f"problems have between {counts[0]} and {counts[-1]} samples; all need the same number: "
+            "count a sample that was lost as wrong"
+        )
+    return counts[0]
+
+
+def _resampled(scores: Sequence[float], confidence: float) -> Estimate:
+    """The mean, and quantiles of the means of resamples. A fixed seed: the same data, the same interval."""
+    draw = random.Random(0)
+    means = sorted(fmean(draw.choices(scores, k=len(scores))) for _ in range(RESAMPLES))
+    tail = (1 - confidence) / 2
+    return Estimate(fmean(scores), _quantile(means, tail), _quantile(means, 1 - tail))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.tasks.catalogue import task_by_name
+from sortedrl.tasks.custom import CustomReward
+from sortedrl.tasks.task import Problem, Verdict
+
+REWARDS = """
+from sortedrl.tasks.task import Problem, Verdict
+
+def exact(problem, response):
+    return float(response == problem.answer)
+
+def truth(problem, response):
+    return response == problem.answer
+
+def verdict(problem, response):
+    return Verdict(0.25, True, {"style": 0.25})
+
+def text(problem, response):
+    return "good"
+
+def one_argument(response):
+    return 1.0
+
+limit = 3
+
+class Fixed:
+    def __init__(self, size=2):
+        self.size = size
+    def train(self):
+        return [Problem(str(n), "?", n) for n in range(self.size)]
+    def held_out(self):
+        return []
+    def score(self, problem, response):
+        return Verdict(1.0, True)
+
+class Half:
+    def train(self):
+        return []
+
+fixed = Fixed(5)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module and prompts of its own."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "needs_more.py").write_text("import a_library_that_nobody_has")
+    lines = [f'{{"ask": "say {n}", "data": {{"reply": ["{n}"]}}}}\n' for n in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    return tmp_path
+
+
+def columns(folder: Path) -> dict[str, Any]:
+    return {"data": str(folder / "prompts.jsonl"), "question_column": "ask", "answer_column": "data.reply.0"}
+
+
+def test_a_reward_function_scores_prompts_from_a_file(folder: Path) -> None:
+    task = task_by_name("my_rewards:exact", **columns(folder))
+    assert task.name == "my_rewards:exact"
+    assert len(task.train()) == 18 and len(task.held_out()) == 2
+    problem = task.train()[0]
+    assert problem.question == f"say {problem.answer}"
+    assert task.score(problem, problem.answer) == Verdict(1.0, True)
+    assert task.score(problem, "nothing") == Verdict(0.0, False)
+
+
+def test_bools_and_verdicts_are_taken_as_they_are(folder: Path) -> None:
+    problem = Problem("p", "?", "yes")
+    assert CustomReward("my_rewards:truth", **columns(folder)).score(problem, "yes") == Verdict(1.0, True)
+    verdict = CustomReward("my_rewards:verdict", **columns(folder)).score(problem, "no")
+    assert verdict == Verdict(0.25, True, {"style": 0.25})
+
+
+def test_another_return_type_is_named(folder: Path) -> None:
+    task = CustomReward("my_rewards:text", **columns(folder))
+    with pytest.raises(TypeError, match="my_rewards:text returned 'good' of type str: it must return a number"):
+        task.score(Problem("p", "?", 1), "")
+
+
+def test_a_task_class_gets_its_options_and_an_object_is_used_as_it_is(folder: Path) -> None:
+    assert len(task_by_name("my_rewards:Fixed", size=3).train()) == 3
+    assert len(task_by_name("my_rewards:fixed").train()) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("no_such_module:reward", {}, "no module 'no_such_module' for 'no_such_module:reward'"),
+        ("my_rewards.sub:reward", {}, "no module 'my_rewards.sub'"),
+        ("needs_more:reward", {}, "needs_more needs the module 'a_library_that_nobody_has'"),
+        ("my_rewards:exakt", {}, "has no 'exakt'; did you mean 'exact'"),
+        ("my_rewards:exact", {}, "needs prompts: give data=prompts.jsonl"),
+        (
+            "my_rewards:exact",
+            {"data": "prompts.jsonl", "colour": "red"},
+            "'colour'; its options are data, held_out_data",
+        ),
+        ("my_rewards:one_argument", {"data": "prompts.jsonl"}, r"called with \(problem, response\)"),
+        ("my_rewards:limit", {}, "is a int: expected a reward function"),
+        ("my_rewards:Half", {}, "is no task: it has no held_out and no score"),
+        ("my_rewards:Fixed", {"length": 3}, "'length'; its options are size"),
+        ("my_rewards:fixed", {"size": 3}, "takes no option size"),
+        ("chess", {}, "no task 'chess'; there are knights_and_knaves, math"),
+        ("reasoning_gym", {}, "name a dataset"),
+        ("math:gsm8k", {"sed": 1}, "'sed'; its options are data"),
+    ],
+)
+def test_mistakes_are_named(folder: Path, name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        task_by_name(name, **options)
+
+
+def test_a_missing_column_is_named(folder: Path) -> None:
+    task = task_by_name("my_rewards:exact", data="prompts.jsonl", question_column="prompt")
+    with pytest.raises(ValueError, match="no question column 'prompt'; its columns are 'ask', 'data'"):
+        task.train()
+
+
+def test_the_catalogue_has_the_built_in_tasks(folder: Path) -> None:
+    assert task_by_name("knights_and_knaves").name.startswith("knights_and_knaves")
+    pytest.importorskip("math_verify")
+    (folder / "sums.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n{"problem": "1+2?", "answer": "3"}\n')
+    assert len(task_by_name("math", data="sums.jsonl").train()) == 1
+    pytest.importorskip("reasoning_gym")
+    assert task_by_name("reasoning_gym:leg_counting", count=3).name == "reasoning_gym:leg_counting"
+
+
+def test_the_examples_of_the_documentation_run(folder: Path) -> None:
+    for library in ("math_verify", "reasoning_gym"):
+        pytest.importorskip(library)
+    text = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+    blocks = re.findall(r"```(?:python|json)(?: file=(\S+))?\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 8
+    for number, (name, code) in enumerate(blocks):
+        path = folder / (name or f"example_{number}.py")
+        path.write_text(code)
+        if not name:
+            runpy.run_path(str(path))

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("reasoning_gym")
+
+from sortedrl.tasks.reasoning_gym import ReasoningGym, extract_answer, roles
+from sortedrl.tasks.task import Problem
+
+
+def test_the_reference_scores_one_in_tags_and_on_the_last_line() -> None:
+    task = ReasoningGym("leg_counting", count=20, held_out_count=5)
+    for problem in [*task.train(), *task.held_out()]:
+        reference = problem.answer["answer"]
+        tagged = task.score(problem, f"<think>7?</think> <answer>0</answer>, no: <answer> {reference}\n</answer>")
+        assert tagged.correct and tagged.reward == 1.0 and tagged.parts["tagged"] == 1.0
+        plain = task.score(problem, f"Let me count.\n{reference}\n")
+        assert plain.correct and plain.parts["tagged"] == 0.0
+        assert not task.score(problem, f"<answer>{int(reference) + 1}</answer>").correct
+        assert task.score(problem, "").reward == 0.0
+
+
+def test_problems_are_split_by_seed_and_do_not_overlap() -> None:
+    task = ReasoningGym("leg_counting", count=50, held_out_count=20, seed=3)
+    train, held_out = {p.question for p in task.train()}, {p.question for p in task.held_out()}
+    assert not train & held_out and len(held_out) == 20
+    again = ReasoningGym("leg_counting", count=50, held_out_count=20, seed=3)
+    assert [p.question for p in again.train()] == [p.question for p in task.train()]
+    more = ReasoningGym("leg_counting", count=80, held_out_count=20, seed=3)
+    assert {p.question for p in more.held_out()} == held_out
+    other = ReasoningGym("leg_counting", count=50, held_out_count=20, seed=4)
+    assert {p.question for p in other.held_out()} != held_out
+
+
+def test_a_generator_that_repeats_itself_leaves_no_held_out_puzzle_in_training() -> None:
+    task = ReasoningGym("coin_flip", count=300, held_out_count=100, min_trials=1, max_trials=2)
+    train, held_out = [p.question for p in task.train()], {p.question for p in task.held_out()}
+    assert not set(train) & held_out
+    assert len(train) == len(set(train))
+
+
+def test_knights_and_knaves_are_compared_exactly() -> None:
+    task = ReasoningGym("knights_knaves", count=5, held_out_count=2, n_people=3)
+    problem = task.train()[0]
+    reference = problem.answer["answer"]
+    assert task.score(problem, f"<answer>{reference}</answer>").correct
+    assert task.score(problem, f"<answer>So: {reference.upper()}!</answer>").correct
+    pairs = sorted(roles(reference))
+    terms = problem.answer["metadata"]["knight_knave_terms"]
+    swap = {terms["knight"].lower(): terms["knave"], terms["knave"].lower(): terms["knight"]}
+    for wrong_at in range(3):
+        said = [(name, swap[role] if at == wrong_at else role) for at, (name, role) in enumerate(pairs)]
+        wrong = ", ".join(f"{name} is a {role}" for name, role in said)
+        assert task.score(problem, f"<answer>{wrong}</answer>").reward == 0.0
+    both = f"{reference}, and {pairs[0][0]} is a {swap[pairs[0][1]]}"
+    assert task.score(problem, f"<answer>{both}</answer>").reward == 0.0
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong() -> None:
+    task = ReasoningGym("prime_factorization", count=2, held_out_count=1)
+    verdict = task.score(task.train()[0], "<answer>no number</answer>")
+    assert verdict.reward == 0.0 and verdict.parts["unreadable"] == 1.0
+
+
+def test_options_reach_the_generator() -> None:
+    task = ReasoningGym("leg_counting", count=10, held_out_count=2, min_animals=1, max_animals=1)
+    problem: Problem
+    for problem in task.train():
+        assert problem.answer["metadata"]["difficulty"]["num_animals"] == (1, 1)
+
+
+def test_unknown_datasets_and_options_are_named() -> None:
+    with pytest.raises(ValueError, match=r"no dataset 'leg_counter'; near it: leg_counting"):
+        ReasoningGym("leg_counter")
+    with pytest.raises(ValueError, match=r"does not take these options .*legs"):
+        ReasoningGym("leg_counting", legs=4)
+
+
+def test_the_answer_is_in_the_last_tags_or_on_the_last_line() -> None:
+    assert extract_answer("<answer>1</answer> <answer>2\n3</answer> bye") == ("2\n3", True)
+    assert extract_answer("first\nlast \n\n") == ("last", False)
+    assert extract_answer("") == ("", False)

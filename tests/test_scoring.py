@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.core.scoring import Scored, Scorer
+from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, WorkerError, WorkerPool, judge
+from sortedrl.tasks.task import Problem, Verdict
+
+
+def rollout_of(rollout_id: int, tokens: Sequence[int] = (1, 2, 3), answer: Any = None) -> Rollout:
+    problem = Problem(f"p{rollout_id}", "?", answer)
+    segment = Segment(list(tokens), [0.0] * len(tokens), version=0)
+    return Rollout(rollout_id, Prompt(problem.id, [0], problem), 0, 0, 0, 0, segments=[segment])
+
+
+def length_reward(rollout: Rollout) -> Verdict:
+    return Verdict(float(len(rollout)), len(rollout) > 2, {"length": float(len(rollout))})
+
+
+def collect_all(scorer: Scorer, seconds: float = 20.0) -> dict[int, Scored]:
+    scored: dict[int, Scored] = {}
+    until = time.monotonic() + seconds
+    while scorer.pending and time.monotonic() < until:
+        scorer.wait(until - time.monotonic())
+        scored |= {one.rollout_id: one for one in scorer.collect()}
+    assert scorer.pending == 0
+    return scored
+
+
+@pytest.mark.parametrize("make", [DirectScorer, BackgroundScorer])
+def test_rewards_come_with_plain_detail(make: Callable[..., Any]) -> None:
+    scorer = make(length_reward)
+    for rollout_id in range(20):
+        scorer.submit(rollout_of(rollout_id, range(rollout_id)))
+    scored = collect_all(scorer)
+    assert [scored[rollout_id].reward for rollout_id in range(20)] == [float(n) for n in range(20)]
+    assert json.loads(json.dumps(scored[3].detail)) == {"correct": True, "parts": {"length": 3.0}}
+    assert scorer.errors == scorer.timeouts == 0
+
+
+@pytest.mark.parametrize("make", [DirectScorer, BackgroundScorer])
+def test_a_raising_reward_and_one_that_is_no_number_are_counted(make: Callable[..., Any]) -> None:
+    def reward(rollout: Rollout) -> Verdict:
+        if rollout.id == 0:
+            raise KeyError("answer")
+        return Verdict(float("nan") if rollout.id == 1 else 1.0, True)
+
+    scorer = make(reward)
+    for rollout_id in range(3):
+        scorer.submit(rollout_of(rollout_id))
+    scored = collect_all(scorer)
+    assert scored[0] == Scored(0, None, error="KeyError: 'answer'")
+    assert scored[1].reward is None and "nan" in str(scored[1].error)
+    assert scored[2].reward == 1.0
+    assert (scorer.errors, scorer.timeouts) == (2, 0)
+
+
+def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
+    gate = threading.Event()
+
+    def reward(rollout: Rollout) -> Verdict:
+        gate.wait(20)
+        return Verdict(1.0, True)
+
+    scorer = BackgroundScorer(reward, threads=1)
+    begun = time.monotonic()
+    for rollout_id in range(50):
+        scorer.submit(rollout_of(rollout_id))
+    assert scorer.collect() == []
+    scorer.wait(0.05)
+    assert time.monotonic() - begun < 5
+    assert scorer.pending == 50
+    gate.set()
+    assert len(collect_all(scorer)) == 50
+
+
+def test_a_hanging_reward_is_given_up_and_the_others_are_scored() -> None:
+    forever = threading.Event()
+
+    def reward(rollout: Rollout) -> Verdict:
+        if rollout.id < 3:
+            forever.wait()
+        return Verdict(1.0, True)
+
+    scorer = BackgroundScorer(reward, threads=2, limit_seconds=1.0)  # more hang than there are threads
+    for rollout_id in range(8):
+        scorer.submit(rollout_of(rollout_id))
+    scored = collect_all(scorer)
+    forever.set()
+    assert {one for one in scored if scored[one].reward is None} == {0, 1, 2}
+    assert "within 1 s" in str(scored[0].error)
+    assert (scorer.errors, scorer.timeouts) == (0, 3)
+
+
+def test_wait_returns_when_a_limit_passes() -> None:
+    forever = threading.Event()
+
+    def reward(rollout: Rollout) -> Verdict:
+        forever.wait()
+        return Verdict(1.0, True)
+
+    scorer = BackgroundScorer(reward, limit_seconds=0.2)
+    scorer.submit(rollout_of(0))
+    begun = time.monotonic()
+    scorer.wait(30)
+    assert time.monotonic() - begun < 10
+    assert [one.rollout_id for one in scorer.collect()] == [0]
+    forever.set()
+
+
+def test_a_rollout_submitted_again_is_answered_once_with_its_new_tokens() -> None:
+    first_is_running, gate = threading.Event(), threading.Event()
+
+    def reward(rollout: Rollout) -> Verdict:
+        if len(rollout) == 3:
+            first_is_running.set()
+            gate.wait(20)
+        return length_reward(rollout)
+
+    scorer = BackgroundScorer(reward, threads=2)
+    rollout = rollout_of(7, range(3))
+    scorer.submit(rollout)
+    assert first_is_running.wait(10)
+    rollout.drop_tokens()
+    rollout.append(Segment([1] * 5, [0.0] * 5, version=1))
+    scorer.submit(rollout)
+    scorer.wait(10)
+    gate.set()
+    answers = scorer.collect()
+    time.sleep(0.1)
+    answers += scorer.collect()
+    assert [(one.rollout_id, one.reward) for one in answers] == [(7, 5.0)]
+    assert scorer.pending == 0
+
+
+def test_tokens_dropped_while_waiting_are_still_scored_as_submitted() -> None:
+    gate = threading.Event()
+
+    def reward(rollout: Rollout) -> Verdict:
+        gate.wait(20)
+        return length_reward(rollout)
+
+    scorer = BackgroundScorer(reward)
+    rollout = rollout_of(0, range(3))
+    scorer.submit(rollout)
+    rollout.drop_tokens()
+    gate.set()
+    assert collect_all(scorer)[0].reward == 3.0
+
+
+class LetterTokenizer:
+    """Token n is the n-th letter; 0 is special."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join("" if skip_special_tokens and not n else chr(96 + n) for n in token_ids)
+
+
+class Echo:
+    """Rewards a response that equals the answer; `spin` never returns, `die` ends its process."""
+
+    name = "echo"
+
+    def train(self) -> Sequence[Problem]:
+        return []
+
+    def held_out(self) -> Sequence[Problem]:
+        return []
+
+    def score(self, problem: Problem, response: str) -> Verdict:
+        if problem.answer == "spin":
+            while True:
+                pass
+        if problem.answer == "die":
+            os._exit(3)
+        if problem.answer == "raise":
+            raise RuntimeError("no judge")
+        return Verdict(float(response == problem.answer), response == problem.answer)
+
+
+def test_judge_decodes_without_special_tokens() -> None:
+    score = judge(Echo(), LetterTokenizer())
+    assert score(rollout_of(0, [1, 2, 0], answer="ab")).correct
+    assert not score(rollout_of(0, [1, 2, 3], answer="ab")).correct
+
+
+def test_processes_survive_a_reward_that_spins_dies_or_raises() -> None:
+    score = judge(Echo(), LetterTokenizer(), processes=2, limit_seconds=2.0)
+    scorer = BackgroundScorer(score, threads=2, limit_seconds=None)
+    for rollout_id, answer in enumerate(["spin", "ab", "die", "ab", "raise", "xy", "ab"]):
+        scorer.submit(rollout_of(rollout_id, [1, 2], answer=answer))
+    scored = collect_all(scorer, seconds=60)
+    assert [scored[one].reward for one in (1, 3, 5, 6)] == [1.0, 1.0, 0.0, 1.0]
+    assert "killed" in str(scored[0].error)
+    assert "exit code 3" in str(scored[2].error)
+    assert "no judge" in str(scored[4].error)
+    assert (scorer.errors, scorer.timeouts) == (2, 1)
+
+
+def test_a_task_that_cannot_be_sent_to_a_process_is_refused_at_once() -> None:
+    class Local(Echo):
+        pass
+
+    with pytest.raises(ValueError, match="top level of a module"):
+        judge(Local(), LetterTokenizer(), processes=1)
+
+
+def multiply(factor: int, number: int) -> int:
+    return factor * number
+
+
+def multiplier(factor: int) -> Callable[[int], int]:
+    return partial(multiply, factor)
+
+
+def no_multiplier() -> Callable[[int], int]:
+    raise ImportError("no such library")
+
+
+def test_a_pool_serves_many_threads() -> None:
+    pool = WorkerPool(partial(multiplier, 3), workers=2, limit_seconds=20)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(pool, range(100))) == [3 * n for n in range(100)]
+    pool.close()
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    with pytest.raises(WorkerError, match="could not start: ImportError: no such library"):
+        WorkerPool(no_multiplier, workers=1, limit_seconds=20)(1)
+
+
+def test_workers_of_a_killed_run_end_even_in_an_endless_call() -> None:
+    script = """
+        import os, threading, time
+        from test_scoring import Echo, rollout_of
+        from sortedrl.tasks.scoring import _score_of, WorkerPool
+        from functools import partial
+        pool = WorkerPool(partial(_score_of, Echo()), workers=1, limit_seconds=1.0)
+        problem = rollout_of(0, answer="ab").prompt.payload
+        pool(problem, "ab")
+        print(pool._idle[0]._process.pid, flush=True)
+        spin = rollout_of(0, answer="spin").prompt.payload
+        threading.Timer(0.3, os._exit, [9]).start()
+        pool(spin, "ab")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 9, run.stderr
+    worker = int(run.stdout)
+    until = time.monotonic() + 20
+    while _runs(worker) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _runs(worker)
+
+
+def _runs(process_id: int) -> bool:
+    """Whether the process computes: a zombie that its new parent has not reaped yet does not."""
+    try:
+        with open(f"/proc/{process_id}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
