@@ -1,0 +1,176 @@
+"""The command line as a user meets it: what it prints, and one clear line with exit code 2 for every wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
+
+
+def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sortedrl", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src"), "COLUMNS": "160"},
+    )
+
+
+def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
+    done = sortedrl("simulate", "--json", *SMALL)
+    assert done.returncode == 0, done.stderr
+    modes = json.loads(done.stdout)["modes"]
+    wanted = {
+        "baseline",
+        "baseline+longest-first",
+        "cohort-at-once",
+        "cohort-at-once+longest-first",
+        "on-policy",
+        "on-policy+planned",
+        "partial",
+        "partial+lookahead",
+        "partial+elevator",
+        "april",
+        "tail-batching",
+    }
+    assert wanted <= modes.keys()
+    for figures in modes.values():
+        assert 0 <= figures["bubble"] <= figures["idle"] + 1e-9 <= 1 + 1e-9
+        assert figures["bubble"] == pytest.approx(sum(figures["bubble_parts"].values()))
+        assert figures["trained"] + figures["rejected"] == figures["loaded"]
+        assert {
+            "goodput",
+            "kept",
+            "of_limit",
+            "waste",
+            "staleness_mean",
+            "staleness_max",
+            "sortedness",
+        } <= figures.keys()
+    assert modes["partial+elevator"]["goodput"] > modes["baseline"]["goodput"]
+
+
+def test_simulate_shows_expectation_in_three_qualities_side_by_side() -> None:
+    done = sortedrl("simulate", "--modes", "partial+elevator", "baseline", *SMALL)
+    assert done.returncode == 0, done.stderr
+    for name in ("partial+elevator (warm)", "partial+elevator (oracle)", "length bias", "drain", "of limit"):
+        assert name in done.stdout
+
+
+def test_own_lengths_are_replayed(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text("".join(json.dumps({"prompt": f"p{i % 40}", "length": 50 + i}) + "\n" for i in range(80)))
+    done = sortedrl("simulate", "--json", "--modes", "baseline", "--lengths", str(lengths), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert 50 <= json.loads(done.stdout)["modes"]["baseline"]["mean_length"] <= 130
+
+
+def test_own_measured_step_times_are_fitted(tmp_path: Path) -> None:
+    points = tmp_path / "points.csv"
+    rows = [(r, c, 0.005 + 3e-5 * r + 2.5e-8 * c) for r in (1, 32, 128) for c in (0, 10_000, 300_000)]
+    points.write_text("running,cached_tokens,seconds\n" + "".join(f"{r},{c},{t}\n" for r, c, t in rows))
+    fitted = sortedrl("simulate", "--json", "--modes", "baseline", "--step-time", str(points), *SMALL)
+    preset = sortedrl(
+        "simulate",
+        "--json",
+        "--modes",
+        "baseline",
+        "--step-time",
+        "h200-8b",
+        "--prefill-seconds-per-token",
+        "0",
+        *SMALL,
+    )
+    goodput = [json.loads(done.stdout)["modes"]["baseline"]["goodput"] for done in (fitted, preset)]
+    assert goodput[0] == pytest.approx(goodput[1], rel=1e-6)
+
+
+def test_plan_names_a_choice_and_says_when_it_is_not_needed() -> None:
+    short = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
+    wide = json.loads(sortedrl("plan", "--json", *short).stdout)
+    assert wide["needed"] is True
+    assert wide["choice"]["of_limit"] > wide["baseline"]["of_limit"]
+    assert wide["staleness_frontier"] and wide["bias_frontier"]
+    equal_lengths = ["--length-sd-between", "0", "--length-sd-within", "0"]
+    flat = sortedrl("plan", *short, *equal_lengths)
+    assert "You do not need this" in flat.stdout
+
+
+def test_plan_honours_what_is_allowed() -> None:
+    fresh = ["--max-staleness-mean", "0", "--max-length-bias", "0.01"]
+    found = json.loads(sortedrl("plan", "--json", "--expectation", "oracle", *SMALL, *fresh).stdout)
+    assert found["choice"]["staleness_mean"] == 0
+    assert abs(found["choice"]["length_bias"]) <= 0.01
+
+
+def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('slots = 8\nrollouts_per_update = 8\nmodes = ["baseline"]\nprompts_per_cohort = 32\n')
+    done = sortedrl("simulate", "--dry-run", "--json", "--config", str(config), "--slots", "4")
+    assert done.returncode == 0, done.stderr
+    resolved = json.loads(done.stdout)
+    assert resolved["settings"]["slots"] == 4
+    assert resolved["settings"]["rollouts_per_update"] == 8
+    assert resolved["derived"]["updates_per_cohort"] == 4
+
+
+BAD_INPUT = {
+    "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
+    "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "1"]),
+    "an unknown mode": (["simulate", "--modes", "partial+elevater"], ["Did you mean partial+elevator?"]),
+    "an unknown flag": (["simulate", "--slotz", "3"], ["slots"]),
+    "an unknown command": (["simulte"], ["Did you mean simulate?"]),
+    "an unknown step time": (["simulate", "--step-time", "memory-bond"], ["step_time", "memory-bound"]),
+    "no lengths file": (["simulate", "--lengths", "/nowhere.jsonl"], ["lengths", "No such file"]),
+    "memory below one response": (["simulate", "--kv-tokens", "100"], ["kv_tokens = 100", "8321"]),
+    "oversubscribe below 1": (["simulate", "--oversubscribe", "0.5"], ["oversubscribe = 0.5"]),
+    "a staleness bound of 0": (["simulate", "--max-staleness", "0"], ["max_staleness = 0", "on-policy"]),
+    "no config file": (["simulate", "--config", "/nowhere.toml"], ["config", "No such file"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_flags_give_one_clear_error(name: str, tmp_path: Path) -> None:
+    words, expected = BAD_INPUT[name]
+    assert_refused(sortedrl(*words, cwd=tmp_path), expected, tmp_path)
+
+
+BAD_FILES = {
+    "unknown key": ("run.toml", "slotz = 3\n", ["slotz = 3", "Did you mean slots?"]),
+    "broken TOML": ("run.toml", "slots = 3\nmodes = [\n", ["not TOML", "line"]),
+    "wrong type": ("run.toml", 'slots = "many"\n', ["slots = 'many'", "run.toml"]),
+    "empty lengths": ("lengths.jsonl", "\n", ["holds no lengths"]),
+    "negative length": ("lengths.jsonl", "12\n-4\n", ["line 2", "-4"]),
+    "zero length": ("lengths.jsonl", '{"length": 0}\n', ["line 1"]),
+    "length is text": ("lengths.jsonl", '{"length": 5}\n{"length": "x"}\n', ["line 2"]),
+    "broken JSONL": ("lengths.jsonl", '{"length": 5}\n{"length": \n', ["line 2", "not JSON"]),
+    "no length in it": ("lengths.jsonl", '{"len": 5}\n', ["line 1", "length"]),
+    "points without a column": ("points.csv", "running,seconds\n1,2\n", ["cached_tokens"]),
+    "broken points": ("points.csv", "running,cached_tokens,seconds\n1,0,0.1\n2,x,0.1\n", ["line 3"]),
+    "too few points": ("points.csv", "running,cached_tokens,seconds\n1,0,0.1\n", ["at least 3"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_give_one_clear_error(name: str, tmp_path: Path) -> None:
+    file, content, expected = BAD_FILES[name]
+    (tmp_path / file).write_text(content)
+    flag = {"run.toml": "--config", "lengths.jsonl": "--lengths", "points.csv": "--step-time"}[file]
+    assert_refused(sortedrl("simulate", flag, file, cwd=tmp_path), expected, tmp_path, already=1)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], expected: list[str], folder: Path, already: int = 0) -> None:
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for text in expected:
+        assert text in done.stderr, done.stderr
+    assert len(list(folder.iterdir())) == already, "something was written"

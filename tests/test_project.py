@@ -1,0 +1,51 @@
+"""The project as a stranger finds it: examples run, the wheel installs, the README's commands do what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "update" in done.stdout
+
+
+def test_the_loop_is_100_lines_without_our_abstractions() -> None:
+    text = (ROOT / "examples" / "the_loop_in_100_lines.py").read_text()
+    assert len(text.splitlines()) <= 100
+    assert "import sortedrl" not in text and "from sortedrl" not in text
+
+
+@pytest.mark.slow
+def test_a_wheel_is_built_installed_and_works(tmp_path: Path) -> None:
+    def run(*words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path / "dist"), str(ROOT))
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
+    bin = tmp_path / "venv" / "bin"
+    run(str(bin / "pip"), "install", "--quiet", str(wheel))
+    assert run(str(bin / "sortedrl"), "--version").startswith("sortedrl 0.")
+    printed = run(str(bin / "sortedrl"), "simulate", "--cohorts", "1", "--modes", "baseline", "partial")
+    assert "partial" in printed
+    missing = subprocess.run([str(bin / "sortedrl"), "train"], capture_output=True, text=True, cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "pip install 'sortedrl[train]'" in missing.stderr
