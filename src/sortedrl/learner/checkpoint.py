@@ -33,9 +33,7 @@ class Checkpoint:
     notes: dict[str, Any]  # what the run wants to find again, such as its best score
 
 
-def save(
-    folder: Path, update: int, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]
-) -> Path:
+def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> Path:
     """Write the checkpoint after `update` updates. On failure nothing of it is left, and older ones stay."""
     target = folder / f"{_PREFIX}{update:06d}"
     temporary = folder / f".{target.name}.{os.getpid()}"
@@ -110,9 +108,7 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def _write_files(
-    folder: Path, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]
-) -> None:
+def _write_files(folder: Path, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> None:
     with (folder / "learner.pt").open("wb") as file:
         torch.save(learner, file)
     state = {"controller": controller, "notes": notes, "random": _random_state()}

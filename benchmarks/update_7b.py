@@ -1,0 +1,178 @@
+"""One update of a model with 7B weights on one GPU: peak memory and seconds, as one line of JSON.
+
+    python benchmarks/update_7b.py --train full     all weights, the learner's own AdamW: 12 bytes per weight
+                                                    (bf16 weight, gradient and first moment, fp32 second
+                                                    moment, the 16 bits of the fp32 weight that bf16 lacks)
+    python benchmarks/update_7b.py --train lora     bf16 base, fp32 adapters on all linear layers
+    python benchmarks/update_7b.py --shape tiny --device cpu
+
+Weights are random, so are the tokens; lengths are lognormal as in long reasoning, cut at the limit. The first
+update is a warm-up and the later ones are timed. What does not fit ends in `"fits": false`, with the memory
+that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.learner.learner import Learner
+from sortedrl.learner.settings import LearnerSettings
+
+GIB = 2**30
+SHAPES: dict[str, PreTrainedConfig] = {
+    "qwen2-7b": Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+    ),
+    "llama-8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32_768,
+    ),
+    "tiny": Qwen2Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--train", choices=("full", "lora"), default="full")
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--algorithm", choices=("reinforce++", "ppo"), default="reinforce++")
+    parser.add_argument("--kl-coefficient", type=float, default=0.0, help="above 0 a reference model is kept")
+    parser.add_argument("--rollouts", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--mean-response-tokens", type=int, default=1024)
+    parser.add_argument("--max-response-tokens", type=int, default=8192)
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=16_384)
+    parser.add_argument("--timed-updates", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+def rollouts(options: argparse.Namespace, vocabulary: int, version: int) -> list[Rollout]:
+    """Random tokens with the log-probability that a uniform model gives them."""
+    source = random.Random(options.seed + version)
+    out = []
+    for index in range(options.rollouts):
+        length = int(source.lognormvariate(math.log(options.mean_response_tokens) - 0.5, 1.0))
+        length = min(max(length, 1), options.max_response_tokens)
+        segment = Segment(source.choices(range(vocabulary), k=length), [-math.log(vocabulary)] * length, version)
+        out.append(
+            Rollout(
+                id=index,
+                prompt=Prompt(str(index), source.choices(range(vocabulary), k=options.prompt_tokens)),
+                sibling=0,
+                cohort=version,
+                seed=index,
+                loaded_at_update=version,
+                segments=[segment],
+                reward=float(source.random() < 0.5),
+            )
+        )
+    return sorted(out, key=len)
+
+
+def peak_gib(device: str) -> float:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Fills `result` as it goes, so that what was measured before memory ran out is kept."""
+    config = SHAPES[options.shape]
+    if options.layers:
+        config.num_hidden_layers = options.layers
+    torch.manual_seed(options.seed)
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.bfloat16
+        )
+    result["weights"] = sum(parameter.numel() for parameter in model.parameters())
+    learner = Learner(
+        model,
+        LearnerSettings(
+            algorithm=options.algorithm,
+            kl_coefficient=options.kl_coefficient,
+            tokens_per_micro_batch=options.tokens_per_micro_batch,
+            gradient_checkpointing=True,
+            bf16=True,
+            lora_rank=options.lora_rank if options.train == "lora" else 0,
+        ),
+    )
+    result["trained_weights"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if options.device.startswith("cuda"):
+        result["at_rest_gib"] = round(torch.cuda.memory_allocated() / GIB, 2)
+    seconds, tokens, trained = 0.0, 0, 0.0
+    for version in range(1 + options.timed_updates):
+        batch = rollouts(options, config.vocab_size, version)
+        begin = time.perf_counter()
+        metrics = learner.step(batch, version)  # it ends by reading results back, so the device has finished
+        if version:
+            seconds += time.perf_counter() - begin
+            tokens += sum(len(rollout) + len(rollout.prompt.tokens) for rollout in batch)
+            trained += metrics["tokens_trained"]
+    begin = time.perf_counter()
+    published = sum(weight.nbytes for _, weight in learner.weights())
+    result |= {
+        "seconds_per_update": round(seconds / options.timed_updates, 2),
+        "tokens_per_second": round(tokens / seconds),
+        "trained_tokens_per_update": round(trained / options.timed_updates),
+        "published_gib": round(published / GIB, 2),
+        "seconds_to_merge_weights": round(time.perf_counter() - begin, 2),
+        **{
+            name: round(metrics[name], 6)
+            for name in ("padding_share", "padding_saved", "micro_batches", "mismatch_kl", "gradient_norm")
+        },
+    }
+
+
+def main() -> int:
+    options = arguments()
+    result: dict[str, Any] = {
+        **vars(options),
+        "torch": torch.__version__,
+        "optimiser_bytes_per_weight": 12 if options.train == "full" else 16,
+        "fits": True,
+    }
+    try:
+        measured(options, result)
+    except torch.OutOfMemoryError as failure:
+        result |= {"fits": False, "failure": str(failure).splitlines()[0]}
+    result["peak_gib"] = round(peak_gib(options.device), 2)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

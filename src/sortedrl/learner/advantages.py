@@ -1,0 +1,262 @@
+"""From rewards to advantages.
+
+What must hold: a rollout's advantage must not depend on which update batch its length put it into. SortedRL's
+batches are sorted by length, and long responses belong to hard prompts, whose rewards are lower. A baseline
+that is taken from the batch itself is therefore lower for a response the longer it is, and pays for length as
+such.
+`previous_cohorts` avoids this by using one constant for all rollouts of a cohort, short and long; `siblings`
+by comparing responses to the same prompt. `batch` (the paper's) and `cohort_so_far` are kept for comparison.
+
+Suffixes: `_b` one entry per rollout, `_n` one per value (a rollout, or a token of any rollout), `_bt`
+rollouts x response tokens, padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
+Baseline = Literal["siblings", "previous_cohorts", "cohort_so_far", "batch"]
+TruncatedRollouts = Literal["keep", "masked", "zero", "soft_penalty"]
+
+# Previous cohorts are pooled, newest first, until they hold this many values: the mean is then known to 0.05
+# deviations, and with cohorts of the usual size it is the newest cohort alone, which follows the policy
+# closest.
+POOLED_VALUES = 512
+# A deviation below this is no scale to divide by: rewards were (all but) equal so far, and are used as they
+# are.
+SMALLEST_DEVIATION = 1e-4
+# Statistics of the past can be overtaken: the first success after cohorts of failure is thousands of their
+# deviations away. It counts as this many.
+MOST_DEVIATIONS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and summed squared deviation of some values; adding two pools their values."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @staticmethod
+    def of(values_n: Tensor) -> Moments:
+        if not len(values_n):
+            return Moments()
+        values_n = values_n.double()
+        mean = values_n.mean()
+        return Moments(len(values_n), mean.item(), (values_n - mean).square().sum().item())
+
+    def __add__(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        return Moments(
+            count=count,
+            mean=self.mean + gap * other.count / count,
+            squares=self.squares + other.squares + gap * gap * self.count * other.count / count,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """Sample standard deviation, or 1 where it is too small to divide by."""
+        if self.count < 2:
+            return 1.0
+        deviation = float((self.squares / (self.count - 1)) ** 0.5)
+        return deviation if deviation > SMALLEST_DEVIATION else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CohortStatistics:
+    """What the learner remembers of rewards (with a critic: of token advantages).
+
+    `seen` holds the moments of each cohort's values so far. `references` holds the moments that a cohort is
+    measured against by `previous_cohorts`. They are fixed when the cohort's first rollouts arrive and never
+    change after that: a constant over the whole cohort cannot tell short rollouts from long ones.
+    """
+
+    seen: Mapping[int, Moments] = field(default_factory=dict)
+    references: Mapping[int, Moments] = field(default_factory=dict)
+
+    def before(self, cohort: int) -> Moments:
+        """The newest cohorts before this one that hold `POOLED_VALUES` together, or all there are."""
+        pooled = Moments()
+        for earlier in sorted((index for index in self.seen if index < cohort), reverse=True):
+            pooled += self.seen[earlier]
+            if pooled.count >= POOLED_VALUES:
+                break
+        return pooled
+
+    def with_references(self, cohorts: Sequence[int], fallback: Moments) -> CohortStatistics:
+        """References for cohorts that have none yet; `fallback` where nothing earlier was seen."""
+        new = {cohort: self.before(cohort) for cohort in cohorts if cohort not in self.references}
+        filled = {cohort: moments if moments.count > 1 else fallback for cohort, moments in new.items()}
+        return CohortStatistics(self.seen, {**self.references, **filled})
+
+    def with_seen(self, values_n: Tensor, cohort_n: Tensor) -> CohortStatistics:
+        new = {
+            cohort: self.seen.get(cohort, Moments()) + Moments.of(values_n[cohort_n == cohort])
+            for cohort in set(cohort_n.tolist())
+        }
+        return CohortStatistics({**self.seen, **new}, self.references)
+
+    def state_dict(self) -> dict[str, dict[int, tuple[int, float, float]]]:
+        return {
+            name: {cohort: (m.count, m.mean, m.squares) for cohort, m in moments.items()}
+            for name, moments in (("seen", self.seen), ("references", self.references))
+        }
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Mapping[int, Sequence[Any]]]) -> CohortStatistics:
+        def restored(name: str) -> dict[int, Moments]:
+            return {int(cohort): Moments(*values) for cohort, values in state[name].items()}
+
+        return CohortStatistics(restored("seen"), restored("references"))
+
+
+def normalised(
+    values_n: Tensor, cohort_n: Tensor, baseline: Baseline, statistics: CohortStatistics
+) -> tuple[Tensor, CohortStatistics]:
+    """The values, centred and scaled, and the statistics that have seen them.
+
+    - `previous_cohorts`: by the reference of the value's cohort, a constant over that cohort. The first
+    cohort
+      has no predecessor: its reference is the first update batch, and stays that for the whole cohort.
+    - `cohort_so_far`: by all values of the cohort up to and including these.
+    - `batch`: by these values alone.
+    """
+    cohorts = sorted(set(cohort_n.tolist()))
+    batch = Moments.of(values_n)
+    after = statistics.with_references(cohorts, batch).with_seen(values_n, cohort_n)
+    if baseline == "batch":
+        return (values_n - batch.mean) / batch.deviation, after
+    references = after.references if baseline == "previous_cohorts" else after.seen
+    out_n = torch.empty_like(values_n)
+    for cohort in cohorts:
+        members_n = cohort_n == cohort
+        out_n[members_n] = (values_n[members_n] - references[cohort].mean) / references[cohort].deviation
+    if baseline == "previous_cohorts":
+        out_n = out_n.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
+    return out_n, after
+
+
+def sibling_sets(keys: Sequence[Hashable]) -> Tensor:
+    """The index of each rollout's sibling set, `set_b`, from keys that siblings share."""
+    index: dict[Hashable, int] = {}
+    return torch.tensor([index.setdefault(key, len(index)) for key in keys], dtype=torch.long)
+
+
+def _set_sums(values_b: Tensor, set_b: Tensor) -> Tensor:
+    """For each rollout the sum over its sibling set."""
+    sums = torch.zeros(int(set_b.max()) + 1, dtype=values_b.dtype).index_add_(0, set_b, values_b)
+    return sums[set_b]
+
+
+def centred_on_siblings(rewards_b: Tensor, set_b: Tensor) -> Tensor:
+    """Reward minus the mean of the sibling set; 0 for a rollout that is alone in its set."""
+    return rewards_b - _set_sums(rewards_b, set_b) / _set_sums(torch.ones_like(rewards_b), set_b)
+
+
+def grpo_advantages(rewards_b: Tensor, set_b: Tensor) -> Tensor:
+    """Deviation from the sibling set's mean in units of its sample standard deviation."""
+    centred_b = centred_on_siblings(rewards_b, set_b)
+    degrees_b = (_set_sums(torch.ones_like(rewards_b), set_b) - 1).clamp(min=1)
+    return centred_b / ((_set_sums(centred_b.square(), set_b) / degrees_b).sqrt() + SMALLEST_DEVIATION)
+
+
+def rloo_advantages(rewards_b: Tensor, set_b: Tensor) -> Tensor:
+    """Reward minus the mean of the other siblings; 0 for a rollout that is alone in its set."""
+    size_b = _set_sums(torch.ones_like(rewards_b), set_b)
+    return centred_on_siblings(rewards_b, set_b) * size_b / (size_b - 1).clamp(min=1)
+
+
+def zero_variance(rewards_b: Tensor, set_b: Tensor) -> Tensor:
+    """True where a rollout has siblings and all of the set got the same reward."""
+    size_b = _set_sums(torch.ones_like(rewards_b), set_b)
+    spread_b = _set_sums(centred_on_siblings(rewards_b, set_b).abs(), set_b)
+    return (size_b > 1) & (spread_b < 1e-6 * size_b)
+
+
+def reward_advantages(
+    rewards_b: Tensor,
+    set_b: Tensor,
+    cohort_b: Tensor,
+    algorithm: Algorithm,
+    baseline: Baseline,
+    statistics: CohortStatistics,
+) -> tuple[Tensor, CohortStatistics]:
+    """One advantage per rollout for the algorithms without a critic, and the statistics after it.
+
+    Reinforce++ with `siblings` subtracts the sibling mean and divides by the deviation that such differences
+    had in the previous cohorts, one scale for all sets.
+    """
+    if baseline != "siblings":
+        return normalised(rewards_b, cohort_b, baseline, statistics)
+    if not bool((set_b.bincount() > 1).any()):
+        raise ValueError(
+            f"{algorithm} compares siblings, but none of the {len(set_b)} rollouts of this update has one: "
+            "set rollouts_per_prompt to 2 or more, or use reinforce++ with baseline previous_cohorts"
+        )
+    if algorithm == "reinforce++":
+        return normalised(centred_on_siblings(rewards_b, set_b), cohort_b, "previous_cohorts", statistics)
+    advantages_of = grpo_advantages if algorithm == "grpo" else rloo_advantages
+    return advantages_of(rewards_b, set_b), statistics
+
+
+def rewards_with_truncation(
+    rewards_b: Tensor,
+    lengths_b: Tensor,
+    truncated_b: Tensor,
+    rule: TruncatedRollouts,
+    max_response_tokens: int | None = None,
+    soft_penalty_tokens: int | None = None,
+) -> Tensor:
+    """The rewards that count. `keep` and `masked` leave them as they were scored.
+
+    `zero`: a truncated rollout gets 0. `soft_penalty`: minus a penalty that grows from 0 to 1 over the last
+    `soft_penalty_tokens` below the limit; a truncated rollout pays all of it.
+    """
+    if rule == "zero":
+        return torch.where(truncated_b, torch.zeros_like(rewards_b), rewards_b)
+    if rule == "soft_penalty":
+        assert max_response_tokens is not None and soft_penalty_tokens is not None
+        into_zone_b = lengths_b - (max_response_tokens - soft_penalty_tokens)
+        penalty_b = (into_zone_b / soft_penalty_tokens).clamp(0.0, 1.0)
+        return rewards_b - torch.where(truncated_b, torch.ones_like(penalty_b), penalty_b)
+    return rewards_b
+
+
+def generalised_advantages(
+    rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor, discount: float, trace_decay: float
+) -> tuple[Tensor, Tensor]:
+    """GAE: advantages and returns per token, 0 outside the mask.
+
+    `values_bt` is the value of the state before each token. Time runs over the tokens that the policy
+    sampled; others are skipped. After the last one the value is 0, also for a truncated rollout: its reward
+    is final.
+    """
+    advantages_bt = torch.zeros_like(values_bt)
+    next_value_b = torch.zeros_like(values_bt[:, 0])
+    next_advantage_b = torch.zeros_like(next_value_b)
+    for t in reversed(range(values_bt.shape[1])):
+        surprise_b = rewards_bt[:, t] + discount * next_value_b - values_bt[:, t]
+        advantage_b = surprise_b + discount * trace_decay * next_advantage_b
+        sampled_b = mask_bt[:, t]
+        next_advantage_b = torch.where(sampled_b, advantage_b, next_advantage_b)
+        next_value_b = torch.where(sampled_b, values_bt[:, t], next_value_b)
+        advantages_bt[:, t] = advantage_b * sampled_b
+    return advantages_bt, (advantages_bt + values_bt) * mask_bt
+
+
+def explained_variance(values_n: Tensor, returns_n: Tensor) -> float:
+    """1: the critic knew every return; 0: no better than their mean. 0 where returns do not vary."""
+    spread = returns_n.var(correction=0)
+    if spread < 1e-12:
+        return 0.0
+    return float(1.0 - (returns_n - values_n).var(correction=0) / spread)

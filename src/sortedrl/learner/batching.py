@@ -1,0 +1,182 @@
+"""Rollouts as padded tensors, and micro-batches of them that waste little on padding.
+
+Suffixes: `_b` one entry per rollout, `_bt` prompt and response tokens padded on the right, `_br` response
+tokens padded on the right. Nothing looks to the right in a causal model, so padding there needs no attention
+mask and cannot change what comes before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sortedrl.core.rollout import Rollout
+
+# What starting a micro-batch costs beside its tokens, in tokens: the reading of the weights, kernel launches.
+OVERHEAD_TOKENS = 256
+# A log-probability is at most 0; engines that round may give a little more.
+LARGEST_LOGPROB = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """The rollouts of an update, or some of them. Fields with a default are what the learner works out."""
+
+    tokens_bt: Tensor
+    prompt_lengths_b: Tensor
+    response_lengths_b: Tensor
+    behaviour_br: Tensor  # log-probabilities that the engine sampled with
+    staleness_br: Tensor  # versions between sampling and this update
+    mask_br: Tensor  # bool: the policy sampled the token
+    proximal_br: Tensor
+    advantages_br: Tensor
+    returns_br: Tensor
+    weights_br: Tensor  # each token's share in the loss
+
+    def __len__(self) -> int:
+        return len(self.tokens_bt)
+
+    @property
+    def lengths_b(self) -> Tensor:
+        return self.prompt_lengths_b + self.response_lengths_b
+
+    def select(self, rows: Sequence[int] | Tensor, device: torch.device | None = None) -> UpdateBatch:
+        """These rollouts, padded no further than the longest of them."""
+        rows_b = torch.as_tensor(rows, dtype=torch.long)
+        width = {
+            "bt": int(self.lengths_b[rows_b].max()) if len(rows_b) else 0,
+            "br": int(self.response_lengths_b[rows_b].max()) if len(rows_b) else 0,
+        }
+
+        def picked(name: str) -> Tensor:
+            tensor: Tensor = getattr(self, name)[rows_b]
+            suffix = name.rsplit("_", 1)[1]
+            tensor = tensor[:, : width[suffix]] if suffix in width else tensor
+            return tensor if device is None else tensor.to(device)
+
+        return UpdateBatch(**{field.name: picked(field.name) for field in fields(self)})
+
+    def trained_positions(self) -> tuple[Tensor, Tensor]:
+        """Row and place in `tokens_bt` of each token in the mask, in row-major order."""
+        row_n, response_n = self.mask_br.nonzero(as_tuple=True)
+        return row_n, self.prompt_lengths_b[row_n] + response_n
+
+
+def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
+    """The rollouts as tensors, in their order; raises ValueError for one that cannot be trained on.
+
+    `version` is the learner's: a token's staleness is what its own version lacks to it.
+    """
+    for rollout in rollouts:
+        _check(rollout, version)
+    prompts = [len(rollout.prompt.tokens) for rollout in rollouts]
+    responses = [len(rollout) for rollout in rollouts]
+    width_t = max(prompt + response for prompt, response in zip(prompts, responses, strict=True))
+    width_r = max(responses)
+
+    def padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(len(rows), width, dtype=dtype)
+        for index, row in enumerate(rows):
+            out[index, : len(row)] = torch.tensor(row, dtype=dtype)
+        return out
+
+    staleness = [[version - token_version for token_version in rollout.versions] for rollout in rollouts]
+    empty_br = torch.zeros(len(rollouts), width_r)
+    batch = UpdateBatch(
+        tokens_bt=padded([[*r.prompt.tokens, *r.tokens] for r in rollouts], width_t, torch.long),
+        prompt_lengths_b=torch.tensor(prompts),
+        response_lengths_b=torch.tensor(responses),
+        behaviour_br=padded([rollout.logprobs for rollout in rollouts], width_r, torch.float32),
+        staleness_br=padded(staleness, width_r, torch.int32),
+        mask_br=padded([rollout.mask for rollout in rollouts], width_r, torch.bool),
+        proximal_br=empty_br,
+        advantages_br=empty_br,
+        returns_br=empty_br,
+        weights_br=empty_br,
+    )
+    _check_logprobs(rollouts, batch)
+    return batch
+
+
+def _check(rollout: Rollout, version: int) -> None:
+    name = _name(rollout)
+    if rollout.reward is None or not math.isfinite(rollout.reward):
+        raise ValueError(f"{name} has reward {rollout.reward}: score it with a finite number before training")
+    if not len(rollout.prompt.tokens) or not len(rollout):
+        raise ValueError(
+            f"{name} has {len(rollout.prompt.tokens)} prompt and {len(rollout)} response tokens: both need "
+            "at least 1; reject it before training"
+        )
+    newest = rollout.segments[-1].version
+    if newest > version:
+        raise ValueError(
+            f"{name} has tokens of version {newest}, but the learner is at version {version}: pass the "
+            "version that the engine's newest weights were published under"
+        )
+
+
+def _check_logprobs(rollouts: Sequence[Rollout], batch: UpdateBatch) -> None:
+    bad_br = batch.mask_br & ~(batch.behaviour_br.isfinite() & (batch.behaviour_br <= LARGEST_LOGPROB))
+    for row, place in bad_br.nonzero()[:1].tolist():
+        raise ValueError(
+            f"{_name(rollouts[row])} has log-probability {batch.behaviour_br[row, place].item()} at response "
+            f"token {place}: it must be finite and at most 0; check that the engine returns the "
+            "log-probability of the token that it sampled"
+        )
+
+
+def _name(rollout: Rollout) -> str:
+    return f"rollout {rollout.id} of prompt {rollout.prompt.id!r}"
+
+
+def micro_batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Runs of `order` whose padded size (rows x longest) stays within the budget.
+
+    A rollout that is longer than the budget gets a micro-batch of its own: it cannot be split.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for row in order:
+        longest = max(longest, lengths[row])
+        if not groups or (len(groups[-1]) + 1) * longest > token_budget:
+            groups.append([])
+            longest = lengths[row]
+        groups[-1].append(row)
+    return groups
+
+
+def sorted_micro_batches(rows: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Micro-batches of rollouts of like length, longest first, so that lack of memory shows at once.
+
+    Of all cuts of the sorted rollouts that keep the budget, the one with the least padding and overhead.
+    """
+    order = sorted(rows, key=lambda row: -lengths[row])
+    cost = [0.0] + [math.inf] * len(order)  # of the best cut of the first k rollouts
+    begin = [0] * (len(order) + 1)  # where that cut's last micro-batch begins
+    for start, row in enumerate(order):
+        most_rows = max(1, token_budget // lengths[row])
+        for end in range(start + 1, min(start + most_rows, len(order)) + 1):
+            candidate = cost[start] + OVERHEAD_TOKENS + (end - start) * lengths[row]
+            if candidate < cost[end]:
+                cost[end], begin[end] = candidate, start
+    groups: list[list[int]] = []
+    end = len(order)
+    while end:
+        groups.append(order[begin[end] : end])
+        end = begin[end]
+    return groups[::-1]
+
+
+def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
+    """Tokens that the model computes, padding included."""
+    return sum(len(group) * max(lengths[row] for row in group) for group in groups)
+
+
+def balanced_parts(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """The rows dealt out by length, so that every optimiser step of an update sees the same length mix."""
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    return [part for start in range(parts) if (part := order[start::parts])]

@@ -1,0 +1,160 @@
+"""Losses per token, pure functions of tensors.
+
+Three policies meet here. *Behaviour*: what the engine sampled each token with, possibly several versions ago.
+*Proximal*: the learner's weights before the update. *New*: the weights being trained. The ratio that is
+clipped is new / old; which of the two others is "old", and what corrects the rest, is the treatment of stale
+tokens:
+
+    plain       old = behaviour: PPO-clip on the stored log-probabilities (the paper's way)
+    masked      as plain; a token whose ratio is beyond the cap, or below its inverse, does not train
+    truncated   a policy gradient weighted by min(new / behaviour, cap): no clipping, nothing recomputed
+    decoupled   old = proximal, weighted by min(proximal / behaviour, cap)
+
+With a single optimiser step per update the proximal policy is the new one, and decoupled and truncated have
+the same gradient; they part when an update takes several steps.
+
+Suffixes: `_bt` rollouts x response tokens padded on the right, `_n` tokens picked from those, `_h` hidden
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+StaleTokens = Literal["plain", "truncated", "masked", "decoupled"]
+RatioLevel = Literal["token", "sequence"]
+Aggregation = Literal["constant", "token_mean", "sequence_mean"]
+
+# exp(20) is beyond any ratio that means something and still far from overflow.
+LARGEST_LOG_RATIO = 20.0
+# Logits of this many entries exist at once in fp32 (0.5 GiB): 880 tokens at a vocabulary of 152,000.
+LOGITS_PER_CHUNK = 1 << 27
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """Per token, all [rollouts, tokens]: the loss, the clipped ratio's raw value, the weight of the
+    stale-token treatment, and whether clipping took the token's gradient away."""
+
+    loss_bt: Tensor
+    ratio_bt: Tensor
+    weight_bt: Tensor
+    clipped_bt: Tensor
+
+
+def ratio(log_ratio_bt: Tensor, mask_bt: Tensor, level: RatioLevel) -> Tensor:
+    """Token level: each token's own. Sequence level: the geometric mean over the rollout's trained tokens."""
+    if level == "sequence":
+        tokens_b1 = mask_bt.sum(1, keepdim=True).clamp(min=1)
+        log_ratio_bt = ((log_ratio_bt * mask_bt).sum(1, keepdim=True) / tokens_b1).expand_as(log_ratio_bt)
+    return log_ratio_bt.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def policy_loss(
+    new_bt: Tensor,
+    behaviour_bt: Tensor,
+    proximal_bt: Tensor,
+    advantages_bt: Tensor,
+    mask_bt: Tensor,
+    *,
+    stale_tokens: StaleTokens,
+    level: RatioLevel,
+    clip_low: float,
+    clip_high: float,
+    cap: float,
+) -> PolicyLoss:
+    """The clipped surrogate with its stale-token correction. Log-probabilities in, only `new_bt` is
+    differentiated.
+
+    `proximal_bt` matters for `decoupled` alone. Clipping is asymmetric: a ratio counts from 1 - clip_low to
+    1 + clip_high, and only where that lowers the objective.
+    """
+    if stale_tokens == "decoupled":
+        old_bt = proximal_bt
+    elif stale_tokens == "truncated":
+        old_bt = new_bt.detach()
+    else:
+        old_bt = behaviour_bt
+    ratio_bt = ratio(new_bt - old_bt, mask_bt, level)
+    if stale_tokens == "plain":
+        weight_bt = torch.ones_like(behaviour_bt)
+    elif stale_tokens == "masked":
+        weight_bt = ((ratio_bt <= cap) & (ratio_bt >= 1.0 / cap)).to(behaviour_bt.dtype)
+    else:
+        weight_bt = ratio(old_bt - behaviour_bt, mask_bt, level).clamp(max=cap)
+    free_bt = ratio_bt * advantages_bt
+    clipped_bt = ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_bt
+    return PolicyLoss(
+        loss_bt=-weight_bt * torch.minimum(free_bt, clipped_bt) * mask_bt,
+        ratio_bt=ratio_bt.detach(),
+        weight_bt=weight_bt.detach(),
+        clipped_bt=(clipped_bt < free_bt).detach() & mask_bt,
+    )
+
+
+def kl_k3(new: Tensor, other: Tensor) -> Tensor:
+    """Per token an estimate of KL(new || other) from tokens of `new`: never negative, low variance."""
+    gap = (other - new).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return gap.exp() - gap - 1.0
+
+
+def token_weights(mask_bt: Tensor, aggregation: Aggregation, normaliser_tokens: float) -> Tensor:
+    """What each token's loss is multiplied by before all are summed; 0 outside the mask.
+
+    Computed over the whole batch of an optimiser step, so that micro-batches add up to the same gradient.
+    `constant`: 1 / normaliser_tokens, the same in every update, so a token of a batch of short rollouts
+    weighs what one of a batch of long rollouts does. `token_mean`: 1 / tokens. `sequence_mean`: each
+    rollout's mean, averaged.
+    """
+    if aggregation == "constant":
+        return mask_bt / normaliser_tokens
+    if aggregation == "token_mean":
+        return mask_bt / mask_bt.sum().clamp(min=1)
+    tokens_b1 = mask_bt.sum(1, keepdim=True)
+    return mask_bt / tokens_b1.clamp(min=1) / (tokens_b1 > 0).sum().clamp(min=1)
+
+
+def selected_logprobs(
+    hidden_nh: Tensor,
+    targets_n: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    entropy_gradient: bool,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of its distribution, both `_n` in fp32, at this temperature.
+
+    `head` maps hidden states to logits. Only one chunk of logits exists at a time: the backward pass computes
+    each chunk anew. The entropy carries no gradient unless asked to.
+    """
+
+    def score(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
+        logits_cv = head(hidden_ch).float()
+        if temperature != 1.0:
+            logits_cv = logits_cv / temperature
+        log_total_c = logits_cv.logsumexp(-1)
+        chosen_c = logits_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            probabilities_cv = (logits_cv - log_total_c[:, None]).exp()
+            entropy_c = log_total_c - (probabilities_cv * logits_cv).sum(-1)
+        return chosen_c - log_total_c, entropy_c
+
+    if not len(targets_n):
+        empty_n = hidden_nh.new_zeros(0, dtype=torch.float32)
+        return empty_n, empty_n
+    with torch.no_grad():
+        vocabulary = head(hidden_nh[:1]).shape[-1]
+    chunk = max(1, logits_per_chunk // vocabulary)
+    if len(targets_n) <= chunk:
+        return score(hidden_nh, targets_n)
+    parts = [
+        checkpoint(score, hidden_ch, targets_c, use_reentrant=False, preserve_rng_state=False)
+        for hidden_ch, targets_c in zip(torch.split(hidden_nh, chunk), torch.split(targets_n, chunk), strict=True)
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

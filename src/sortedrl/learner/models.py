@@ -1,0 +1,118 @@
+"""Forward passes of the learner: log-probabilities of trained tokens, a critic's values, LoRA, recomputation."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sortedrl.learner.batching import UpdateBatch
+from sortedrl.learner.losses import selected_logprobs
+
+
+class TokenScorer:
+    """Log-probabilities of trained tokens under a causal language model, without logits for all positions.
+
+    The model's trunk gives hidden states, and its head is applied to those that predict a trained token, in
+    chunks. A model whose logits are more than head(trunk), such as capped or rescaled ones, is found out at
+    the start with a forward pass over two tokens, and then gives its logits itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+        self._model = model
+        self._temperature = temperature
+        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head = head if head is not None and self._gives_the_logits(head) else None
+
+    @torch.no_grad()
+    def _gives_the_logits(self, head: nn.Module) -> bool:
+        """Whether the trunk's states go into the head unchanged and what comes out is the logits.
+
+        The head's output is replaced by large numbers for this: a cap would not show on small ones.
+        """
+        tokens_bt = torch.tensor([[0, 1]], device=self._model.device)
+        inputs: list[Tensor] = []
+
+        def probe(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            inputs.append(arguments[0])
+            return torch.full_like(output, 4096.0)
+
+        handle = head.register_forward_hook(probe)
+        try:
+            logits = self._model(input_ids=tokens_bt, use_cache=False).logits
+        finally:
+            handle.remove()
+        if len(inputs) != 1 or not bool((logits == 4096.0).all()):
+            return False
+        return bool(torch.allclose(inputs[0], self._hidden(tokens_bt), rtol=1e-2, atol=1e-3))
+
+    def _hidden(self, tokens_bt: Tensor) -> Tensor:
+        hidden_bth: Tensor = self._model.base_model(input_ids=tokens_bt, use_cache=False).last_hidden_state
+        return hidden_bth
+
+    def __call__(self, batch: UpdateBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, both [rollouts, response tokens] and 0 outside the mask."""
+        row_n, place_n = batch.trained_positions()
+        if self._head is not None:
+            head, features_btf = self._head, self._hidden(batch.tokens_bt)
+        else:
+            head, features_btf = nn.Identity(), self._model(input_ids=batch.tokens_bt, use_cache=False).logits
+        logprobs_n, entropy_n = selected_logprobs(
+            features_btf[row_n, place_n - 1],
+            batch.tokens_bt[row_n, place_n],
+            head,
+            self._temperature,
+            entropy_gradient,
+        )
+        return scattered(logprobs_n, batch.mask_br), scattered(entropy_n, batch.mask_br)
+
+
+class ValueModel(nn.Module):
+    """A critic: a copy of the policy's trunk with a scalar head that starts at 0."""
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk: Any = copy.deepcopy(policy.base_model)
+        self.head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: UpdateBatch) -> Tensor:
+        """The value of the state before each trained token, [rollouts, response tokens], 0 outside the
+        mask."""
+        row_n, place_n = batch.trained_positions()
+        hidden_bth = self.trunk(input_ids=batch.tokens_bt, use_cache=False).last_hidden_state
+        values_n = self.head(hidden_bth[row_n, place_n - 1].float()).squeeze(-1)
+        return scattered(values_n, batch.mask_br)
+
+
+def scattered(values_n: Tensor, mask_br: Tensor) -> Tensor:
+    return torch.zeros_like(mask_br, dtype=values_n.dtype).masked_scatter(mask_br, values_n)
+
+
+def with_adapters(module: PreTrainedModel, rank: int) -> Any:
+    """The module with LoRA layers put in place of its linear ones; only they are trained."""
+    try:
+        peft = importlib.import_module("peft")
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"lora_rank = {rank} needs peft, which is not installed: pip install peft") from missing
+    return peft.get_peft_model(
+        module, peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
+    )
+
+
+def checkpoint_layers(module: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass.
+
+    Layers do so only in training mode. The flag is set on the layers and not on what is in them, because
+    dropout must stay off: the log-probability of a token has to be that of the model which sampled it.
+    """
+    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True

@@ -1,0 +1,146 @@
+"""What an update does: the learner's settings, validated with a reason and a fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from sortedrl.learner.advantages import Algorithm, Baseline, TruncatedRollouts
+from sortedrl.learner.losses import Aggregation, RatioLevel, StaleTokens
+
+DEFAULT_BASELINE: Mapping[str, Baseline] = {
+    "reinforce++": "previous_cohorts",
+    "grpo": "siblings",
+    "rloo": "siblings",
+    "ppo": "previous_cohorts",
+}
+
+
+def stale_tokens_for(mode: str) -> StaleTokens:
+    """The default treatment of stale tokens for a schedule's mode.
+
+    On-policy there are none, and truncated weights correct the mismatch of engine and learner; every other
+    mode has them.
+    """
+    return "truncated" if mode.startswith("on-policy") else "decoupled"
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSettings:
+    """What an update does. Defaults are for full training of a model with a few billion weights."""
+
+    algorithm: Algorithm = "reinforce++"
+    # What a reward is measured against; None: siblings for GRPO and RLOO, else previous_cohorts. With PPO the
+    # critic is the baseline, and this names the statistics that scale its advantages.
+    baseline: Baseline | None = None
+    stale_tokens: StaleTokens = "decoupled"
+    ratio_level: RatioLevel = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    # Truncated and decoupled cut importance weights here; masked drops tokens beyond it or below its inverse.
+    importance_cap: float = 2.0
+    aggregation: Aggregation = "constant"
+    # The constant of `constant`, about the trained tokens of a typical update; None: those of the first one.
+    # It only scales the loss: AdamW does not notice, gradient clipping does.
+    normaliser_tokens: float | None = None
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    drop_zero_variance_sets: bool = False
+    # Truncated rollouts. `keep`: they train with the reward they were scored with, as the token budget is
+    # part of the problem. `masked`: no gradient, but they stay in the statistics. `zero`: their reward is 0.
+    # `soft_penalty`: up to 1 off any reward over the last soft_penalty_tokens before max_response_tokens.
+    truncated_rollouts: TruncatedRollouts = "keep"
+    max_response_tokens: int | None = None
+    soft_penalty_tokens: int | None = None
+    temperature: float = 1.0  # that the engine samples at
+    top_p: float = 1.0
+    learning_rate: float = 1e-6
+    warmup_updates: int = 10
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 1.0
+    steps_per_update: int = 1  # optimiser steps that an update's rollouts are dealt out to
+    tokens_per_micro_batch: int = 16_384  # padding included
+    gradient_checkpointing: bool = False
+    bf16: bool = False
+    lora_rank: int = 0  # 0: train all weights
+    critic_learning_rate: float = 1e-5
+    discount: float = 1.0
+    trace_decay: float = 1.0  # the lambda of GAE
+
+    @property
+    def resolved_baseline(self) -> Baseline:
+        return self.baseline or DEFAULT_BASELINE[self.algorithm]
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = self.resolved_baseline if name == "baseline" else getattr(self, name)
+            options = get_args(choices)
+            require(value in options, name, repr(value), f"choose one of {', '.join(options)}")
+        for name, (lowest, highest, why) in _RANGES.items():
+            value = getattr(self, name)
+            require(value is None or lowest <= value <= highest, name, value, why)
+        limit, zone = self.max_response_tokens, self.soft_penalty_tokens
+        require(
+            self.truncated_rollouts != "soft_penalty" or (zone or math.inf) <= (limit or 0),
+            "soft_penalty_tokens",
+            zone,
+            f"soft_penalty acts on the end of max_response_tokens = {limit}: set both, as in 1024 and 8192",
+        )
+        compares_siblings = self.resolved_baseline == "siblings"
+        require(
+            compares_siblings or self.algorithm not in ("grpo", "rloo"),
+            "baseline",
+            self.baseline,
+            f"{self.algorithm} compares siblings: leave baseline out, or use algorithm = reinforce++",
+        )
+        require(
+            not compares_siblings or self.algorithm != "ppo",
+            "baseline",
+            self.baseline,
+            "with ppo the critic is the baseline: leave baseline out, or use algorithm = reinforce++",
+        )
+
+
+_CHOICES: Mapping[str, Any] = {
+    "algorithm": Algorithm,
+    "baseline": Baseline,
+    "stale_tokens": StaleTokens,
+    "ratio_level": RatioLevel,
+    "aggregation": Aggregation,
+    "truncated_rollouts": TruncatedRollouts,
+}
+_ABOVE_0 = 1e-30
+_RANGES: Mapping[str, tuple[float, float, str]] = {
+    "clip_low": (_ABOVE_0, 1, "ratios count down to 1 - clip_low: use 0.2"),
+    "clip_high": (_ABOVE_0, math.inf, "ratios count up to 1 + clip_high: use 0.28"),
+    "importance_cap": (1, math.inf, "a cap below 1 also cuts tokens that are on-policy: use 2.0"),
+    "normaliser_tokens": (1, math.inf, "the loss is divided by it: use rollouts x mean length"),
+    "kl_coefficient": (0, math.inf, "it must be 0 or more"),
+    "entropy_coefficient": (0, math.inf, "it must be 0 or more"),
+    "max_response_tokens": (1, math.inf, "it must be 1 or more"),
+    "soft_penalty_tokens": (1, math.inf, "it must be 1 or more"),
+    "temperature": (_ABOVE_0, math.inf, "log-probabilities are of logits / temperature: use the engine's"),
+    "top_p": (
+        1,
+        1,
+        "below 1 the engine's log-probabilities are relative to tokens it kept, the learner's to all, and "
+        "every ratio is off by the kept mass: sample with top_p = 1.0",
+    ),
+    "learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
+    "warmup_updates": (0, math.inf, "it must be 0 or more"),
+    "weight_decay": (0, math.inf, "it must be 0 or more"),
+    "max_gradient_norm": (_ABOVE_0, math.inf, "it must be above 0: use inf for no clipping"),
+    "steps_per_update": (1, math.inf, "it must be 1 or more"),
+    "tokens_per_micro_batch": (1, math.inf, "it must be 1 or more"),
+    "lora_rank": (0, math.inf, "it must be 0 (train all weights) or more"),
+    "critic_learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
+    "discount": (0, 1, "it must lie between 0 and 1"),
+    "trace_decay": (0, 1, "it must lie between 0 and 1"),
+}
+
+
+def require(holds: bool, name: str, value: object, why: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} = {value}: {why}")

@@ -1,0 +1,187 @@
+"""Advantages against direct formulas, written out as loops."""
+
+from __future__ import annotations
+
+import statistics as stats
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sortedrl.learner.advantages import (
+    CohortStatistics,
+    Moments,
+    explained_variance,
+    generalised_advantages,
+    grpo_advantages,
+    normalised,
+    reward_advantages,
+    rewards_with_truncation,
+    rloo_advantages,
+    sibling_sets,
+    zero_variance,
+)
+
+numbers = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=20)
+
+
+def random_sets(seed: int) -> tuple[list[float], list[str]]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = [f"p{index}" for index in torch.randint(0, 5, (24,), generator=generator).tolist()]
+    return torch.randn(24, generator=generator).tolist(), keys
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_grpo_and_rloo_are_their_formulas(seed: int) -> None:
+    rewards, keys = random_sets(seed)
+    grpo = grpo_advantages(torch.tensor(rewards), sibling_sets(keys))
+    rloo = rloo_advantages(torch.tensor(rewards), sibling_sets(keys))
+    for index, key in enumerate(keys):
+        siblings = [r for r, k in zip(rewards, keys, strict=True) if k == key]
+        others = [r for i, (r, k) in enumerate(zip(rewards, keys, strict=True)) if k == key and i != index]
+        if others:
+            expected = (rewards[index] - stats.mean(siblings)) / (stats.stdev(siblings) + 1e-4)
+            assert grpo[index].item() == pytest.approx(expected, abs=1e-5)
+            assert rloo[index].item() == pytest.approx(rewards[index] - stats.mean(others), abs=1e-5)
+        else:
+            assert grpo[index] == rloo[index] == 0
+
+
+def test_zero_variance_needs_siblings_with_equal_rewards() -> None:
+    set_b = sibling_sets(["a", "a", "b", "b", "alone"])
+    assert zero_variance(torch.tensor([0.1, 0.1, 1.0, 0.0, 3.0]), set_b).tolist() == [True, True] + [False] * 3
+
+
+@given(numbers, numbers)
+@settings(max_examples=50, deadline=None)
+def test_moments_of_parts_add_up_to_those_of_the_whole(first: list[float], second: list[float]) -> None:
+    pooled = Moments.of(torch.tensor(first)) + Moments.of(torch.tensor(second))
+    whole = Moments.of(torch.tensor(first + second))
+    assert pooled.count == whole.count
+    assert pooled.mean == pytest.approx(whole.mean, abs=1e-6)
+    assert pooled.squares == pytest.approx(whole.squares, rel=1e-6, abs=1e-6)
+
+
+def batches_of(cohort_sizes: list[int], seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, generator=generator) * 2 + 1, torch.full((size,), cohort))
+        for cohort, size in enumerate(cohort_sizes)
+        for _ in range(2)
+    ]
+
+
+def test_batch_and_cohort_so_far_are_their_formulas() -> None:
+    seen: dict[int, list[float]] = {}
+    so_far, batch_only = CohortStatistics(), CohortStatistics()
+    for rewards, cohorts in batches_of([8, 5, 9]):
+        by_batch, batch_only = normalised(rewards, cohorts, "batch", batch_only)
+        by_cohort, so_far = normalised(rewards, cohorts, "cohort_so_far", so_far)
+        cohort = int(cohorts[0])
+        seen.setdefault(cohort, []).extend(rewards.tolist())
+        for index, reward in enumerate(rewards.tolist()):
+            of_batch = (reward - stats.mean(rewards.tolist())) / stats.stdev(rewards.tolist())
+            of_cohort = (reward - stats.mean(seen[cohort])) / stats.stdev(seen[cohort])
+            assert by_batch[index].item() == pytest.approx(of_batch, abs=1e-5)
+            assert by_cohort[index].item() == pytest.approx(of_cohort, abs=1e-5)
+
+
+def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> None:
+    """Cohorts 0 to 3 of 600, 2 x 20, 2 x 300 and 2 x 10 values; 512 values are enough for a reference."""
+    statistics = CohortStatistics()
+    seen: dict[int, list[float]] = {}
+    for rewards, cohorts in batches_of([300, 20, 300, 10]):
+        advantages, statistics = normalised(rewards, cohorts, "previous_cohorts", statistics)
+        cohort = int(cohorts[0])
+        if cohort == 0:  # the stated fallback: the first batch, for the whole first cohort
+            pool = seen.get(0, rewards.tolist())[:300]
+        else:
+            pool = {1: seen[0], 2: seen.get(1, []) + seen[0], 3: seen.get(2, [])}[cohort]
+        expected = [(reward - stats.mean(pool)) / stats.stdev(pool) for reward in rewards.tolist()]
+        assert advantages.tolist() == pytest.approx(expected, abs=1e-4)
+        seen.setdefault(cohort, []).extend(rewards.tolist())
+
+
+def test_a_cohort_that_arrives_while_its_predecessor_is_open_keeps_its_first_reference() -> None:
+    statistics = CohortStatistics()
+    mixed = torch.tensor([0, 0, 1, 1])
+    first, statistics = normalised(torch.tensor([0.0, 1.0, 0.0, 1.0]), mixed, "previous_cohorts", statistics)
+    second, statistics = normalised(torch.tensor([9.0, 9.0, 0.0, 1.0]), mixed, "previous_cohorts", statistics)
+    assert torch.equal(first[2:], second[2:])
+
+
+def test_a_success_after_cohorts_of_equal_failure_does_not_explode() -> None:
+    statistics = CohortStatistics()
+    _, statistics = normalised(torch.zeros(64), torch.zeros(64).long(), "previous_cohorts", statistics)
+    advantages, statistics = normalised(torch.tensor([0.0, 1.0]), torch.ones(2).long(), "previous_cohorts", statistics)
+    assert advantages.tolist() == [0.0, 1.0]
+    almost_equal = torch.zeros(64)
+    almost_equal[0] = 0.01
+    _, statistics = normalised(almost_equal, torch.full((64,), 2), "previous_cohorts", CohortStatistics())
+    advantages, _ = normalised(torch.tensor([1.0]), torch.tensor([3]), "previous_cohorts", statistics)
+    assert advantages.tolist() == [10.0]
+
+
+def test_reinforce_with_siblings_divides_all_sets_by_one_scale() -> None:
+    rewards, set_b = torch.tensor([0.0, 2.0, 1.0, 5.0]), sibling_sets(["a", "a", "b", "b"])
+    advantages, _ = reward_advantages(
+        rewards, set_b, torch.zeros(4).long(), "reinforce++", "siblings", CohortStatistics()
+    )
+    scale = stats.stdev([-1.0, 1.0, -2.0, 2.0])
+    assert advantages.tolist() == pytest.approx([-1 / scale, 1 / scale, -2 / scale, 2 / scale], abs=1e-5)
+
+
+def test_comparing_siblings_without_siblings_is_an_error() -> None:
+    with pytest.raises(ValueError, match="none of the 3 rollouts"):
+        reward_advantages(
+            torch.zeros(3), torch.arange(3), torch.zeros(3).long(), "grpo", "siblings", CohortStatistics()
+        )
+
+
+def test_statistics_survive_their_state_dict() -> None:
+    statistics = CohortStatistics()
+    for rewards, cohorts in batches_of([8, 5]):
+        _, statistics = normalised(rewards, cohorts, "previous_cohorts", statistics)
+    assert CohortStatistics.from_state_dict(statistics.state_dict()) == statistics
+
+
+def test_truncated_rollouts_by_each_rule() -> None:
+    rewards, lengths = torch.tensor([1.0, 1.0, 1.0, 2.0]), torch.tensor([50, 90, 95, 100])
+    truncated = torch.tensor([False, False, False, True])
+
+    def shaped(rule: str) -> list[float]:
+        return rewards_with_truncation(rewards, lengths, truncated, rule, 100, 20).tolist()  # type: ignore[arg-type]
+
+    assert shaped("keep") == shaped("masked") == rewards.tolist()
+    assert shaped("zero") == [1.0, 1.0, 1.0, 0.0]
+    assert shaped("soft_penalty") == pytest.approx([1.0, 0.5, 0.25, 1.0])
+
+
+@pytest.mark.parametrize(("discount", "trace_decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_is_its_definition_over_the_sampled_tokens(discount: float, trace_decay: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(4, 9, generator=generator), torch.randn(4, 9, generator=generator)
+    mask = torch.rand(4, 9, generator=generator) < 0.7
+    mask[0, 5:] = False
+    advantages, returns = generalised_advantages(rewards, values, mask, discount, trace_decay)
+    for row in range(4):
+        places = [t for t in range(9) if mask[row, t]]
+        for order, t in enumerate(places):
+            expected = 0.0
+            for steps, later in enumerate(places[order:]):
+                following = places[order + steps + 1 : order + steps + 2]
+                next_value = values[row, following[0]].item() if following else 0.0
+                surprise = rewards[row, later].item() + discount * next_value - values[row, later].item()
+                expected += (discount * trace_decay) ** steps * surprise
+            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
+            assert returns[row, t].item() == pytest.approx(expected + values[row, t].item(), abs=1e-5)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def test_explained_variance_ends() -> None:
+    returns = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    assert explained_variance(returns, returns) == pytest.approx(1.0)
+    assert explained_variance(torch.full_like(returns, 3.0), returns) == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(-returns, returns) == pytest.approx(-3.0, abs=1e-5)
+    assert explained_variance(returns, torch.ones(100)) == 0.0

@@ -1,0 +1,763 @@
+"""The learner on tiny real models: gradients, invariances, state, and TRL's trainer on the same batch."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.learner.batching import (
+    OVERHEAD_TOKENS,
+    micro_batches,
+    padded_tokens,
+    sorted_micro_batches,
+    update_batch,
+)
+from sortedrl.learner.learner import Learner
+from sortedrl.learner.models import TokenScorer
+from sortedrl.learner.optimiser import AdamW, join_bf16, split_bf16
+from sortedrl.learner.settings import LearnerSettings, stale_tokens_for
+
+VOCABULARY = 31
+NO_CLIPPING = math.inf
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, **changes}))  # type: ignore[no-untyped-call]
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def random_rollouts(
+    prompts: int = 4, siblings: int = 3, cohort: int = 0, seed: int = 0, versions: Sequence[int] = (0,)
+) -> list[Rollout]:
+    """Rollouts of 2 to 13 tokens from one segment per version, with log-probabilities of no model in
+    particular."""
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = []
+    for index in range(prompts * siblings):
+        prompt = index // siblings
+        segments = []
+        for version in versions:
+            length = int(torch.randint(2, 14, (1,), generator=generator))
+            logprobs = (-3 * torch.rand(length, generator=generator)).tolist()
+            segments.append(Segment(tokens_of(seed + 97 * index + version, length), logprobs, version))
+        rollouts.append(
+            Rollout(
+                id=index,
+                prompt=Prompt(f"p{prompt}", tokens_of(1000 + prompt, 2 + 3 * prompt)),
+                sibling=index % siblings,
+                cohort=cohort,
+                seed=index,
+                loaded_at_update=0,
+                segments=segments,
+                reward=float(torch.randn(1, generator=generator)),
+            )
+        )
+    return rollouts
+
+
+def full_logprobs(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+    """Straight from the model's own logits, one rollout at a time, no padding."""
+    prompt = list(rollout.prompt.tokens)
+    logits = model(input_ids=torch.tensor([[*prompt, *rollout.tokens]])).logits[0].float() / temperature
+    predicted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    chosen: Tensor = predicted[torch.arange(len(rollout)), torch.tensor(rollout.tokens)]
+    return chosen
+
+
+def sampled_with(model: nn.Module, rollouts: list[Rollout], temperature: float = 1.0) -> list[Rollout]:
+    """The same rollouts, as if this model had sampled them."""
+    for rollout in rollouts:
+        with torch.no_grad():
+            values = full_logprobs(model, rollout, temperature).tolist()
+        place = 0
+        for segment in rollout.segments:
+            segment.logprobs = values[place : place + len(segment)]
+            place += len(segment)
+    return rollouts
+
+
+def gradients(learner: Learner, rollouts: list[Rollout], version: int = 0) -> dict[str, Tensor]:
+    """Of one update, before clipping."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            found[name] = parameter.grad.clone()
+
+        return hook
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(keep(name))  # type: ignore[no-untyped-call]
+        for name, parameter in learner.model.named_parameters()
+        if parameter.requires_grad
+    ]
+    learner.step(rollouts, version)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def assert_close(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    """Up to `tolerance` of the largest gradient."""
+    scale = max(tensor.abs().max().item() for tensor in second.values())
+    assert first.keys() == second.keys() and scale > 0
+    for name, tensor in first.items():
+        assert torch.allclose(tensor, second[name], rtol=0, atol=tolerance * scale), name
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+# --- the gradient -------------------------------------------------------------------------------------------
+
+
+def test_gradient_is_the_formula_computed_from_full_logits() -> None:
+    """GRPO with plain clipping, a constant normaliser, KL and entropy, at a temperature, with a token masked
+    out."""
+    settings = LearnerSettings(
+        algorithm="grpo",
+        stale_tokens="plain",
+        kl_coefficient=0.3,
+        entropy_coefficient=0.2,
+        normaliser_tokens=50,
+        temperature=0.7,
+        max_gradient_norm=NO_CLIPPING,
+    )
+    policy, reference = tiny_model(1), tiny_model(0)
+    rollouts = random_rollouts()
+    rollouts[0].segments[0].mask = [0] + [1] * (len(rollouts[0]) - 1)
+    learner = Learner(tiny_model(0), settings)
+    learner.load_state_dict(learner.state_dict() | {"policy": dict(policy.named_parameters())})
+    found = gradients(learner, rollouts)
+
+    total = torch.tensor(0.0)
+    for rollout in rollouts:
+        siblings = torch.tensor([float(r.reward or 0) for r in rollouts if r.prompt.id == rollout.prompt.id])
+        advantage = (float(rollout.reward or 0) - siblings.mean()) / (siblings.std() + 1e-4)
+        new = full_logprobs(policy, rollout, 0.7)
+        reference_logprobs = full_logprobs(reference, rollout, 0.7).detach()
+        ids = torch.tensor([[*rollout.prompt.tokens, *rollout.tokens]])
+        every = (policy(input_ids=ids).logits[0] / 0.7).log_softmax(-1)[len(rollout.prompt.tokens) - 1 : -1]
+        ratio = (new - torch.tensor(rollout.logprobs)).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        gap = reference_logprobs - new
+        per_token = -surrogate + 0.3 * (gap.exp() - gap - 1) + 0.2 * (every.exp() * every).sum(-1)
+        total = total + (per_token * torch.tensor(rollout.mask)).sum() / 50
+    total.backward()  # type: ignore[no-untyped-call]
+    expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregation": "constant", "stale_tokens": "plain"},
+        {"aggregation": "token_mean", "stale_tokens": "truncated", "ratio_level": "sequence"},
+        {"aggregation": "sequence_mean", "stale_tokens": "masked"},
+        {"algorithm": "ppo", "stale_tokens": "decoupled", "entropy_coefficient": 0.1},
+    ],
+)
+def test_neither_padding_nor_micro_batches_change_the_gradient(changes: dict[str, Any]) -> None:
+    """A budget of 1 puts every rollout alone and unpadded; 10^6 pads all of them to the longest."""
+
+    def of_budget(tokens: int) -> dict[str, Tensor]:
+        settings = LearnerSettings(tokens_per_micro_batch=tokens, max_gradient_norm=NO_CLIPPING, **changes)
+        return gradients(Learner(tiny_model(), settings), random_rollouts())
+
+    alone = of_budget(1)
+    assert_close(of_budget(60), alone)
+    assert_close(of_budget(10**6), alone)
+
+
+def test_gradient_checkpointing_changes_nothing_and_dropout_stays_off() -> None:
+    plain = gradients(Learner(tiny_model(), LearnerSettings()), random_rollouts())
+    model = tiny_model(attention_dropout=0.5)
+    checkpointed = gradients(Learner(model, LearnerSettings(gradient_checkpointing=True)), random_rollouts())
+    assert_close(checkpointed, plain)
+    assert any(layer.training for layer in model.model.layers)
+
+
+def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=30.0)
+    model = Gemma2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    rollouts = random_rollouts()
+    logprobs, _ = TokenScorer(model.train(False), 1.0)(update_batch(rollouts, 0))
+    for row, rollout in enumerate(rollouts):
+        assert torch.allclose(logprobs[row, : len(rollout)], full_logprobs(model, rollout), atol=1e-5)
+
+
+# --- ratios, staleness, mismatch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stale_tokens", ["plain", "truncated", "masked", "decoupled"])
+def test_on_policy_the_ratio_is_exactly_1(stale_tokens: Any) -> None:
+    """The learner's own log-probabilities, handed in as what the engine sampled with."""
+    learner = Learner(tiny_model(), LearnerSettings(stale_tokens=stale_tokens))
+    rollouts = sorted(random_rollouts(), key=lambda r: -len(r) - len(r.prompt.tokens))
+    with torch.no_grad():
+        logprobs, _ = TokenScorer(learner.model, 1.0)(update_batch(rollouts, 0))
+    for row, rollout in enumerate(rollouts):
+        rollout.segments[0].logprobs = logprobs[row, : len(rollout)].tolist()
+    metrics = learner.step(rollouts, version=0)
+    assert metrics["mismatch_max_abs"] == metrics["mismatch_kl"] == metrics["clipped_share"] == 0.0
+    assert metrics["importance_weight_mean"] == 1.0
+    assert metrics["mismatch_tokens"] == metrics["tokens_trained"]
+
+
+def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
+    """Over three optimiser steps, in which the new policy leaves both."""
+    after = []
+    for stale_tokens in ("plain", "decoupled"):
+        settings = LearnerSettings(
+            stale_tokens=stale_tokens,
+            steps_per_update=3,
+            learning_rate=3e-3,
+            warmup_updates=0,
+        )
+        learner = Learner(tiny_model(), settings)
+        metrics = learner.step(sampled_with(learner.model, random_rollouts()), version=0)
+        assert metrics["clipped_share"] > 0.05
+        after.append(weights_of(learner.model))
+    for name, weight in after[0].items():
+        assert torch.allclose(weight, after[1][name], atol=1e-5), name
+
+
+def test_decoupled_keeps_the_policy_of_before_the_update_over_several_steps() -> None:
+    """Stale behaviour: with several steps decoupled is neither plain nor truncated; with one it is
+    truncated."""
+
+    def weights_after(stale_tokens: Any, steps: int) -> Tensor:
+        settings = LearnerSettings(
+            stale_tokens=stale_tokens, steps_per_update=steps, learning_rate=3e-3, warmup_updates=0
+        )
+        learner = Learner(tiny_model(), settings)
+        learner.step(random_rollouts(), version=1)
+        return weights_of(learner.model)["model.layers.0.mlp.up_proj.weight"]
+
+    assert torch.equal(weights_after("decoupled", 1), weights_after("truncated", 1))
+    several = weights_after("decoupled", 3)
+    for other in ("truncated", "plain"):
+        assert (several - weights_after(other, 3)).abs().max() > 1e-5
+
+
+def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
+    rollouts = random_rollouts(versions=(3, 5))
+    learner = Learner(tiny_model(), LearnerSettings())
+    fresh: list[float] = []
+    stale: list[float] = []
+    for rollout in rollouts:
+        gaps = (full_logprobs(learner.model, rollout) - torch.tensor(rollout.logprobs)).tolist()
+        for gap, version in zip(gaps, rollout.versions, strict=True):
+            (fresh if version == 5 else stale).append(gap)
+    metrics = learner.step(rollouts, version=5)
+    assert metrics["mismatch_tokens"] == len(fresh)
+    assert metrics["mismatch_mean_abs"] == pytest.approx(sum(map(abs, fresh)) / len(fresh), rel=1e-4)
+    assert metrics["mismatch_max_abs"] == pytest.approx(max(map(abs, fresh)), rel=1e-4)
+    assert metrics["mismatch_kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in fresh) / len(fresh), rel=1e-4)
+    assert metrics["stale_share"] == pytest.approx(len(stale) / (len(stale) + len(fresh)))
+    assert metrics["stale_ratio_mean"] == pytest.approx(sum(map(math.exp, stale)) / len(stale), rel=1e-4)
+    assert metrics["stale_ratio_max"] == pytest.approx(math.exp(max(stale)), rel=1e-4)
+    assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * metrics["stale_share"])
+
+
+# --- what trains --------------------------------------------------------------------------------------------
+
+
+def test_masked_truncated_rollouts_have_no_gradient_but_count_in_their_set() -> None:
+    rollouts = random_rollouts()
+    rollouts[1].truncated = True
+    settings = LearnerSettings(algorithm="grpo", truncated_rollouts="masked", normaliser_tokens=100)
+    found = gradients(Learner(tiny_model(), settings), rollouts)
+    rollouts[1].segments[0].mask = [0] * len(rollouts[1])
+    rollouts[1].truncated = False
+    assert_close(found, gradients(Learner(tiny_model(), settings), rollouts))
+
+
+def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
+    rollouts = random_rollouts(prompts=4, siblings=3)
+    for rollout in rollouts[3:6]:
+        rollout.reward = 0.25
+    kept = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normaliser_tokens=100))
+    dropped = Learner(
+        tiny_model(), LearnerSettings(algorithm="grpo", normaliser_tokens=100, drop_zero_variance_sets=True)
+    )
+    assert_close(gradients(dropped, rollouts), gradients(kept, rollouts))  # their advantages are 0 anyway
+    metrics = dropped.step(rollouts, version=0)
+    assert (metrics["sibling_sets"], metrics["zero_variance_sets"]) == (4, 1)
+    assert (metrics["rollouts"], metrics["rollouts_trained"]) == (12, 9)
+
+
+def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", drop_zero_variance_sets=True))
+    before = weights_of(learner.model)
+    rollouts = random_rollouts()
+    for rollout in rollouts:
+        rollout.reward = 1.0
+    metrics = learner.step(rollouts, version=0)
+    assert metrics["rollouts_trained"] == 0 and learner.updates == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
+    learner = Learner(tiny_model(), LearnerSettings())
+    before = weights_of(learner.model)
+    handle = learner.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    assert learner.step(random_rollouts(), version=0)["skipped_steps"] == 1
+    handle.remove()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
+
+
+def test_sorting_by_length_saves_padding() -> None:
+    lengths = [10, 100, 12, 90, 11, 95, 9, 99]
+    arrival = micro_batches(range(8), lengths, 200)
+    by_length = sorted_micro_batches(range(8), lengths, 200)
+    assert sorted(row for group in by_length for row in group) == list(range(8))
+    for groups in (arrival, by_length):
+        assert all(len(group) * max(lengths[row] for row in group) <= 200 for group in groups)
+    assert (padded_tokens(arrival, lengths), padded_tokens(by_length, lengths)) == (768, 438)
+    assert micro_batches([0, 1], [500, 2], 200) == [[0], [1]]
+
+    rollouts = random_rollouts(prompts=8, siblings=1)
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        rollout.prompt = Prompt(rollout.prompt.id, [5])
+        rollout.drop_tokens()
+        rollout.append(Segment([7] * (length - 1), [-1.0] * (length - 1), 0))
+    learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=200))
+    metrics = learner.step(sorted(rollouts, key=len), version=0)
+    assert metrics["padding_saved"] == pytest.approx(1 - 438 / 768)
+    assert metrics["padding_share"] == pytest.approx(1 - sum(lengths) / 438)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(1, 1200))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_micro_batches_are_the_best_cut_of_the_sorted_rollouts(lengths: list[int], budget: int) -> None:
+    def cost(groups: Sequence[Sequence[int]]) -> int:
+        return padded_tokens(groups, lengths) + OVERHEAD_TOKENS * len(groups)
+
+    def allowed(group: Sequence[int]) -> bool:
+        return len(group) == 1 or len(group) * max(lengths[row] for row in group) <= budget
+
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    costs = []
+    for cuts in itertools.product((False, True), repeat=len(order) - 1):
+        groups = [[order[0]]]
+        for row, cut in zip(order[1:], cuts, strict=True):
+            if cut:
+                groups.append([])
+            groups[-1].append(row)
+        if all(map(allowed, groups)):
+            costs.append(cost(groups))
+    found = sorted_micro_batches(range(len(lengths)), lengths, budget)
+    assert sorted(row for group in found for row in group) == list(range(len(lengths)))
+    assert all(map(allowed, found))
+    assert cost(found) == min(costs)
+
+
+# --- learning -----------------------------------------------------------------------------------------------
+
+
+def sample(model: PreTrainedModel, prompts: Sequence[int], version: int, length: int = 4) -> list[Rollout]:
+    """Token by token from the model itself; the reward is the share of even tokens."""
+    ids = torch.tensor(prompts)[:, None]
+    logprobs = torch.zeros(len(prompts), 0)
+    with torch.no_grad():
+        for _ in range(length):
+            now = model(input_ids=ids).logits[:, -1].log_softmax(-1)
+            token = torch.multinomial(now.exp(), 1)
+            ids, logprobs = torch.cat([ids, token], 1), torch.cat([logprobs, now.gather(1, token)], 1)
+    return [
+        Rollout(
+            id=row,
+            prompt=Prompt(str(prompt), [prompt]),
+            sibling=row,
+            cohort=version // 2,
+            seed=row,
+            loaded_at_update=version,
+            segments=[Segment(ids[row, 1:].tolist(), logprobs[row].tolist(), version)],
+            reward=(ids[row, 1:] % 2 == 0).float().mean().item(),
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce++", "grpo", "rloo", "ppo"])
+def test_reward_rises(algorithm: Any) -> None:
+    settings = LearnerSettings(algorithm=algorithm, learning_rate=3e-3, critic_learning_rate=1e-2, warmup_updates=2)
+    learner = Learner(tiny_model(), settings)
+    torch.manual_seed(0)
+    history = [
+        learner.step(sample(learner.model, [3, 4, 5, 6] * 8, version), version, harvest_index=version % 2)
+        for version in range(25)
+    ]
+    rewards = [metrics["reward_mean"] for metrics in history]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
+    if algorithm == "ppo":
+        assert history[1]["explained_variance"] == history[1]["explained_variance/harvest_1"]
+        assert "explained_variance/harvest_0" not in history[1]
+
+
+def test_the_critic_learns_to_explain_returns() -> None:
+    """The reward depends on the prompt: what the critic can know before the first token."""
+    settings = LearnerSettings(algorithm="ppo", critic_learning_rate=3e-3, warmup_updates=0)
+    learner = Learner(tiny_model(), settings)
+    rollouts = sampled_with(learner.model, random_rollouts(prompts=6, siblings=4))
+    for rollout in rollouts:
+        rollout.reward = float(int(rollout.prompt.id[1:]) % 3)
+    quality = [learner.step(rollouts, version=0)["explained_variance"] for _ in range(30)]
+    assert quality[0] == pytest.approx(0.0, abs=1e-5)
+    assert quality[-1] > 0.9
+
+
+def test_the_kl_term_holds_the_policy_back() -> None:
+    distance = {}
+    for coefficient in (1e-9, 10.0):
+        settings = LearnerSettings(kl_coefficient=coefficient, learning_rate=1e-3, warmup_updates=0)
+        learner = Learner(tiny_model(), settings)
+        for version in range(8):
+            metrics = learner.step(random_rollouts(seed=version), version)
+        distance[coefficient] = metrics["kl_reference"]
+    assert distance[10.0] < 0.5 * distance[1e-9]
+
+
+# --- state and weights --------------------------------------------------------------------------------------
+
+STATEFUL: list[dict[str, Any]] = [
+    {"algorithm": "reinforce++", "kl_coefficient": 0.1},
+    {"algorithm": "grpo", "bf16": True, "steps_per_update": 2},
+    {"algorithm": "ppo", "weight_decay": 0.01},
+    {"algorithm": "ppo", "lora_rank": 4, "bf16": True, "kl_coefficient": 0.1},
+]
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("changes", STATEFUL)
+def test_a_restored_learner_makes_the_same_next_step_to_the_bit(changes: dict[str, Any]) -> None:
+    if changes.get("lora_rank"):
+        pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
+    settings = LearnerSettings(learning_rate=1e-3, warmup_updates=5, **changes)
+    learner = Learner(tiny_model(), settings)
+    for version in range(3):
+        learner.step(random_rollouts(cohort=version // 2, seed=version), version)
+    state = through_a_file(learner.state_dict())
+    model = tiny_model()
+    torch.manual_seed(123)  # LoRA starts from random numbers; they must not matter
+    restored = Learner(model, settings)
+    restored.load_state_dict(state)
+    for version in range(3, 5):
+        rollouts = random_rollouts(cohort=1, seed=version)
+        assert learner.step(rollouts, version) == restored.step(rollouts, version)
+    for (name, ours), (other_name, theirs) in zip(learner.weights(), restored.weights(), strict=True):
+        assert name == other_name and torch.equal(ours, theirs)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    state = Learner(tiny_model(), LearnerSettings()).state_dict()
+    with pytest.raises(ValueError, match="names differ"):
+        Learner(tiny_model(num_hidden_layers=1), LearnerSettings()).load_state_dict(state)
+    with pytest.raises(ValueError, match="this model has"):
+        Learner(tiny_model(vocab_size=VOCABULARY + 1), LearnerSettings()).load_state_dict(state)
+
+
+def failing_after(calls: int) -> Callable[..., None]:
+    left = iter(range(calls))
+
+    def hook(*_: Any) -> None:
+        if next(left, None) is None:
+            raise MemoryError
+
+    return hook
+
+
+def test_a_step_that_failed_half_way_can_be_repeated() -> None:
+    """The third of several micro-batches fails, as one that runs out of memory would."""
+    after = []
+    for fails in (False, True):
+        learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=40, learning_rate=1e-3))
+        learner.step(random_rollouts(), version=0)
+        if fails:
+            handle = learner.model.model.register_forward_pre_hook(failing_after(2))
+            with pytest.raises(MemoryError):
+                learner.step(random_rollouts(seed=1), version=1)
+            handle.remove()
+        learner.step(random_rollouts(seed=1), version=1)
+        after.append((weights_of(learner.model), learner.state_dict()["statistics"]))
+    assert after[0][1] == after[1][1]
+    assert all(torch.equal(weight, after[1][0][name]) for name, weight in after[0][0].items())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_have_the_names_of_the_model_and_score_like_the_learner(lora_rank: int, tied: bool) -> None:
+    if lora_rank:
+        pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
+    settings = LearnerSettings(lora_rank=lora_rank, learning_rate=1e-2, warmup_updates=0, kl_coefficient=0.1)
+    learner = Learner(tiny_model(tie_word_embeddings=tied), settings)
+    first = learner.step(random_rollouts(), version=0)
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert learner.step(random_rollouts(), version=0)["kl_reference"] > 1e-4
+    weights = dict(learner.weights())
+    fresh = tiny_model(seed=5, tie_word_embeddings=tied)
+    assert weights.keys() == fresh.state_dict().keys()
+    before = tiny_model(tie_word_embeddings=tied)
+    fresh.load_state_dict(weights)
+    for rollout in random_rollouts():
+        trained = full_logprobs(learner.model, rollout)
+        assert torch.allclose(full_logprobs(fresh, rollout), trained, atol=1e-4)
+        assert (full_logprobs(before, rollout) - trained).abs().max() > 1e-3
+
+
+# --- the optimiser ------------------------------------------------------------------------------------------
+
+
+def test_adamw_is_pytorchs() -> None:
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(7, 5))
+    theirs = nn.Parameter(ours.detach().clone())
+    own, reference = AdamW([ours], 0.1), torch.optim.AdamW([theirs], lr=0.01, weight_decay=0.1)
+    for _ in range(20):
+        ours.grad = torch.randn(7, 5)
+        theirs.grad = ours.grad.clone()
+        own.step(0.01)
+        reference.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(1000)
+    weight, remainder = exact.bfloat16(), torch.zeros(1000, dtype=torch.int16)
+    split_bf16(exact, weight, remainder)
+    assert torch.equal(join_bf16(weight, remainder), exact)
+    assert torch.equal(weight, exact.bfloat16())
+
+    parameter, plain = nn.Parameter(exact.bfloat16()), nn.Parameter(exact.bfloat16().float())
+    lean, full = AdamW([parameter], 0.0), AdamW([plain], 0.0)
+    for _ in range(200):
+        gradient = torch.randn(1000) + 1.0
+        parameter.grad, plain.grad = gradient.bfloat16(), gradient.bfloat16().float()
+        lean.step(1e-5)
+        full.step(1e-5)
+    moved = (plain.detach() - exact.bfloat16().float()).abs()
+    assert moved.mean() > 1e-3  # 200 steps of about 1e-5, each far below half a bf16 step of a weight near 1
+    kept = join_bf16(parameter.detach(), lean.state_dict()["remainder"][0])
+    assert (kept - plain.detach()).abs().mean() < 0.02 * moved.mean()
+    assert (parameter.detach().float() - plain.detach()).abs().max() < 2**-8 * 4
+
+
+# --- what users meet ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_p": 0.9}, "top_p = 0.9: .*kept mass.*top_p = 1.0"),
+        ({"algorithm": "dpo"}, "algorithm = 'dpo': choose one of reinforce"),
+        ({"algorithm": "grpo", "baseline": "batch"}, "baseline = batch: grpo compares siblings"),
+        ({"algorithm": "ppo", "baseline": "siblings"}, "baseline = siblings: with ppo the critic"),
+        ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
+        ({"importance_cap": 0.5}, "importance_cap = 0.5: .*use 2.0"),
+        ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"tokens_per_micro_batch": 0}, "tokens_per_micro_batch = 0"),
+    ],
+)
+def test_bad_settings_name_the_key_the_value_and_a_fix(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerSettings(**changes)
+
+
+def test_bad_rollouts_are_named() -> None:
+    learner = Learner(tiny_model(), LearnerSettings())
+    for spoil, message in (
+        (lambda r: setattr(r, "reward", None), "rollout 2 of prompt 'p0' has reward None"),
+        (lambda r: setattr(r, "reward", math.nan), "has reward nan"),
+        (lambda r: r.drop_tokens(), "0 response tokens"),
+        (
+            lambda r: setattr(r.segments[0], "version", 7),
+            "tokens of version 7, but the learner is at version 0",
+        ),
+        (
+            lambda r: r.segments[0].logprobs.__setitem__(1, -math.inf),
+            "log-probability -inf at response token 1",
+        ),
+        (lambda r: r.segments[0].logprobs.__setitem__(0, 0.5), "log-probability 0.5 at response token 0"),
+    ):
+        rollouts = random_rollouts()
+        spoil(rollouts[2])
+        with pytest.raises(ValueError, match=message):
+            learner.step(rollouts, version=0)
+
+
+def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
+    assert stale_tokens_for("on-policy+planned") == "truncated"
+    assert stale_tokens_for("partial+elevator") == "decoupled"
+
+
+# --- TRL ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation", "level"),
+    [
+        ("dr_grpo", "constant", "token"),
+        ("dapo", "token_mean", "token"),
+        ("grpo", "sequence_mean", "sequence"),
+    ],
+)
+def test_grpo_loss_and_gradients_are_trls(
+    loss_type: str, aggregation: Any, level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPOTrainer trains on our rollouts for two optimiser steps: the first on-policy, the second with
+    clipping and KL. Its advantages, losses and gradients come from its own code, through its public
+    interface."""
+    pytest.importorskip("trl", reason="the comparison with TRL needs it: pip install trl")
+    for name in ("HF_HUB_OFFLINE", "TRL_EXPERIMENTAL_SILENCE"):
+        monkeypatch.setenv(name, "1")
+    prompts, siblings, temperature, max_length = 3, 4, 0.7, 32
+    rollouts = random_rollouts(prompts, siblings)
+    logged, snapshots = trl_two_steps(rollouts, tmp_path, prompts, siblings, temperature, max_length, loss_type, level)
+
+    settings = LearnerSettings(
+        algorithm="grpo",
+        stale_tokens="plain",
+        ratio_level=level,
+        aggregation=aggregation,
+        normaliser_tokens=prompts * siblings * max_length,
+        kl_coefficient=0.1,
+        temperature=temperature,
+        max_gradient_norm=NO_CLIPPING,
+    )
+    rollouts = sampled_with(tiny_model(), rollouts, temperature)
+    for step, (weights, their_gradients) in enumerate(snapshots):
+        learner = Learner(tiny_model(), settings)
+        learner.load_state_dict(learner.state_dict() | {"policy": weights})
+        assert_close(gradients(learner, rollouts), their_gradients, 1e-4)
+        learner = Learner(tiny_model(), settings)
+        learner.load_state_dict(learner.state_dict() | {"policy": weights})
+        metrics = learner.step(rollouts, version=0)
+        if aggregation == "token_mean":  # there the mean KL has the weights of the loss
+            loss = metrics["policy_loss"] + 0.1 * metrics["kl_reference"]
+            assert loss == pytest.approx(logged[step]["loss"], rel=1e-3, abs=1e-5)
+            assert metrics["kl_reference"] == pytest.approx(logged[step]["kl"], rel=1e-3, abs=1e-5)
+        assert (metrics["clipped_share"] > 0) == (step == 1)
+
+
+def trl_two_steps(
+    rollouts: list[Rollout],
+    folder: Path,
+    prompts: int,
+    siblings: int,
+    temperature: float,
+    max_length: int,
+    loss_type: str,
+    level: str,
+) -> tuple[list[dict[str, float]], list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+    """What TRL logs, and weights and gradients before each of its optimiser steps."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
+
+    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words, eos_token="t1", pad_token="t2"
+    )
+    tiny_model().save_pretrained(folder / "model")  # the reference is loaded from a path
+
+    def rollout_func(texts: list[str], trainer: Any) -> dict[str, Any]:
+        assert texts == [r.prompt.id for r in rollouts]
+        return {
+            "prompt_ids": [list(r.prompt.tokens) for r in rollouts],
+            "completion_ids": [list(r.tokens) for r in rollouts],
+            "logprobs": [list(r.logprobs) for r in rollouts],
+        }
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        assert completion_ids == [list(r.tokens) for r in rollouts]
+        return [float(r.reward or 0) for r in rollouts]
+
+    snapshots: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    class Snapshot(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+            snapshots.append((weights, {name: p.grad.clone() for name, p in model.named_parameters()}))
+
+    trainer = GRPOTrainer(
+        model=Qwen2ForCausalLM.from_pretrained(folder / "model"),
+        reward_funcs=reward,
+        rollout_func=rollout_func,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": [f"p{index}" for index in range(prompts)]}),
+        callbacks=[Snapshot()],
+        args=GRPOConfig(
+            output_dir=os.fspath(folder / "out"),
+            per_device_train_batch_size=prompts * siblings,
+            num_generations=siblings,
+            num_iterations=2,
+            max_steps=2,
+            loss_type=loss_type,
+            importance_sampling_level=level,
+            max_completion_length=max_length,
+            temperature=temperature,
+            beta=0.1,
+            use_bias_correction_kl=False,  # ours is the plain k3 estimate
+            epsilon=0.2,
+            epsilon_high=0.28,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            max_grad_norm=1e9,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry], snapshots

@@ -1,0 +1,214 @@
+"""Losses against direct formulas, written out as loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sortedrl.learner.losses import (
+    Aggregation,
+    RatioLevel,
+    StaleTokens,
+    kl_k3,
+    policy_loss,
+    selected_logprobs,
+    token_weights,
+)
+
+CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
+STALE_TOKENS: list[StaleTokens] = ["plain", "truncated", "masked", "decoupled"]
+LEVELS: list[RatioLevel] = ["token", "sequence"]
+
+
+def random_policies(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """New, behaviour and proximal log-probabilities, advantages, mask; ratios on both sides of the clip."""
+    generator = torch.Generator().manual_seed(seed)
+    new = -torch.rand(5, 7, generator=generator) * 3
+    behaviour = new + 0.5 * torch.randn(5, 7, generator=generator)
+    proximal = new + 0.3 * torch.randn(5, 7, generator=generator)
+    advantages = torch.randn(5, 1, generator=generator).expand(5, 7)
+    mask = torch.rand(5, 7, generator=generator) < 0.8
+    mask[0] = False
+    return new.requires_grad_(), behaviour, proximal, advantages, mask
+
+
+def losses(stale_tokens: StaleTokens, level: RatioLevel, *tensors: Tensor) -> Tensor:
+    result = policy_loss(
+        *tensors, stale_tokens=stale_tokens, level=level, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, cap=CAP
+    )
+    return result.loss_bt
+
+
+def direct_loss(stale_tokens: StaleTokens, level: RatioLevel, *tensors: Tensor) -> Tensor:
+    """Token by token on scalars, with autograd only through the new log-probability."""
+    new, behaviour, proximal, advantages, mask = tensors
+    out = torch.zeros_like(new)
+    for b in range(new.shape[0]):
+        places = [t for t in range(new.shape[1]) if mask[b, t]]
+
+        def ratio(top: Tensor, bottom: Tensor, t: int, b: int = b, places: list[int] = places) -> Tensor:
+            if level == "token":
+                return torch.exp(top[b, t] - bottom[b, t])
+            return torch.exp(sum((top[b, u] - bottom[b, u] for u in places), torch.tensor(0.0)) / len(places))
+
+        for t in places:
+            if stale_tokens == "truncated":
+                weight = min(ratio(new, behaviour, t).item(), CAP)
+                pushes = new[b, t] if level == "token" else new[b, places].mean()
+                # the value of a policy gradient's surrogate is free; it is chosen as -weight x advantage
+                out[b, t] = -weight * advantages[b, t] * (1 + pushes - pushes.detach())
+                continue
+            r = ratio(new, proximal if stale_tokens == "decoupled" else behaviour, t)
+            a = advantages[b, t]
+            if a > 0:
+                surrogate = r * a if r < 1 + CLIP_HIGH else (1 + CLIP_HIGH) * a
+            else:
+                surrogate = r * a if r > 1 - CLIP_LOW else (1 - CLIP_LOW) * a
+            weight = 1.0
+            if stale_tokens == "masked" and not 1 / CAP <= r.item() <= CAP:
+                weight = 0.0
+            if stale_tokens == "decoupled":
+                weight = min(ratio(proximal, behaviour, t).item(), CAP)
+            out[b, t] = -weight * surrogate
+    return out
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("stale_tokens", STALE_TOKENS)
+def test_loss_and_gradient_are_the_formula(stale_tokens: StaleTokens, level: RatioLevel) -> None:
+    tensors = random_policies()
+    weights = torch.rand(5, 7, generator=torch.Generator().manual_seed(9))
+    ours, direct = losses(stale_tokens, level, *tensors), direct_loss(stale_tokens, level, *tensors)
+    assert torch.allclose(ours, direct, atol=1e-5)
+    (gradient,) = torch.autograd.grad((ours * weights).sum(), tensors[0])
+    (expected,) = torch.autograd.grad((direct * weights).sum(), tensors[0])
+    assert expected.abs().max() > 0.05
+    assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+def test_the_example_has_every_case_of_clipping() -> None:
+    new, behaviour, proximal, advantages, mask = random_policies()
+    result = policy_loss(
+        new,
+        behaviour,
+        proximal,
+        advantages,
+        mask,
+        stale_tokens="plain",
+        level="token",
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        cap=CAP,
+    )
+    high, low = result.ratio_bt > 1 + CLIP_HIGH, result.ratio_bt < 1 - CLIP_LOW
+    gains = advantages > 0
+    assert result.clipped_bt[high & gains & mask].all() and (high & gains & mask).any()
+    assert result.clipped_bt[low & ~gains & mask].all() and (low & ~gains & mask).any()
+    assert not result.clipped_bt[(low & gains) | (high & ~gains) | ~mask].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("stale_tokens", STALE_TOKENS)
+def test_on_policy_every_treatment_is_the_plain_policy_gradient(stale_tokens: StaleTokens, level: RatioLevel) -> None:
+    new, _, _, advantages, mask = random_policies()
+    result = policy_loss(
+        new,
+        new.detach(),
+        new.detach(),
+        advantages,
+        mask,
+        stale_tokens=stale_tokens,
+        level=level,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        cap=CAP,
+    )
+    assert torch.equal(result.ratio_bt[mask], torch.ones_like(result.ratio_bt[mask]))
+    assert torch.equal(result.weight_bt[mask], torch.ones_like(result.weight_bt[mask]))
+    assert not result.clipped_bt.any()
+    (gradient,) = torch.autograd.grad(result.loss_bt.sum(), new)
+    assert torch.allclose(gradient, -advantages * mask, atol=1e-6)
+
+
+def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
+    new, behaviour, _, advantages, mask = random_policies()
+    plain = losses("plain", "token", new, behaviour, behaviour, advantages, mask)
+    assert torch.equal(losses("decoupled", "token", new, behaviour, behaviour, advantages, mask), plain)
+
+
+def test_an_absurd_ratio_stays_finite() -> None:
+    new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    behaviour = torch.tensor([[-500.0, -500.0]])
+    for stale_tokens in STALE_TOKENS:
+        loss = losses(
+            stale_tokens,
+            "token",
+            new,
+            behaviour,
+            new.detach(),
+            torch.tensor([[0.0, 1.0]]),
+            torch.ones(1, 2).bool(),
+        )
+        (gradient,) = torch.autograd.grad(loss.sum(), new)
+        assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+def test_k3_is_its_formula_and_estimates_the_divergence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(10, generator=generator).log_softmax(0) for _ in range(2))
+    samples = torch.multinomial(p.exp(), 200_000, replacement=True, generator=generator)
+    estimate = kl_k3(p[samples], q[samples])
+    for index in range(20):
+        gap = q[samples[index]].item() - p[samples[index]].item()
+        assert estimate[index].item() == pytest.approx(math.exp(gap) - gap - 1, abs=1e-5)
+    assert estimate.min() >= 0
+    assert estimate.mean().item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=0.03)
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
+def test_weights_sum_to_the_aggregation(aggregation: Aggregation) -> None:
+    *_, mask = random_policies()
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
+    rows = [[values[b, t].item() for t in range(7) if mask[b, t]] for b in range(5)]
+    trained = [row for row in rows if row]
+    expected = {
+        "constant": sum(sum(row) for row in rows) / 100.0,
+        "token_mean": sum(sum(row) for row in rows) / sum(len(row) for row in rows),
+        "sequence_mean": sum(sum(row) / len(row) for row in trained) / len(trained),
+    }[aggregation]
+    found = (values * token_weights(mask, aggregation, 100.0)).sum().item()
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_chunked_logprobs_equal_a_full_softmax(temperature: float, entropy_gradient: bool) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(8, 50, bias=False)
+    hidden, targets = torch.randn(23, 8, requires_grad=True), torch.randint(0, 50, (23,))
+    pull = torch.randn(2, 23)
+
+    def gradients(score: Callable[[], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        logprobs, entropy = score()
+        total = (logprobs * pull[0]).sum()
+        if entropy_gradient:
+            total = total + (entropy * pull[1]).sum()
+        return [logprobs, entropy, *torch.autograd.grad(total, [hidden, head.weight])]
+
+    def direct() -> tuple[Tensor, Tensor]:
+        full = (head(hidden) / temperature).log_softmax(-1)
+        return full[torch.arange(23), targets], -(full.exp() * full).sum(-1)
+
+    expected = gradients(direct)
+    for logits_per_chunk in (1, 4 * 50, 10**9):
+        found = gradients(
+            lambda size=logits_per_chunk: selected_logprobs(  # type: ignore[misc]
+                hidden, targets, head, temperature, entropy_gradient, size
+            )
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
