@@ -81,7 +81,7 @@ class TrainingRun:
         self.metrics = Metrics()
         self.sampling = Sampling(temperature=settings.temperature)
         self.judge = judge(materials.task, materials.tokenizer)
-        self.engine_shares_model = settings.lora_rank == 0
+        self.engine_shares_model = settings.lora_rank == 0 and not settings.gradient_checkpointing
         self.engine_model = materials.model if self.engine_shares_model else copy.deepcopy(materials.model)
         self.learner = Learner(materials.model, settings.learner_settings())
         self.engine = EmbeddedEngine(
@@ -236,7 +236,7 @@ class TrainingRun:
             "reward": fmean(rewards),
             "correct": fmean(float((rollout.detail or {}).get("correct", False)) for rollout in batch),
             "length": batch.tokens / len(batch),
-            **{name: getattr(figures, name) for name in ("bubble", "idle", "goodput", "waste", "staleness_mean")},
+            **{name: getattr(figures, name) for name in ("bubble", "idle", "goodput", "waste")},
             "rejected": figures.rejected,
             **stats,
         }

@@ -304,7 +304,7 @@ class Train(ModelSettings):
         return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
 
     def learner_settings(self) -> Any:
-        from sortedrl.learner.learner import LearnerSettings, stale_tokens_for
+        from sortedrl.learner.settings import LearnerSettings, stale_tokens_for
 
         try:
             return LearnerSettings(

@@ -120,7 +120,7 @@ class Metrics:
 
     def __call__(self, event: Event) -> None:
         handler = self._handlers.get(type(event))
-        if event.at > self._time:
+        if event.at > self._time and self.slots:
             self._pass_time(event.at)
         if handler is not None:
             handler(event)

@@ -1,0 +1,258 @@
+"""A whole training run on a toy model: what it leaves behind, resume, interrupts, kills, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toy
+from sortedrl.core import events
+from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.learner import checkpoint
+from sortedrl.observe.metrics import Metrics
+
+TESTS = Path(__file__).parent
+SMALL = [
+    "--task",
+    "toy:SayA",
+    "--slots",
+    "8",
+    "--rollouts-per-update",
+    "16",
+    "--prompts-per-cohort",
+    "8",
+    "--rollouts-per-prompt",
+    "4",
+    "--max-response-tokens",
+    "40",
+    "--max-prompt-tokens",
+    "16",
+    "--eval-problems",
+    "20",
+    "--learning-rate",
+    "3e-3",
+    "--threads",
+    "1",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.make_model(tmp_path_factory.mktemp("model"))
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "sortedrl", *words]
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
+
+
+def sortedrl(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert not check or done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def trained(model: Path, out: Path, *words: str) -> dict[str, Any]:
+    done = sortedrl("train", "--json", "--model", str(model), "--out", str(out), *SMALL, *words)
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def logged_updates(run: Path) -> list[events.Updated]:
+    return [e for e in without_rolled_back(read_events(run / "events.jsonl")) if isinstance(e, events.Updated)]
+
+
+def test_a_run_leaves_everything_behind_and_its_figures_can_be_rebuilt(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    summary = trained(model, run, "--updates", "4", "--checkpoint-every", "2", "--eval-every", "2")
+    assert summary["updates"] == 4
+    for name in ("config.json", "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "summary.json", "model/config.json"):
+        assert (run / name).exists(), name
+    figures = Metrics().fold(read_events(run / "events.jsonl")).figures()
+    assert json.loads(json.dumps(figures.staleness_mean)) == summary["figures"]["staleness_mean"]
+    assert 0 <= figures.bubble <= figures.idle <= 1
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "reward" in line] == [1, 2, 3, 4]
+    assert all(line["mismatch_max_abs"] < 1e-3 for line in lines if "mismatch_max_abs" in line)
+    again = json.loads(sortedrl("eval", "--json", "--model", str(run / "model"), *eval_flags()).stdout)
+    assert again["mean_at_k"]["value"] == summary["score_after"]["value"]
+
+
+def eval_flags() -> list[str]:
+    wanted = ("--task", "--slots", "--max-response-tokens", "--max-prompt-tokens", "--eval-problems")
+    return [word for flag in wanted for word in (flag, SMALL[SMALL.index(flag) + 1])]
+
+
+@pytest.mark.parametrize(
+    "mode", ["partial+elevator", "on-policy", "on-policy+planned", "baseline", "partial+lookahead"]
+)
+def test_every_mode_trains_and_the_same_seed_gives_the_same_run(mode: str, model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        trained(model, tmp_path / name, "--mode", mode, "--updates", "3")
+    first, second = (logged_updates(tmp_path / name) for name in ("a", "b"))
+    assert len(first) == 3
+    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+    if not mode.startswith("partial"):
+        assert all(version == update.version for update in first for s in update.segments for version, _ in s)
+
+
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(model, whole, "--updates", "6")
+    trained(model, parts, "--updates", "3")
+    sortedrl("train", "--resume", str(parts), "--updates", "6")
+    first, second = logged_updates(whole), logged_updates(parts)
+    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+    times = [event.at for event in read_events(parts / "events.jsonl")]
+    assert times == sorted(times)
+
+
+def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--updates", "1")
+    done = sortedrl("train", "--resume", str(run), "--learning-rate", "0.5", check=False)
+    assert done.returncode == 2
+    assert "learning_rate" in done.stderr and "0.003 -> 0.5" in done.stderr
+    done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, check=False)
+    assert done.returncode == 2
+    assert "never overwritten" in done.stderr and "--resume" in done.stderr
+
+
+def test_interrupt_saves_exits_130_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = command("train", "--model", str(model), "--out", str(run), *SMALL, "--updates", "500")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("update 2/"):
+                process.send_signal(signal.SIGINT)
+                break
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert f"--resume {run}" in stderr
+    done = len(logged_updates(run))
+    assert done >= 2
+    sortedrl("train", "--resume", str(run), "--updates", str(done + 1))
+    assert len(logged_updates(run)) == done + 1
+    assert_nothing_lost_or_trained_twice(run)
+
+
+def assert_nothing_lost_or_trained_twice(run: Path) -> None:
+    """Over the joined log: each rollout at most once, slot-time sound, tokens accounted for."""
+    log = without_rolled_back(read_events(run / "events.jsonl"))
+    times = Counter(id for event in log if isinstance(event, events.Updated) for id in event.rollouts)
+    assert max(times.values()) == 1
+    loaded = {e.first + i for e in log if isinstance(e, events.Loaded) for i in range(e.rollouts)}
+    assert times.keys() <= loaded
+    assert [e.update for e in log if isinstance(e, events.Updated)] == list(range(len(logged_updates(run))))
+    figures = Metrics().fold(log).figures()
+    assert 0 <= figures.bubble <= figures.idle <= 1 + 1e-9
+    assert figures.generated_tokens == figures.trained_tokens + figures.dropped_tokens + figures.cached_tokens
+    assert figures.cached_tokens >= 0
+    for update in (e for e in log if isinstance(e, events.Updated)):
+        for length, segments in zip(update.lengths, update.segments, strict=True):
+            assert length == sum(tokens for _, tokens in segments) <= 40
+            assert [version for version, _ in segments] == sorted(version for version, _ in segments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["partial+elevator", "on-policy"])
+def test_kills_at_random_moments_lose_nothing(mode: str, model: Path, tmp_path: Path) -> None:
+    """Ten kills in each of two modes, each within seconds of a start, then a run to the end."""
+    run, draw = tmp_path / "run", random.Random(mode)
+    fresh = ["--model", str(model), "--out", str(run), *SMALL, "--mode", mode, "--checkpoint-every", "2"]
+    words = command("train", *fresh, "--updates", "40")
+    for _ in range(10):
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(draw.uniform(0.1, 3.0))
+            process.kill()
+        if (run / "checkpoints").exists() and checkpoint.all_in(run / "checkpoints"):
+            words = command("train", "--resume", str(run))
+        elif run.exists():
+            assert "no checkpoint" in sortedrl("train", "--resume", str(run), check=False).stderr
+            subprocess.run(["rm", "-r", str(run)], check=True)
+    sortedrl(*words[3:])
+    assert len(logged_updates(run)) == 40
+    assert_nothing_lost_or_trained_twice(run)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_offered(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--updates", "4", "--checkpoint-every", "2")
+    newest = run / "checkpoints" / "update-000004" / "learner.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = sortedrl("train", "--resume", str(run), "--updates", "5", check=False)
+    assert done.returncode == 2
+    assert "damaged" in done.stderr and "update-000002" in done.stderr
+    subprocess.run(["rm", "-r", str(newest.parent)], check=True)
+    sortedrl("train", "--resume", str(run), "--updates", "5")
+    assert len(logged_updates(run)) == 5
+
+
+def test_a_full_disk_while_writing_leaves_older_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, 1, {"weight": [1.0]}, {"updates": 1}, {})
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.torch, "save", no_space)
+    with pytest.raises(checkpoint.CheckpointError, match=r"No space left on device.*Older checkpoints are intact"):
+        checkpoint.save(tmp_path, 2, {"weight": [2.0]}, {"updates": 2}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["update-000001"]
+    assert checkpoint.load(checkpoint.newest(tmp_path)).controller == {"updates": 1}
+
+
+def test_a_reward_that_raises_is_counted_and_stops_nothing(model: Path, tmp_path: Path) -> None:
+    summary = trained(model, tmp_path / "run", "--task", "toy:RaisesSometimes", "--updates", "3")
+    assert summary["updates"] == 3
+    assert summary["figures"]["rejected"] > 0
+    reasons = [e.reason for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, events.Rejected)]
+    assert all("judge out of order" in reason for reason in reasons)
+
+
+BAD_INPUT = {
+    "no such model": (["--model", "/nowhere/model"], ["model = '/nowhere/model'"]),
+    "no such task": (["--task", "nights_and_knaves"], ["task", "nights_and_knaves"]),
+    "no such module": (["--task", "not.there:Task"], ["task", "not"]),
+    "mode that cannot bound": (["--mode", "on-policy", "--max-staleness", "2"], ["max_staleness = 2"]),
+    "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
+    "cohort too small": (["--prompts-per-cohort", "2"], ["prompts_per_cohort = 2", "16"]),
+    "greedy training": (["--temperature", "0"], ["temperature"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_gives_one_clear_error_and_writes_nothing(name: str, model: Path, tmp_path: Path) -> None:
+    words, expected = BAD_INPUT[name]
+    run = tmp_path / "run"
+    done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, *words, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr
+    assert not run.exists()
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
+    bad = toy.make_model(tmp_path / "model", eos=False)
+    done = sortedrl("train", "--model", str(bad), "--out", str(tmp_path / "run"), *SMALL, check=False)
+    assert done.returncode == 2
+    assert "EOS" in done.stderr
