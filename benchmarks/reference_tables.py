@@ -1,7 +1,7 @@
 """The simulated tables of docs/results.md, as Markdown. `python benchmarks/reference_tables.py [SECTION ...]`.
 
 Sections: reference staleness siblings update-size kv-limited re-prefill paper speed (default: all).
-Every table states its workload; seeds 0 to 4 unless it says otherwise; figures are means, spreads are least to greatest.
+Every table states its workload; seeds 0 to 4 unless it says otherwise; means, and in brackets least to greatest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -156,7 +157,7 @@ def re_prefill() -> None:
 
 def paper() -> None:
     """512 samples in 4 batches, one cold cohort, lengths equal across modes (a redo keeps its length)."""
-    print("| mode | tok/s trained | tok/s generated | bubble, whole run | without the last harvest | per harvest |")
+    print("| mode | tok/s kept | tok/s generated | bubble, whole run | without the last harvest | per harvest |")
     print("|---|---|---|---|---|---|")
     for mode in ("baseline", "on-policy", "partial", "partial+lookahead"):
         runs = [
@@ -167,12 +168,12 @@ def paper() -> None:
             )
             for seed in SEEDS
         ]
-        mean = lambda values: sum(values) / len(SEEDS)  # noqa: E731
-        generated = mean([f.generated_tokens / f.seconds for f in runs])
-        harvests = [mean(column) for column in zip(*(f.bubble_per_harvest for f in runs), strict=True)]
+        kept = fmean([f.kept for f in runs])
+        generated = fmean([f.generated_tokens / f.seconds for f in runs])
+        harvests = [fmean(column) for column in zip(*(f.bubble_per_harvest for f in runs), strict=True)]
         print(
-            f"| {mode} | {mean([f.kept for f in runs]):,.0f} | {generated:,.0f} | {mean([f.bubble for f in runs]):.1%} |"
-            f" {mean([without_last(f) for f in runs]):.1%} | {', '.join(f'{b:.1%}' for b in harvests)} |"
+            f"| {mode} | {kept:,.0f} | {generated:,.0f} | {fmean([f.bubble for f in runs]):.1%} |"
+            f" {fmean([without_last(f) for f in runs]):.1%} | {', '.join(f'{b:.1%}' for b in harvests)} |"
         )
     print()
 
