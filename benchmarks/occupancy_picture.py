@@ -80,7 +80,7 @@ def main(path: Path) -> None:
         panel(30 + i * (HEIGHT + 44), end, title, colour, data[i]) for i, (_, _, title, colour) in enumerate(PANELS)
     )
     height = 30 + len(PANELS) * (HEIGHT + 44)
-    note = f"slots in use over time, {SLOTS} slots; vertical lines: updates of 128; simulated, step time fitted to an H200"
+    note = f"slots in use over time, {SLOTS} in all; lines: updates of 128; simulated, step time fitted to an H200"
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 2 * LEFT} {height}" '
         f'font-family="system-ui,sans-serif" fill="#888"><rect width="100%" height="100%" fill="none"/>{panels}'

@@ -144,8 +144,8 @@ def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed
             f"nothing that is allowed is more than {CLOSE:.2f} faster."
         )
     text = (
-        f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.goodput / baseline.goodput:.2f} x the best baseline"
-        f" ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
+        f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.goodput / baseline.goodput:.2f} x the best "
+        f"baseline ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
         f"and length bias {choice.length_bias:+.1%}."
     )
     if runner_up is not None:
@@ -157,13 +157,13 @@ def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed
 
 
 def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
-    """A few modes at other update sizes, cohorts growing with them, on as many prompts as give eight cohorts."""
+    """A few modes at other update sizes, cohorts growing with them, on at least three cohorts."""
     rows = []
     for ratio in UPDATE_SIZES:
         size = max(1, round(ratio * workload.slots))
         prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
         sized = replace(schedule, rollouts_per_update=size, prompts_per_cohort=prompts)
-        scaled = replace(workload, prompts=max(workload.prompts, min(8 * prompts, 40_000)))
+        scaled = replace(workload, prompts=max(workload.prompts, 3 * prompts))
         for mode in ("baseline+longest-first", "on-policy+planned", "partial+elevator"):
             rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
     return rows

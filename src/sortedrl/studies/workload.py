@@ -23,6 +23,7 @@ from sortedrl.observe.metrics import Figures, Metrics
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
+STEADY_TURNOVERS = 40  # mean turnovers of a slot that the limit is measured over, at least
 REFERENCE_LENGTHS = LognormalLengths()
 
 
@@ -165,45 +166,37 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
 def limit(workload: Workload, schedule: Schedule) -> float:
     """The workload's own bound, in tokens a second: all slots full in steady state, each prompt prefilled once.
 
-    Measured from the moment when every slot has turned over once, until the prompts are used up and every slot has
-    turned over at least twice more.
+    Measured from the moment when every slot has turned over once, until every slot has turned over at least twice
+    more and enough rollouts have passed for a steady figure.
     """
     engine = simulated_engine(workload)
-    needed = 3 * workload.slots
-    source = max(workload.prompts * schedule.rollouts_per_prompt, needed)
-    next_id = tokens = 0
-    turnovers: dict[int, int] = dict.fromkeys(range(workload.slots), 0)
+    rollouts = max(workload.prompts * schedule.rollouts_per_prompt, STEADY_TURNOVERS * workload.slots)
+    turnovers = [0] * workload.slots
     slot_of: dict[int, int] = {}
+    next_id = 0
 
     def start(slot: int) -> None:
         nonlocal next_id
-        prompt, seed = _nth_draw(next_id, workload, schedule)
+        prompt = Prompt(str(next_id), range(workload.prompt_tokens), next_id % workload.prompts)
+        seed = mixed(mixed(schedule.seed, next_id), 0)
         slot_of[next_id] = slot
         engine.submit([Request(next_id, prompt, (), schedule.max_response_tokens, seed)])
         next_id += 1
 
+    def run_until(least_turnovers: int, least_rollouts: int) -> tuple[float, int]:
+        while min(turnovers) < least_turnovers or next_id < least_rollouts:
+            for change in engine.poll():
+                if isinstance(change, Finished):
+                    slot = slot_of.pop(change.id)
+                    turnovers[slot] += 1
+                    start(slot)
+        return engine.now(), engine.tokens_made
+
     for slot in range(workload.slots):
         start(slot)
-    began: float | None = None
-    while next_id < source or min(turnovers.values()) < 3:
-        for change in engine.poll():
-            if not isinstance(change, Finished):
-                continue
-            slot = slot_of.pop(change.id)
-            turnovers[slot] += 1
-            if began is not None:
-                length = workload.lengths(*_nth_draw(change.id, workload, schedule))
-                tokens += min(length, schedule.max_response_tokens)
-            start(slot)
-        if began is None and min(turnovers.values()) >= 1:
-            began = engine.now()
-    assert began is not None
-    return tokens / (engine.now() - began)
-
-
-def _nth_draw(id: int, workload: Workload, schedule: Schedule) -> tuple[Prompt, int]:
-    prompt = Prompt(str(id), range(workload.prompt_tokens), id % workload.prompts)
-    return prompt, mixed(mixed(schedule.seed, id), 0)
+    began, made_before = run_until(1, 0)
+    ended, made = run_until(3, rollouts)
+    return (made - made_before) / (ended - began)
 
 
 def with_mode(schedule: Schedule, mode: str) -> Schedule:
