@@ -360,9 +360,8 @@ def train(settings: Train, say: Say) -> dict[str, Any]:
         materials = read_materials(settings, say)
         folder = RunFolder.new(settings)
     run = TrainingRun(settings, folder, materials, say)
-    say(
-        f"run folder {folder.path}: {len(materials.train)} problems, {run.total_updates()} updates, mode {settings.mode}"
-    )
+    say(f"run folder {folder.path}")
+    say(f"{len(materials.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
     if resumed is not None:
         run.resume(resumed)
         say(f"resumed after {resumed.controller['updates']} updates, from {resumed.path}")

@@ -144,7 +144,8 @@ def _run_train(settings: Any) -> int:
         before, after, gain = summary["score_before"], summary["score_after"], summary["gain"]
         print(
             f"score {before['value']:.3f} -> {after['value']:.3f}: gain {gain['value']:+.3f} "
-            f"[{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s; model in {summary['folder']}/model"
+            f"[{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s\n"
+            f"model in {summary['folder']}/model"
         )
     if summary["interrupted"]:
         print(f"interrupted; saved. Go on with: sortedrl train --resume {summary['folder']}", file=sys.stderr)

@@ -203,7 +203,7 @@ class ModelSettings(Settings):
     task_options: Annotated[dict[str, str], Field(description="options of the task, as KEY VALUE pairs")] = {}
     data: Annotated[Path | None, Field(description="the task's data file or folder, where it reads one")] = None
     max_prompt_tokens: Annotated[int, Field(ge=1, description="longer prompts are left out, with a count")] = 256
-    max_response_tokens: Annotated[int, Field(ge=1)] = 512
+    max_response_tokens: Annotated[int, Field(ge=1)] = 320
     temperature: Annotated[float, Field(ge=0)] = 1.0
     slots: Annotated[int, Field(ge=1, description="requests that the engine decodes at once")] = 64
     eval_problems: Annotated[int, Field(ge=1, description="held-out problems of an evaluation")] = 500
@@ -257,7 +257,7 @@ class Train(ModelSettings):
         Literal["plain", "truncated", "masked", "decoupled"] | None,
         Field(description="correction of stale tokens; default: decoupled, truncated in on-policy modes"),
     ] = None
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     warmup_updates: Annotated[int, Field(ge=0)] = 2
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28

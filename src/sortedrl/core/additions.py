@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,7 +61,7 @@ class LookaheadPartial(Partial):
 
     def _in_time(self, s: Situation) -> bool:
         bound = s.schedule.max_staleness
-        return bound is None or updates_left(s.left, s.schedule.rollouts_per_update) <= bound
+        return bound is None or updates_left(s.left, s.schedule.rollouts_needed) + s.learning <= bound
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class ElevatorPartial(Partial):
         return max(0, cohort_prompts(s) - s.buffer.never_started // s.schedule.rollouts_per_prompt)
 
     def place(self, rollout: Rollout, s: Situation) -> Key:
-        if s.updates - rollout.loaded_at_update >= s.schedule.longest_wait_updates:
+        if s.updates - rollout.loaded_at_update >= _longest_wait_updates(s):
             return (0,)
         expected = s.expected(rollout)
         sweep, position = s.sweep
@@ -90,3 +91,11 @@ class ElevatorPartial(Partial):
 
     def sweep_after(self, key: Key) -> tuple[int, float] | None:
         return (int(key[3]), abs(key[4])) if key[1:3] == (2, 1) else None
+
+
+def _longest_wait_updates(s: Situation) -> int:
+    """The elevator's bound on waiting: two full sweeps of the window (up, down, up, down) unless set."""
+    if s.schedule.max_wait_updates is not None:
+        return s.schedule.max_wait_updates
+    window = cohort_prompts(s) * s.schedule.rollouts_per_prompt
+    return 4 * math.ceil(window / s.schedule.rollouts_per_update)

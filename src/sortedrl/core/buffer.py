@@ -27,15 +27,16 @@ Key = tuple[float, ...]
 
 
 class SiblingSet:
-    """Rollouts that are trained on together. `missing` members are not ready yet."""
+    """Rollouts that are trained on together. `missing` members are not ready yet, `waiting` ones of them not begun."""
 
-    __slots__ = ("gate", "id", "members", "missing")
+    __slots__ = ("gate", "id", "members", "missing", "waiting")
 
     def __init__(self, id: int, gate: int, members: list[Rollout]) -> None:
         self.id = id
         self.gate = gate
         self.members = members
         self.missing = len(members)
+        self.waiting = 0
 
     @property
     def oldest_version(self) -> int | None:
@@ -61,6 +62,7 @@ class Buffer:
         self._ready: dict[int, dict[int, SiblingSet]] = {}  # by gate, first completed first
         self._ready_members: dict[int, int] = {}
         self._untrained: dict[int, int] = {}  # by gate
+        self._begun: dict[int, int] = {}  # by gate, rollouts in sets of which no member waits
 
     # What a strategy may ask
 
@@ -94,6 +96,10 @@ class Buffer:
     def untrained_at(self, gate: int) -> int:
         return self._untrained.get(gate, 0)
 
+    def begun_at(self, gate: int) -> int:
+        """Rollouts behind this gate in sets of which no member waits."""
+        return self._begun.get(gate, 0)
+
     def ready_at(self, gate: int) -> int:
         """Rollouts in complete sets behind this gate."""
         return self._ready_members.get(gate, 0)
@@ -123,8 +129,15 @@ class Buffer:
 
     def _enqueue(self, rollout: Rollout, key: Key) -> None:
         rollout.state = State.WAITING
-        self.never_started += _is_new(rollout)
+        self._count_waiting(rollout, 1)
         heapq.heappush(self._queue, (key, rollout.id, rollout))
+
+    def _count_waiting(self, rollout: Rollout, change: int) -> None:
+        self.never_started += change * _is_new(rollout)
+        group = self._sets[rollout.id]
+        was_begun = not group.waiting
+        group.waiting += change
+        self._begun[group.gate] += ((not group.waiting) - was_begun) * len(group.members)
 
     # Moves
 
@@ -135,6 +148,7 @@ class Buffer:
                 self.live[rollout.id] = rollout
                 self._sets[rollout.id] = group
         self.loaded += len(siblings)
+        self._begun[gate] = self._begun.get(gate, 0) + len(siblings)
         self._untrained[gate] = self._untrained.get(gate, 0) + len(siblings)
         for rollout in siblings:
             self._enqueue(rollout, key(rollout))
@@ -142,7 +156,7 @@ class Buffer:
     def start(self) -> tuple[Rollout, Key]:
         """Take the head of the queue."""
         key, _, rollout = heapq.heappop(self._queue)
-        self.never_started -= _is_new(rollout)
+        self._count_waiting(rollout, -1)
         rollout.state = State.RUNNING
         self.running[rollout.id] = rollout
         return rollout, key
@@ -183,6 +197,7 @@ class Buffer:
     def train(self, group: SiblingSet) -> None:
         del self._ready[group.gate][group.id]
         self._ready_members[group.gate] -= len(group.members)
+        self._begun[group.gate] -= len(group.members)
         for rollout in group.members:
             rollout.state = State.TRAINED
             self._release(rollout, group.gate)
@@ -196,10 +211,11 @@ class Buffer:
         elif rollout.state is State.WAITING:
             self._queue = [entry for entry in self._queue if entry[2] is not rollout]
             heapq.heapify(self._queue)
-            self.never_started -= _is_new(rollout)
+            self._count_waiting(rollout, -1)
         else:
             self._unfinish(rollout)
         rollout.state = State.REJECTED
+        self._begun[group.gate] -= not group.waiting
         self._release(rollout, group.gate)
         self.rejected += 1
         group.members.remove(rollout)
@@ -238,6 +254,7 @@ class Buffer:
         self._untrained[gate] -= 1
         if not self._untrained[gate]:
             del self._untrained[gate]
+            self._begun.pop(gate, None)
             self._ready.pop(gate, None)
             self._ready_members.pop(gate, None)
 
@@ -260,6 +277,7 @@ class Buffer:
             group = SiblingSet(set_id, gate, rollouts)
             group.missing = sum(rollout.state is not State.READY for rollout in rollouts)
             by_id[group.id] = group
+            self._begun[gate] = self._begun.get(gate, 0) + len(rollouts)
             self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
             for rollout in rollouts:
                 self.live[rollout.id] = rollout

@@ -102,30 +102,37 @@ class Controller:
         self._prompts_loaded = 0
         self._cohorts_loaded = 0
         self._phase = ""
-        self._gate = OPEN
+        self._gate = ""
         self._last_time = -math.inf
+        self._clock_offset = 0.0  # a resumed run's clock goes on where the log ends
         self._max_updates = max_updates
-        self._overdue_scores_since: float | None = None
+        self._has_begun = False
+        self._is_interrupted = False
+        self._late_scores: list[int] = []  # rollouts whose scores alone hold up the harvest
+        self._late_since = 0.0
 
     # The loop
 
     def __iter__(self) -> Iterator[Batch]:
-        s = self.situation
-        if not self._phase:
-            self.log.append(events.RunBegan(self._now(), s.slots, self.strategy.name, asdict(self.schedule)))
-            self.mark_phase("start")
+        self._begin_run()
         while self._has_more():
             for groups in self._harvest():
                 if self._has_more():
                     yield self._hand_out(groups)
-            s.harvests += 1
         self._stop_running()
         self.mark_phase("end")
+
+    def _begin_run(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            s = self.situation
+            self.log.append(events.RunBegan(self._now(), s.slots, self.strategy.name, asdict(self.schedule)))
+            self.mark_phase("start")
 
     def _has_more(self) -> bool:
         s = self.situation
         at_end = self._max_updates is not None and s.updates >= self._max_updates
-        return not at_end and bool(s.prompts.remaining or s.buffer.untrained)
+        return not (at_end or self._is_interrupted) and bool(s.prompts.remaining or s.buffer.untrained)
 
     def publish(self, weights: Any = None) -> int:
         """The learner's weights changed: the engine continues under them. Returns the new version.
@@ -134,15 +141,20 @@ class Controller:
         cost one load.
         """
         self.situation.version += 1
+        self.situation.learning = False
         self._weights = (weights, self.situation.version)
         self.log.append(events.Published(self._now(), self.situation.version))
         if self.schedule.overlap:
             self._load_weights()
         return self.situation.version
 
+    def interrupt(self) -> None:
+        """End the iteration soon, even within a harvest; what runs is stopped as at a harvest. For signal handlers."""
+        self._is_interrupted = True
+
     def carry_on(self, until: float) -> None:
         """With `overlap`: generate until the engine's clock reads `until`, while the learner steps elsewhere."""
-        while self._now() < until:
+        while self.engine.now() < until:
             self._fill()
             self._advance(until)
 
@@ -151,18 +163,22 @@ class Controller:
     def _harvest(self) -> list[list[SiblingSet]]:
         s = self.situation
         self._begin_harvest()
-        while True:
+        while not self._has_enough():
             self._fill()
+            if self._is_interrupted:
+                self._stop_running()
+                return []
             if not s.buffer.untrained:  # all that was left has been rejected
                 return []
-            if self.strategy.enough(s):
-                break
-            self._advance()
-            self._give_up_on_overdue_scores()
+            if not (self._has_enough() or self._gave_up_on_late_scores()):
+                self._advance()
         if not self.schedule.overlap:
             self._stop_running()
         self._settle_scores()
         return self.strategy.take(s)
+
+    def _has_enough(self) -> bool:
+        return self.situation.buffer.untrained > 0 and self.strategy.enough(self.situation)
 
     def _begin_harvest(self) -> None:
         s = self.situation
@@ -170,13 +186,15 @@ class Controller:
         self._load_prompts()
         self.mark_phase("harvest")
         self.log.append(events.HarvestBegan(self._now(), s.harvests, s.version))
+        s.harvests += 1
         s.last_key = ()
+        s.learning = False
         s.must_finish = {
             group.id
             for group in (s.buffer.sets() if self.schedule.max_staleness is not None else ())
             if group.missing and group.gate == s.buffer.gate and is_overdue(group, s)
         }
-        if self.strategy.reorders or s.must_finish:
+        if self.strategy.reorders or s.must_finish or self.schedule.compare_siblings:
             s.buffer.rekey(self._key)
 
     def _fill(self) -> None:
@@ -185,20 +203,22 @@ class Controller:
         requests: list[Request] = []
         why = OPEN
         while len(s.buffer.running) < s.slots:
-            self._load_prompts()
+            loaded = self._load_prompts()
             head = s.buffer.head()
             if head is None:
+                if loaded:  # and all of it rejected
+                    continue
                 why = DRAIN
                 break
             if not self.strategy.may_start(head, s):
                 why = HELD_BACK
                 break
             requests.append(self._start())
-        if requests:
-            self.engine.submit(requests)
-        if why != self._gate:
+        if why != self._gate:  # logged before the engine's clock moves: prefill is no empty slot-time
             self._gate = why
             self.log.append(events.Gate(self._now(), why))
+        if requests:
+            self.engine.submit(requests)
 
     def _start(self) -> Request:
         s = self.situation
@@ -227,7 +247,7 @@ class Controller:
         if self.situation.buffer.running:
             self._apply(self.engine.poll(until))
         elif self.scorer.pending:
-            self.scorer.wait(self.schedule.score_wait_seconds)
+            self.scorer.wait(self.schedule.score_wait_seconds if until is None else until - self.engine.now())
         elif until is not None:
             self._apply(self.engine.poll(until))
         else:
@@ -272,12 +292,12 @@ class Controller:
         s = self.situation
         rollouts = sorted((m for group in groups for m in group.members), key=lambda m: (len(m), m.id))
         self._check_staleness(rollouts)
-        batch = Batch(s.updates, s.harvests, s.version, tuple(rollouts))
+        batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts))
         self.log.append(
             events.Updated(
                 at=self._now(),
                 update=s.updates,
-                harvest=s.harvests,
+                harvest=batch.harvest,
                 version=s.version,
                 rollouts=tuple(m.id for m in rollouts),
                 lengths=tuple(len(m) for m in rollouts),
@@ -288,10 +308,13 @@ class Controller:
         )
         for group in groups:
             s.buffer.train(group)
-        if s.prompts.in_last_epoch and (self.schedule.rollouts_per_prompt == 1 or self.schedule.compare_siblings):
+        per_prompt = self.schedule.rollouts_per_prompt
+        if per_prompt == 1 or self.schedule.compare_siblings:
             for rollout in rollouts:
-                s.expectation.forget(rollout.prompt.id)
+                if s.prompts.is_in_last_epoch(rollout.id // per_prompt):
+                    s.expectation.forget(rollout.prompt.id)
         s.updates += 1
+        s.learning = True
         if not self.schedule.overlap:
             self.mark_phase("learner")
         return batch
@@ -375,35 +398,40 @@ class Controller:
         if not group.missing:
             self.situation.must_finish.discard(group.id)
 
-    def _give_up_on_overdue_scores(self) -> None:
-        """The last resort of the staleness bound: a harvest that waits only for scores, and has waited long
-        enough, restarts those rollouts; one that was restarted before is rejected."""
+    def _gave_up_on_late_scores(self) -> bool:
+        """The last resort of a harvest that can only wait for scores, because nothing runs or because only those that
+        the staleness bound wants in this update are missing: when none of them has come for long enough, these
+        rollouts are restarted, and one that was restarted before is rejected."""
         s = self.situation
-        late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).id in s.must_finish]
-        if not late or s.ready < self.strategy.need(s):
-            self._overdue_scores_since = None
-            return
-        if self._overdue_scores_since is None:
-            self._overdue_scores_since = self._now()
-        if self._now() - self._overdue_scores_since < self.schedule.score_wait_seconds:
-            return
+        late: list[Rollout] = []
+        if s.ready >= self.strategy.need(s):
+            late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).id in s.must_finish]
+        elif not s.buffer.running:
+            late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).gate == s.buffer.gate]
+        ids = [rollout.id for rollout in late]
+        if ids != self._late_scores:
+            self._late_scores, self._late_since = ids, self._now()
+        if not late or self._now() < self._late_since + self.schedule.score_wait_seconds:
+            return False
         for rollout in late:
             group = s.buffer.set_of(rollout)
             if rollout.restarts:
-                self._reject(rollout, "no score in time, twice, under the staleness bound")
+                self._reject(rollout, "no score in time, twice")
                 continue
             rollout.restarts += 1
-            self._redo(rollout, "no score in time, and the staleness bound allows no later update")
+            self._redo(rollout, "no score in time, and the harvest cannot end without it")
             if not is_overdue(group, s):
                 s.must_finish.discard(group.id)
+        s.buffer.rekey(self._key)
+        return True
 
     # Loading
 
-    def _load_prompts(self) -> None:
+    def _load_prompts(self) -> bool:
         s = self.situation
         count = self.strategy.to_load(s) if s.prompts.remaining else 0
         if count <= 0:
-            return
+            return False
         prompts = s.prompts.take(count, within_epoch=self.strategy.gated)
         cohort = self._cohorts_loaded if self.strategy.gated else self._nominal_cohort()
         self._cohorts_loaded += 1
@@ -414,6 +442,7 @@ class Controller:
         )
         for prompt in prompts:
             self._load_siblings(prompt, cohort)
+        return True
 
     def _nominal_cohort(self) -> int:
         """Without a gate, prompts are numbered into cohorts as they come, for statistics over cohorts."""
@@ -432,7 +461,7 @@ class Controller:
         s.buffer.load(siblings, gate, compare=self.schedule.compare_siblings, key=self._key)
         limit = self.schedule.max_prompt_tokens
         if limit is not None and len(prompt.tokens) > limit:
-            for rollout in siblings:
+            for rollout in list(siblings):  # the set's own list, which shrinks with every member that is rejected
                 self._reject(rollout, f"prompt of {len(prompt.tokens)} tokens, max_prompt_tokens is {limit}")
 
     def _load_weights(self) -> None:
@@ -466,11 +495,17 @@ class Controller:
             "events": self.log.count,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. The engine must hold the weights of `state["version"]`: publish nothing before."""
+    def restore(self, state: dict[str, Any], *, last_time: float = 0.0) -> None:
+        """Go on from `state`, in a log whose last event was at `last_time`.
+
+        The engine must hold the weights of `state["version"]`, under that version.
+        """
         s = self.situation
         if state["mode"] != self.strategy.name:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
+        self._clock_offset = last_time - self.engine.now()
+        self.log.count = state["events"]
+        self._has_begun = True
         s.version, s.updates, s.harvests = state["version"], state["updates"], state["harvests"]
         s.sweep = (state["sweep"][0], state["sweep"][1])
         s.prompts.restore(state["prompts"])
@@ -484,7 +519,8 @@ class Controller:
     # Small things
 
     def mark_phase(self, phase: str) -> None:
-        """Tell the log what the run does from now on; a caller may mark a `checkpoint`."""
+        """Tell the log what the run does from now on; a caller may mark a `checkpoint` or an `evaluation`."""
+        self._begin_run()
         if phase != self._phase:
             self._phase = phase
             self.log.append(events.Phase(self._now(), phase))
@@ -507,5 +543,5 @@ class Controller:
 
     def _stamp(self, at: float) -> float:
         """Times in the log never go back, even if an engine reports late."""
-        self._last_time = max(self._last_time, at)
+        self._last_time = max(self._last_time, at + self._clock_offset)
         return self._last_time

@@ -88,7 +88,7 @@ class SensedLengths:
         self._by_prompt.pop(prompt_id, None)
 
     def state(self) -> dict[str, Any]:
-        return {"by_prompt": self._by_prompt, "recent": list(self._recent)}
+        return {"by_prompt": dict(self._by_prompt), "recent": list(self._recent)}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._by_prompt = {name: Sensed(*fields) for name, fields in state["by_prompt"].items()}

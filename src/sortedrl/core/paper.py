@@ -15,6 +15,7 @@ from sortedrl.core.strategy import (
     Situation,
     Strategy,
     cohort_prompts,
+    completes_a_set,
     need,
     prompts_closing_epoch,
     prompts_per_update,
@@ -60,7 +61,7 @@ class CohortAtOnce(Baseline):
         for group in ready:
             if missing <= 0:
                 batches.append([])
-                missing = need(left, s.schedule.rollouts_per_update)
+                missing = need(left, s.schedule.rollouts_needed)
             batches[-1].append(group)
             missing -= len(group.members)
             left -= len(group.members)
@@ -99,7 +100,7 @@ class Partial(Strategy):
             return (-1, rollout.id)
         if rollout.segments:
             return (group.gate, 0, -len(rollout), rollout.id)
-        if len(group.members) > 1 and group.begun:
+        if completes_a_set(rollout, s):
             return (group.gate, 1, rollout.id)
         return (group.gate, 2, *self.place(rollout, s), rollout.id)
 

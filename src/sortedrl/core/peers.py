@@ -13,7 +13,7 @@ from sortedrl.core.buffer import Key
 from sortedrl.core.paper import OnPolicy, Partial
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.strategy import Situation
+from sortedrl.core.strategy import Situation, completes_a_set
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ class TailBatching(OnPolicy):
     surplus: ClassVar[float] = 1.25
 
     def to_load(self, s: Situation) -> int:
-        if s.in_hand or self._long_round(s):
-            return 0
-        wanted = math.ceil(self.surplus * self.need(s)) - s.buffer.never_started
+        in_long_round = bool(s.last_key[1]) if s.last_key else self._long_round(s)
+        if in_long_round:
+            wanted = self.need(s) - s.buffer.untrained  # above 0 only where members were rejected
+        else:
+            wanted = math.ceil(self.surplus * self.need(s)) - (s.buffer.untrained - self._set_aside(s))
         return max(0, -(-wanted // s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: Situation) -> Key:
@@ -43,19 +45,20 @@ class TailBatching(OnPolicy):
         return (redo != self._long_round(s), redo, s.buffer.set_of(rollout).id, rollout.id)
 
     def may_start(self, rollout: Rollout, s: Situation) -> bool:
-        if self.left(s) <= self.need(s) or (s.schedule.compare_siblings and s.buffer.set_of(rollout).begun):
+        if self.left(s) <= self.need(s) or completes_a_set(rollout, s):
             return True
         redo = rollout.attempt > 0
         redo_round = bool(s.last_key[1]) if s.last_key else redo
-        out_of_data = s.prompts.remaining == 0 and s.buffer.never_started == 0
-        if redo != redo_round and not out_of_data:
-            return False
+        if redo != redo_round:  # none of the round's own kind waits
+            return s.in_hand < self.need(s)
         surplus = 1.0 if redo else self.surplus
         return s.in_hand < math.ceil(surplus * self.need(s))
 
     def _long_round(self, s: Situation) -> bool:
-        set_aside = s.buffer.waiting - s.buffer.never_started
-        return set_aside >= self.need(s)
+        return self._set_aside(s) >= self.need(s)
+
+    def _set_aside(self, s: Situation) -> int:
+        return s.buffer.waiting - s.buffer.never_started
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class AsyncPool(Partial):
 
     def may_start(self, rollout: Rollout, s: Situation) -> bool:
         assert s.schedule.max_staleness is not None
-        begun = s.buffer.loaded - s.buffer.never_started
-        allowed = (s.updates + s.schedule.max_staleness + 1) * s.schedule.rollouts_per_update
-        return bool(rollout.segments) or begun < allowed
+        if rollout.segments or rollout.attempt or completes_a_set(rollout, s):
+            return True
+        begun_and_untrained = s.buffer.untrained - s.buffer.never_started
+        return begun_and_untrained < (s.schedule.max_staleness + 1) * s.schedule.rollouts_needed

@@ -34,9 +34,9 @@ class Prompts:
     def remaining(self) -> int:
         return self.remaining_in_epoch + (self.epochs - 1 - self.epoch) * len(self.dataset)
 
-    @property
-    def in_last_epoch(self) -> bool:
-        return self.epoch == self.epochs - 1
+    def is_in_last_epoch(self, place: int) -> bool:
+        """Was the prompt that was taken as number `place` (from 0) taken in the last epoch?"""
+        return place >= (self.epochs - 1) * len(self.dataset)
 
     def take(self, count: int, *, within_epoch: bool) -> list[Prompt]:
         """The next prompts: at most `count`, fewer where the data (or the epoch) ends."""

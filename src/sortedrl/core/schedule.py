@@ -69,12 +69,10 @@ class Schedule:
         return None if self.prompts_per_cohort is None else self.prompts_per_cohort * self.rollouts_per_prompt
 
     @property
-    def longest_wait_updates(self) -> int:
-        """The elevator's bound on waiting: two full sweeps of the window (up, down, up, down) unless set."""
-        if self.max_wait_updates is not None:
-            return self.max_wait_updates
-        window = self.rollouts_per_cohort or self.rollouts_per_update
-        return 4 * math.ceil(window / self.rollouts_per_update)
+    def rollouts_needed(self) -> int:
+        """For one update: rounded up to whole sibling sets where siblings are compared."""
+        set_size = self.rollouts_per_prompt if self.compare_siblings else 1
+        return math.ceil(self.rollouts_per_update / set_size) * set_size
 
 
 def _at_least(key: str, value: float, least: int, hint: str = "") -> None:

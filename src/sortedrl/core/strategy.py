@@ -37,7 +37,8 @@ class Situation:
     expectation: Expectation
     version: int = 0  # of the learner
     updates: int = 0
-    harvests: int = 0
+    harvests: int = 0  # begun
+    learning: bool = False  # a batch is with the learner: with overlap, tokens sampled now are older by its update
     last_key: Key = ()  # of the rollout that was started last
     sweep: tuple[int, float] = (0, 0.0)  # the elevator's place: number of the sweep (even: rising), expected length
     must_finish: set[int] = field(default_factory=set)  # ids of sets that the staleness bound wants in this update
@@ -54,8 +55,10 @@ class Situation:
 
     @property
     def in_hand(self) -> int:
-        """Rollouts that are running, finished or ready: what this harvest has begun."""
-        return len(self.buffer.running) + self.buffer.finished + self.buffer.ready
+        """Rollouts that this harvest can have without starting more: running, finished or ready, in sets of which no
+        member waits, behind the current gate."""
+        gate = self.buffer.gate
+        return 0 if gate is None else self.buffer.begun_at(gate)
 
     @property
     def left(self) -> int:
@@ -112,7 +115,7 @@ class Strategy:
         cap = s.schedule.oversubscribe or self.oversubscribe
         if cap is None or s.in_hand < math.ceil(cap * self.need(s)) or self.left(s) <= self.need(s):
             return True
-        return s.schedule.compare_siblings and s.buffer.set_of(rollout).begun
+        return completes_a_set(rollout, s) or s.buffer.set_of(rollout).id in s.must_finish
 
     def enough(self, s: Situation) -> bool:
         return s.ready >= self.need(s) and not s.must_finish
@@ -137,7 +140,7 @@ class Strategy:
         return s.left if self.gated else s.left + s.prompts.remaining * s.schedule.rollouts_per_prompt
 
     def need(self, s: Situation) -> int:
-        return need(self.left(s), s.schedule.rollouts_per_update)
+        return need(self.left(s), s.schedule.rollouts_needed)
 
 
 def need(left: int, per_update: int) -> int:
@@ -154,7 +157,7 @@ def updates_left(left: int, per_update: int) -> int:
 
 
 def cohort_prompts(s: Situation) -> int:
-    return s.schedule.prompts_per_cohort or s.prompts.remaining
+    return s.schedule.prompts_per_cohort or len(s.prompts.dataset)
 
 
 def prompts_per_update(s: Situation) -> int:
@@ -163,10 +166,15 @@ def prompts_per_update(s: Situation) -> int:
 
 def prompts_closing_epoch(s: Situation, count: int) -> int:
     """`count`, or all that is left of the epoch where the rest would not fill half an update."""
-    rest = (s.prompts.remaining_in_epoch - count) * s.schedule.rollouts_per_prompt
-    if 0 < 2 * rest < s.schedule.rollouts_per_update:
-        return s.prompts.remaining_in_epoch
-    return count
+    in_epoch = s.prompts.remaining_in_epoch or len(s.prompts.dataset)  # none left: the next epoch begins
+    rest = (in_epoch - count) * s.schedule.rollouts_per_prompt
+    return in_epoch if 0 < 2 * rest < s.schedule.rollouts_needed else count
+
+
+def completes_a_set(rollout: Rollout, s: Situation) -> bool:
+    """Is it a member of a sibling set that was begun? What there is of a set is of no use without the rest."""
+    group = s.buffer.set_of(rollout)
+    return len(group.members) > 1 and group.begun
 
 
 def is_overdue(group: SiblingSet, s: Situation) -> bool:

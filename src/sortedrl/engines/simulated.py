@@ -58,6 +58,7 @@ class SimulatedEngine:
         self._kv_tokens = kv_tokens
         self._load_seconds = load_seconds
         self._lost_after = lost_after
+        self.tokens_made = 0  # by all requests
         self._version = 0
         self._clock = 0.0  # end of the last whole step
         self._now = 0.0  # may lie within a step
@@ -111,6 +112,7 @@ class SimulatedEngine:
         for run in [run for run in self._queue if run.request.id in wanted]:
             self._queue.remove(run)
             self._deliver(run, run.made, changes)
+        self._admit()
         return changes
 
     def load(self, weights: Any, version: int) -> None:
@@ -176,8 +178,10 @@ class SimulatedEngine:
         return low
 
     def _pass_steps(self, steps: int) -> None:
+        made = steps * len(self._running)
         self._step += steps
-        self._cached += steps * len(self._running)
+        self._cached += made
+        self.tokens_made += made
 
     # Requests
 

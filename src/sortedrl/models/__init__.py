@@ -1,4 +1,9 @@
-"""Models that come with the package."""
+"""The built-in model: a small Llama that reasons aloud about small Knights & Knaves puzzles.
+
+`scripts/warm_start.py` makes it; `recipe.json` in its folder says how, and what it measured.
+"""
+
+from __future__ import annotations
 
 from pathlib import Path
 

@@ -89,7 +89,7 @@ class Metrics:
         self._in_slot: set[int] = set()
         self._attempt: dict[int, int] = {}
         self._first_expected: dict[int, float] = {}
-        self._length: dict[int, int] = {}  # of rollouts that are not trained yet
+        self._length: dict[int, int] = {}  # of rollouts that were stopped or lost on the way
         self._count: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
@@ -148,6 +148,7 @@ class Metrics:
     def _on_run(self, event: events.RunBegan) -> None:
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
+        self._phase = "start"
 
     def _on_phase(self, event: events.Phase) -> None:
         self._phase = event.phase
@@ -183,7 +184,7 @@ class Metrics:
 
     def _on_finished(self, event: events.Finished) -> None:
         self._leave_engine(event.rollout, event.made)
-        self._length[event.rollout] = event.length
+        self._length.pop(event.rollout, None)
         self._count["truncated"] += event.truncated
         if not self._attempt[event.rollout]:
             self._first_finished.append(event.length)

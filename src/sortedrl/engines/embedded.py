@@ -1,0 +1,358 @@
+"""The embedded engine: continuous batching over a Hugging Face causal LM, in this process, on CPU or CUDA.
+
+    submit -> queue -> a free slot (Started) -> prefill -> decode steps -> Finished, the slot is free again
+
+A freed slot is taken at once by the next request of the queue; which row of the decoder that is, is settled
+at its prefill. Contexts that wait for their prefill are prefilled together: before the next step on a CPU,
+after a few steps on a GPU, where a prefill costs about the same for one context as for eight. Tokens are
+delivered when a request finishes or is stopped.
+
+A rollout's tokens depend on its seed and the weights alone (embedded_sampling, embedded_decoder). Keys are
+never shared between requests and never outlive one, and weights change only while no request is in the
+engine: no key of old weights is ever read under new ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
+from sortedrl.core.rollout import Segment
+from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
+
+_PREFILL_TOKENS = 4096  # of one forward pass, padding included
+_PREFILL_TOKENS_ON_GPU = 32768
+_PATIENCE_ON_GPU_STEPS = 8
+_NO_ROW = -1
+_VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # of a decoded text
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request in a slot. `context` is its prompt and kept tokens; what it made since is beside it."""
+
+    request: Request
+    context: list[int]
+    budget: int
+    stop_strings: _StopStrings | None
+    row: int = _NO_ROW  # until its prefill
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.tokens)
+
+
+class EmbeddedEngine:
+    """See the module's docstring. `max_length` bounds prompt and response tokens together.
+
+    `model` may be the learner's own module: `load(None, version)` then says that its weights have changed.
+    `tokenizer` is needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        eos_token_ids: Iterable[int],
+        max_length: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots = {slots}: the engine needs at least 1")
+        if max_length < 2:
+            raise ValueError(f"max_length = {max_length}: a prompt and a response token need at least 2")
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and max_length > limit:
+            raise ValueError(f"max_length = {max_length}, but the model has positions for {limit}: use at most {limit}")
+        self.slots = slots
+        self.version = 0
+        self._model = model
+        self._max_length = max_length
+        self._eos = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._decoder = SlotDecoder(model, slots=slots, max_length=max_length)
+        on_cpu = self._decoder.device.type == "cpu"
+        self._prefill_tokens = _PREFILL_TOKENS if on_cpu else _PREFILL_TOKENS_ON_GPU
+        self._patience_steps = 0 if on_cpu else _PATIENCE_ON_GPU_STEPS
+        self._queue: deque[Request] = deque()
+        self._running: dict[int, _Running] = {}  # by request id
+        self._steps_waited = 0  # by requests without a row
+        self._vacated = False  # rows were left since they were arranged
+        self._unreported: list[Change] = []
+        self._endings: dict[tuple[str, ...], frozenset[int]] = {}  # by stop strings
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        inside = {request.id for request in self._queue} | self._running.keys()
+        for request in requests:
+            if request.id in inside:
+                raise ValueError(f"request {request.id} is in the engine already: stop it first")
+            inside.add(request.id)
+            self._check_sampling(request)
+        for request in requests:
+            reason = self._refusal(request)
+            if reason is None:
+                self._queue.append(request)
+            else:
+                self._unreported.append(Failed(request.id, self.now(), reason))
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        self._admit()
+        while self._running and not self._unreported and (until is None or self.now() < until):
+            self._advance()
+        if until is not None and not self._running and not self._unreported:
+            time.sleep(max(0.0, until - self.now()))
+        return self._report()
+
+    def stop(self, ids: Sequence[int]) -> list[Change]:
+        unwanted = set(ids)
+        self._queue = deque(request for request in self._queue if request.id not in unwanted)
+        stopped = [running for id, running in self._running.items() if id in unwanted]
+        for running in stopped:
+            self._deliver(running)
+        self._release(stopped)
+        return self._report()
+
+    def load(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """Copy the weights into the model. None: it is the learner's own module and holds them already."""
+        if self._queue or self._running:
+            raise RuntimeError(
+                f"load of version {version} while {len(self._running)} requests run and {len(self._queue)} "
+                "wait: stop them first, their cached keys belong to the old weights"
+            )
+        if weights is not None:
+            copy_weights(self._model, dict(weights))
+        self.version = version
+
+    def _admit(self) -> None:
+        """Waiting requests take the free slots in the order of submission."""
+        while self._queue and len(self._running) < self.slots:
+            request = self._queue.popleft()
+            context = [*request.prompt.tokens, *request.kept_tokens]
+            self._running[request.id] = _Running(
+                request=request,
+                context=context,
+                budget=min(request.budget, self._max_length - len(context)),
+                stop_strings=self._stop_strings(request),
+            )
+            self._unreported.append(Started(request.id, self.now()))
+
+    def _advance(self) -> None:
+        """Prefill if it is time, then one decode step; slots of finished requests are refilled at once."""
+        self._prefill_when_due()
+        live = [running for running in self._running.values() if running.row != _NO_ROW]
+        lengths = {running.row: len(running) for running in live}
+        tokens, logprobs = self._decoder.step(
+            [lengths.get(row, 0) for row in range(max(lengths) + 1)],
+            cut=any(running.request.sampling.top_p < 1 for running in live),
+        )
+        finished = []
+        for running in live:
+            running.tokens.append(tokens[running.row])
+            running.logprobs.append(logprobs[running.row])
+            ended = self._ended_by_itself(running)
+            if ended or len(running.tokens) == running.budget:
+                self._deliver(running)
+                self._unreported.append(Finished(running.request.id, self.now(), truncated=not ended))
+                finished.append(running)
+        if finished:
+            self._release(finished)
+            self._admit()
+
+    def _prefill_when_due(self) -> None:
+        """On a GPU requests wait some steps for company, unless half of the slots would stand still."""
+        waiting = [running for running in self._running.values() if running.row == _NO_ROW]
+        patient = self._steps_waited < self._patience_steps and 2 * len(waiting) < len(self._running)
+        if waiting and patient:
+            self._steps_waited += 1
+            return
+        self._steps_waited = 0
+        if waiting or self._vacated:
+            self._arrange()
+        if waiting:
+            # The last token of each context is left for the decode step.
+            prefixes = {running.row: running.context[:-1] for running in waiting}
+            for rows in _prefill_batches(prefixes, self._prefill_tokens):
+                self._decoder.prefill(rows, [prefixes[row] for row in rows])
+            self._decoder.begin([_row_start(running) for running in waiting])
+
+    def _arrange(self) -> None:
+        """Give rows to newcomers, and bring contexts of similar length together as the decoder likes it."""
+        lengths = {id: len(running) for id, running in self._running.items()}
+        rows = {id: running.row for id, running in self._running.items() if running.row != _NO_ROW}
+        arranged = rows_by_length(lengths, rows, self._decoder.blocks(len(lengths)))
+        moved = [id for id, row in rows.items() if row != arranged[id]]
+        if moved:
+            longest = max(lengths[id] for id in moved)
+            self._decoder.move({rows[id]: arranged[id] for id in moved}, longest)
+        for id, running in self._running.items():
+            running.row = arranged[id]
+        self._vacated = False
+
+    def _ended_by_itself(self, running: _Running) -> bool:
+        if running.tokens[-1] in self._eos:
+            return True
+        return running.stop_strings is not None and running.stop_strings.completed_by_last(running)
+
+    def _deliver(self, running: _Running) -> None:
+        if running.tokens:
+            segment = Segment(tokens=running.tokens, logprobs=running.logprobs, version=self.version)
+            self._unreported.append(Tokens(running.request.id, self.now(), segment))
+
+    def _release(self, leaving: Sequence[_Running]) -> None:
+        for running in leaving:
+            del self._running[running.request.id]
+        rows = [running.row for running in leaving if running.row != _NO_ROW]
+        if rows:
+            self._decoder.clear(rows)
+            self._vacated = True
+
+    def _report(self) -> list[Change]:
+        changes, self._unreported = self._unreported, []
+        return changes
+
+    def _refusal(self, request: Request) -> str | None:
+        prompt, kept = len(request.prompt.tokens), request.kept_length
+        if prompt == 0:
+            return "the prompt has no tokens, and the model needs at least 1 to continue from"
+        if prompt + kept >= self._max_length:
+            return (
+                f"a prompt of {prompt} and a kept response of {kept} tokens leave no room for a token under "
+                f"max_length = {self._max_length}: raise it to at least {prompt + kept + 1}"
+            )
+        if request.budget < 1:
+            return f"budget = {request.budget}: at least 1 token must be left to make"
+        return None
+
+    def _check_sampling(self, request: Request) -> None:
+        sampling = request.sampling
+        if sampling.temperature < 0:
+            raise ValueError(f"temperature = {sampling.temperature}: use 0 (greedy) or more")
+        if not 0 < sampling.top_p <= 1:
+            raise ValueError(f"top_p = {sampling.top_p}: use more than 0 and at most 1 (no cut)")
+        if sampling.stop_strings and self._tokenizer is None:
+            raise ValueError(
+                f"stop_strings = {sampling.stop_strings} are text, and the engine has no tokenizer: "
+                "pass EmbeddedEngine(..., tokenizer=...)"
+            )
+
+    def _stop_strings(self, request: Request) -> _StopStrings | None:
+        strings = request.sampling.stop_strings
+        if not strings or self._tokenizer is None:
+            return None
+        if strings not in self._endings:
+            self._endings[strings] = _possible_endings(self._tokenizer, strings)
+        return _StopStrings(self._tokenizer, strings, self._endings[strings])
+
+
+@dataclass(frozen=True, slots=True)
+class _StopStrings:
+    """Watches for the token that completes one of the strings; only tokens of `endings` can."""
+
+    tokenizer: PreTrainedTokenizerBase
+    strings: tuple[str, ...]
+    endings: frozenset[int]
+
+    def completed_by_last(self, running: _Running) -> bool:
+        if running.tokens[-1] not in self.endings:
+            return False
+        # A token holds at least one byte of text, so that no match reaches back further than this.
+        window = max(len(string.encode()) for string in self.strings)
+        response = [*running.request.kept_tokens[-window:], *running.tokens[-window:]]
+        text = self.tokenizer.decode(response[-window:], **_VERBATIM)
+        return any(string in text for string in self.strings)
+
+
+def _possible_endings(tokenizer: PreTrainedTokenizerBase, strings: tuple[str, ...]) -> frozenset[int]:
+    """Tokens whose text holds the last character of a string; all, where tokens may split or hide it."""
+    last_characters = {string[-1] for string in strings}
+    entries = range(len(tokenizer))
+    if any(not character.isascii() or character.isspace() for character in last_characters):
+        return frozenset(entries)
+    texts = tokenizer.batch_decode([[entry] for entry in entries], **_VERBATIM)
+    return frozenset(e for e, text in zip(entries, texts, strict=True) if last_characters & set(text))
+
+
+def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:
+    """A row for each request: the longest contexts in the first block of rows, the next in the second ...
+
+    Who is in the right block already keeps its row of `rows`; newcomers are in `lengths` alone.
+    """
+    by_length = iter(sorted(lengths, key=lambda id: -lengths[id]))
+    arranged: dict[int, int] = {}
+    for block in blocks:
+        members = list(islice(by_length, len(block)))
+        staying = {id: rows[id] for id in members if rows.get(id) in block}
+        free = iter(sorted(set(block) - set(staying.values())))
+        arranged.update({id: staying[id] if id in staying else next(free) for id in members})
+    return arranged
+
+
+def _row_start(running: _Running) -> RowStart:
+    request = running.request
+    return RowStart(
+        row=running.row,
+        last_token=running.context[-1],
+        position=len(running.context) - 1,
+        drawn=request.kept_length,
+        seed=request.seed,
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+    )
+
+
+def _prefill_batches(contexts: Mapping[int, Sequence[int]], token_budget: int) -> list[list[int]]:
+    """Rows to prefill together: within the budget once padded, none shorter than half of the longest."""
+    batches: list[list[int]] = []
+    longest = 0
+    for row, context in sorted(contexts.items(), key=lambda item: -len(item[1])):
+        if not context:
+            continue
+        if batches and 2 * len(context) >= longest and (len(batches[-1]) + 1) * longest <= token_budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            longest = len(context)
+    return batches
+
+
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Copy all weights into the model in place. Nothing is copied unless every name and shape fits.
+
+    Names that share a tensor in the model (tied embeddings) may be given once; given twice, they must agree.
+    """
+    name_of_model = type(model).__name__
+    targets = model.state_dict()
+    unknown = sorted(set(weights) - set(targets))
+    if unknown:
+        raise ValueError(f"{len(unknown)} weights are not in {name_of_model}: {_some(unknown)}")
+    given = {targets[name].data_ptr(): name for name in weights}
+    missing = sorted(name for name, target in targets.items() if target.data_ptr() not in given)
+    if missing:
+        raise ValueError(f"{len(missing)} weights of {name_of_model} were not given: {_some(missing)}")
+    for name, weight in weights.items():
+        shape = targets[name].shape
+        if weight.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, in {name_of_model} {tuple(shape)}")
+        twin = given[targets[name].data_ptr()]
+        if twin != name and not torch.equal(weight, weights[twin]):
+            raise ValueError(f"{name} and {twin} are one tensor in {name_of_model}, but differ here")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            targets[name].copy_(weight)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

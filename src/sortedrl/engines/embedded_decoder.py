@@ -1,0 +1,281 @@
+"""The decoder of the embedded engine: prefill and decode steps over rows of a cache.
+
+A row holds one request. All rows in use are decoded together, one token a step:
+
+    prefill   writes the keys of a context, all but its last token, into a row
+    begin     gives the row its last token, position, seed and sampling parameters
+    step      feeds each live row its last token, draws the next one, moves the row on by one position
+
+So every token, the first after a prefill too, is drawn by the same step. On a CPU in fp32 the logits of a row
+are then equal to the last bit, whatever the other rows hold and however the context got into the cache:
+- matrix products have at least MIN_ROWS rows: below, CPU libraries use kernels that add in another order;
+- attention takes one query at a time (a prefill is a batch of such queries) under an additive mask, whose
+  hidden keys add exact zeros.
+Reading keys is what a step on a CPU costs most, so rows are read in blocks, each up to its longest context:
+the engine keeps contexts of similar length together. On CUDA the step is captured into graphs, one per
+(rows, key span), and a prefill uses the fused causal kernel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sortedrl.engines.embedded_model import (
+    Masks,
+    SlotCache,
+    attention_window,
+    check_supported,
+    forward_for,
+    reading,
+    uses_slot_attention,
+)
+from sortedrl.engines.embedded_sampling import TokenSampler, seed_key
+
+MIN_ROWS = 16
+_ROWS_PER_BLOCK = 8  # rows that a CPU step reads up to the same key
+_SPAN_QUANTUM = 32  # keys are read up to the longest context, rounded up to this
+_PREFILL_QUANTUM = 16  # contexts of a prefill are padded to a multiple of this
+_FIRST_CAPACITY = 256  # tokens per row that the cache has room for before it grows
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """What a row needs to start or resume decoding after its prefill."""
+
+    row: int
+    last_token: int
+    position: int  # of the last token in the context
+    drawn: int  # tokens of the response before the next one: the position that keys the noise
+    seed: int
+    temperature: float
+    top_p: float
+
+
+class SlotDecoder:
+    """Prefills and decodes the rows of one model. Who sits in which row is the engine's business."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_length: int) -> None:
+        check_supported(model)
+        self.device = model.device
+        self.rows = _rounded_up(max(slots, MIN_ROWS), _ROWS_PER_BLOCK)
+        self._capacity_limit = _rounded_up(max_length, 2 * _SPAN_QUANTUM)
+        self.cache = SlotCache(self.rows, min(_FIRST_CAPACITY, self._capacity_limit))
+        self._model = model
+        self._forward = forward_for(model, self.cache)
+        self._window = attention_window(model)
+        self._own_attention = uses_slot_attention(model)
+        self._graphs = _StepGraphs() if self.device.type == "cuda" else None
+        self._sampler = TokenSampler(self.device)
+        self._key_positions = torch.arange(self._capacity_limit, device=self.device)
+        self._tokens, self._positions, self._drawn, self._seeds, self._live = self._integers = tuple(
+            torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(5)
+        )
+        self._temperatures, self._top_p = self._fractions = tuple(
+            torch.ones(self.rows, device=self.device) for _ in range(2)
+        )
+
+    def blocks(self, count: int) -> list[range]:
+        """Where to keep `count` requests, longest contexts in the first block; a block is read as a whole.
+
+        On a GPU one block, which shrinks only when a step then computes fewer rows: moves cost more there.
+        """
+        if self.device.type != "cpu" or not self._own_attention:
+            return [range(self._rows_computed(count))]
+        return [range(i, min(i + _ROWS_PER_BLOCK, count)) for i in range(0, count, _ROWS_PER_BLOCK)]
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> None:
+        """Write the keys of the contexts into the rows; contexts of similar length waste least."""
+        length = _rounded_up(max(map(len, contexts)), _PREFILL_QUANTUM)
+        self._reserve(length)
+        padded = [[*context, *[0] * (length - len(context))] for context in contexts]
+        tokens = torch.tensor(padded, device=self.device)
+        self.cache.expect_prefill(torch.tensor(rows, device=self.device))
+        self._switch_dropout_off()
+        self._forward.fill(tokens, self._key_positions[None, :length], self._prefill_masks(length))
+
+    @torch.inference_mode()
+    def begin(self, starts: Sequence[RowStart]) -> None:
+        """The rows decode from the next step on."""
+        rows = torch.tensor([start.row for start in starts], device=self.device)
+        integers = [(s.last_token, s.position, s.drawn, seed_key(s.seed), 1) for s in starts]
+        fractions = [(s.temperature, s.top_p) for s in starts]
+        for states, values in ((self._integers, integers), (self._fractions, fractions)):
+            columns = torch.tensor(values, device=self.device).unbind(1)
+            for state, column in zip(states, columns, strict=True):
+                state[rows] = column
+
+    @torch.inference_mode()
+    def clear(self, rows: Sequence[int]) -> None:
+        """The rows are empty: they take part in steps, at position 0, and nobody reads what they make."""
+        index = torch.tensor(rows, device=self.device)
+        for state in (self._live, self._positions):
+            state[index] = 0
+
+    @torch.inference_mode()
+    def move(self, targets_by_source: dict[int, int], longest: int) -> None:
+        """Carry rows over, all at once: a target may be the source of another move."""
+        source = torch.tensor(list(targets_by_source), device=self.device)
+        target = torch.tensor(list(targets_by_source.values()), device=self.device)
+        self.cache.move(source, target, longest)
+        for state in self._states():
+            state[target] = state[source]
+        vacated = set(targets_by_source) - set(targets_by_source.values())
+        if vacated:
+            self.clear(sorted(vacated))
+
+    @torch.inference_mode()
+    def step(self, lengths: Sequence[int], *, cut: bool) -> tuple[list[int], list[float]]:
+        """One token and its log-probability for each row; those of dead rows mean nothing.
+
+        `lengths` are those of the rows' contexts, the token to be fed included, 0 for a dead row; rows beyond
+        are dead. `cut` says that a row has top-p below 1.
+        """
+        self._switch_dropout_off()
+        rows = self._rows_computed(len(lengths))
+        longest = max(lengths)
+        self._reserve(longest)
+        if self._graphs is not None:
+            span = min(_rounded_up(longest, _graph_quantum(longest)), self.cache.capacity)
+            step = partial(self._step, rows, {range(rows): span}, cut)
+            drawn = self._graphs.run((rows, span, cut), step, self._states())
+        else:
+            longest_in = {block: max(lengths[block.start : block.stop]) for block in self.blocks(len(lengths))}
+            spans = {block: _rounded_up(longest, _SPAN_QUANTUM) for block, longest in longest_in.items()}
+            drawn = self._step(rows, spans, cut)
+        tokens, logprobs = drawn.tolist()
+        return list(map(int, tokens)), logprobs
+
+    def _rows_computed(self, used: int) -> int:
+        if self._graphs is None:
+            return _rounded_up(max(used, MIN_ROWS), _ROWS_PER_BLOCK)
+        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes, few graphs
+
+    def _step(self, rows: int, spans: Mapping[range, int], cut: bool) -> Tensor:
+        positions = self._positions[:rows]
+        span = max(spans.values())
+        self.cache.expect_step(positions, span)
+        masks = self._masks(positions[:, None, None], self._key_positions[:span])
+        with reading(spans):
+            logits = self._forward.logits(self._tokens[:rows, None], positions[:, None], masks)
+        tokens, logprobs = self._sampler.draw(
+            logits,
+            self._seeds[:rows],
+            self._drawn[:rows],
+            self._temperatures[:rows],
+            self._top_p[:rows] if cut else None,
+        )
+        self._tokens[:rows] = tokens
+        self._positions[:rows] += self._live[:rows]
+        self._drawn[:rows] += self._live[:rows]
+        return torch.stack((tokens.double(), logprobs.double()))
+
+    def _prefill_masks(self, length: int) -> Masks:
+        """The same for every row: contexts are padded at their end, which a causal mask hides."""
+        keys = self._key_positions[:length]
+        masks = self._masks(keys[None, :, None], keys)
+        fused = self.device.type != "cpu" and self._own_attention
+        return {kind: None if fused and self._window_of(kind) is None else mask for kind, mask in masks.items()}
+
+    def _masks(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        """[rows, 1, queries, keys] for positions of queries [rows, queries, 1] and keys [keys]."""
+        masks = {}
+        for kind in self._forward.kinds_of_layers:
+            hidden = keys > queries
+            window = self._window_of(kind)
+            if window is not None:
+                hidden |= keys <= queries - window
+            # Finite, so that a row that sees no key is no NaN.
+            lowest = torch.finfo(self._model.dtype).min
+            mask = torch.zeros_like(hidden, dtype=self._model.dtype).masked_fill_(hidden, lowest)
+            masks[kind] = mask[:, None]
+        return masks
+
+    def _window_of(self, kind: str) -> int | None:
+        return self._window if kind == "sliding_attention" else None
+
+    def _reserve(self, length: int) -> None:
+        """Doubles the cache until contexts of this length fit; graphs into the old one are dropped."""
+        capacity = self.cache.capacity
+        if length <= capacity:
+            return
+        while capacity < length:
+            capacity *= 2
+        capacity = min(capacity, self._capacity_limit)
+        try:
+            self.cache.grow(capacity)
+        except torch.OutOfMemoryError as error:
+            size = capacity * self.rows * self.cache.bytes_per_token / 2**30
+            raise MemoryError(
+                f"a context of {length} tokens needs a cache of {self.rows} slots x {capacity} tokens, "
+                f"{size:.1f} GiB, which {self.device} has no room for: use fewer slots or a smaller max_length"
+            ) from error
+        if self._graphs is not None:
+            self._graphs = _StepGraphs()
+
+    def _switch_dropout_off(self) -> None:
+        if self._model.training:  # the module is a learner's too
+            self._model.eval()  # type: ignore[no-untyped-call]
+
+    def _states(self) -> tuple[Tensor, ...]:
+        return (*self._integers, *self._fractions)
+
+
+class _StepGraphs:
+    """CUDA graphs of the step, captured when a shape is first met. What cannot be captured runs as it is."""
+
+    def __init__(self) -> None:
+        self._captured: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+        self._refused = False
+
+    def run(self, shape: tuple[int, int, bool], step: Callable[[], Tensor], states: Sequence[Tensor]) -> Tensor:
+        if self._refused:
+            return step()
+        if shape not in self._captured:
+            try:
+                self._captured[shape] = self._capture(step, states)
+            except RuntimeError as error:
+                warnings.warn(f"the decode step runs without a CUDA graph, slower: {error}", stacklevel=2)
+                self._refused = True
+                return step()
+        graph, output = self._captured[shape]
+        graph.replay()
+        return output
+
+    def _capture(self, step: Callable[[], Tensor], states: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Runs the step once as it is, puts the states back that it moved on, then records it."""
+        before = [state.clone() for state in states]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        for state, value in zip(states, before, strict=True):
+            state.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = step()
+        self._pool = graph.pool()
+        return graph, output
+
+
+def _graph_quantum(longest: int) -> int:
+    """A graph is captured per span, so there are four spans in each octave."""
+    return max(2 * _SPAN_QUANTUM, 1 << (longest.bit_length() - 3))
+
+
+def _power_of_two_at_least(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _rounded_up(number: int, quantum: int) -> int:
+    return -(-number // quantum) * quantum

@@ -1,0 +1,363 @@
+"""How the embedded engine runs a model: a cache with one row per slot, attention over it, the forward pass.
+
+Any Hugging Face causal LM with full or sliding attention runs through its own forward, with the cache passed
+as `past_key_values` and explicit positions and masks. For Llama-shaped models the same arithmetic is written
+out: fewer kernels and less Python, which is what a step of a small model or a small batch waits for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+_QUERIES_PER_BLOCK = 64  # of a CPU prefill: each block reads the keys up to its own end
+_GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_SLOT_ATTENTION = "sortedrl_slots"
+_LLAMA_SHAPED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+Masks = Mapping[str, Tensor | None]  # additive, by kind of layer; None: causal, left to the kernel
+
+
+class UnsupportedModel(ValueError):
+    """A model that the embedded engine cannot run, with the reason."""
+
+
+class SlotCache(Cache):
+    """Keys and values, [rows, heads, capacity, width] per layer, allocated when a layer first writes.
+
+    The decoder says what the next forward pass is: a prefill of whole contexts into some rows, or a step, in
+    which each of the first rows writes at its position and the first `span` keys of these rows are read.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.rows = rows
+        self.capacity = capacity
+        self.span = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._prefill_rows: Tensor | None = None
+        self._write_positions: Tensor | None = None
+        self._write_at: dict[int, Tensor] = {}  # by number of heads
+
+    def expect_prefill(self, rows: Tensor) -> None:
+        self._prefill_rows = rows
+
+    def expect_step(self, positions: Tensor, span: int) -> None:
+        self._prefill_rows = None
+        self._write_positions = positions
+        self._write_at.clear()
+        self.span = span
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes [rows, heads, tokens, width] and gives back what the queries of this pass may see."""
+        if layer_idx not in self.keys:
+            self.keys[layer_idx] = self._allocated(key_states)
+            self.values[layer_idx] = self._allocated(value_states)
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if self._prefill_rows is not None:
+            length = key_states.shape[2]
+            keys[self._prefill_rows, :, :length] = key_states
+            values[self._prefill_rows, :, :length] = value_states
+            return key_states, value_states
+        write_at = self._flat_positions(key_states.shape[1])
+        keys.flatten(0, 2).index_copy_(0, write_at, key_states.flatten(0, 2))
+        values.flatten(0, 2).index_copy_(0, write_at, value_states.flatten(0, 2))
+        rows = len(key_states)
+        return keys[:rows, :, : self.span], values[:rows, :, : self.span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and masks are always given
+
+    def grow(self, capacity: int) -> None:
+        extra = capacity - self.capacity
+        for stored in (self.keys, self.values):
+            for layer, tensor in stored.items():
+                stored[layer] = pad(tensor, (0, 0, 0, extra))
+        self.capacity = capacity
+
+    @property
+    def bytes_per_token(self) -> int:
+        stored = (*self.keys.values(), *self.values.values())
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored)
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        for stored in (self.keys, self.values):
+            for tensor in stored.values():
+                tensor[targets, :, :length] = tensor[sources, :, :length]
+
+    def _flat_positions(self, heads: int) -> Tensor:
+        if heads not in self._write_at:
+            assert self._write_positions is not None
+            positions = self._write_positions
+            numbers = torch.arange(len(positions) * heads, device=positions.device)
+            per_head = positions[:, None].expand(-1, heads).flatten()
+            self._write_at[heads] = numbers * self.capacity + per_head
+        return self._write_at[heads]
+
+    def _allocated(self, states: Tensor) -> Tensor:
+        heads, width = states.shape[1], states.shape[3]
+        return states.new_zeros(self.rows, heads, self.capacity, width)
+
+
+class Forward(Protocol):
+    """One pass over [rows, tokens], reading and writing the cache that it was made with."""
+
+    kinds_of_layers: frozenset[str]
+
+    def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
+        """Write the keys of the tokens into the cache."""
+
+    def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
+        """[rows, vocabulary], after the last token of each row."""
+
+
+def forward_for(model: PreTrainedModel, cache: SlotCache) -> Forward:
+    if type(model).__name__ in _LLAMA_SHAPED and uses_slot_attention(model):
+        return LlamaForward(model, cache)
+    return GeneralForward(model, cache)
+
+
+class GeneralForward:
+    """The model's own forward."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
+        self.kinds_of_layers = frozenset(_kinds_of_layers(model))
+        self._model = model
+        self._cache = cache
+        self._attention = _SLOT_ATTENTION if uses_slot_attention(model) else "eager"
+
+    def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
+        self._run(self._model.base_model, tokens, positions, masks)
+
+    def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
+        logits: Tensor = self._run(self._model, tokens, positions, masks).logits
+        return logits[:, -1]
+
+    def _run(self, module: nn.Module, tokens: Tensor, positions: Tensor, masks: Masks) -> Any:
+        with _attention_set_to(self._model, self._attention):
+            return module(
+                input_ids=tokens,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+
+
+class LlamaForward:
+    """The forward of Llama-shaped models (also with biases or normalised queries and keys), written out.
+
+    Projections are called as modules, so that adapters put into them take part.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
+        self.kinds_of_layers = frozenset(_kinds_of_layers(model))
+        self._kinds = _kinds_of_layers(model)
+        self._trunk: Any = model.base_model
+        self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
+        self._hidden(tokens, positions, masks)
+
+    def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
+        hidden = self._hidden(tokens, positions, masks)[:, -1]
+        logits: Tensor = self._head(_normalised(hidden, self._trunk.norm))
+        return logits
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
+        hidden: Tensor = self._trunk.embed_tokens(tokens)
+        cosine, sine = self._trunk.rotary_emb(hidden, positions)
+        # Half of the rotation's signs go into the sine, so that swapping halves is all that is left to do.
+        half = sine.shape[-1] // 2
+        sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[:, :, None]
+        cosine = cosine[:, :, None]
+        for index, layer in enumerate(self._trunk.layers):
+            mask = masks[self._kinds[index]]
+            attention = layer.self_attn
+            normal = _normalised(hidden, layer.input_layernorm)
+            query, key, value = (
+                project(normal).unflatten(-1, (-1, attention.head_dim))
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if hasattr(attention, "q_norm"):
+                query, key = _normalised(query, attention.q_norm), _normalised(key, attention.k_norm)
+            query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+            keys, values = self._cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
+            attended = _attend(query.transpose(1, 2), keys, values, mask, attention.scaling)
+            hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
+            normal = _normalised(hidden, layer.post_attention_layernorm)
+            gate = silu(layer.mlp.gate_proj(normal), inplace=True)
+            hidden = hidden + layer.mlp.down_proj(gate.mul_(layer.mlp.up_proj(normal)))
+        return hidden
+
+
+def _normalised(hidden: Tensor, norm: Any) -> Tensor:
+    return rms_norm(hidden, (hidden.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _rotated(states: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+    return torch.addcmul(states * cosine, states.roll(states.shape[-1] // 2, dims=-1), signed_sine)
+
+
+_spans_to_read: ContextVar[Mapping[range, int]] = ContextVar("spans_to_read")
+
+
+@contextmanager
+def reading(spans: Mapping[range, int]) -> Iterator[None]:
+    """How many keys each block of rows reads in a step; attention functions get no such argument."""
+    token = _spans_to_read.set(spans)
+    try:
+        yield
+    finally:
+        _spans_to_read.reset(token)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention of [rows, query heads, queries, width] over [rows, key heads, keys, width].
+
+    What `sdpa` of transformers computes, without a copy of the keys for query heads that share them.
+    """
+    if query.device.type != "cpu":
+        return _fused_attention(query, key, value, mask, scaling)
+    assert mask is not None
+    if query.shape[2] == 1:
+        return _block_by_block(query, key, value, mask, scaling)
+    return _query_by_query(query, key, value, mask, scaling)
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    with sdpa_kernel(_GPU_KERNELS):
+        if query.shape[2] > 1:
+            return scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            )
+        # The query heads that share a key head become several queries of that head.
+        rows, heads, _, width = query.shape
+        grouped = query.reshape(rows, key.shape[1], -1, width)
+        attended = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
+        return attended.reshape(rows, heads, 1, -1)
+
+
+def _block_by_block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """One query per row; each block of rows reads as many keys as its longest context has."""
+    attended = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for block, span in _spans_to_read.get().items():
+        rows = slice(block.start, block.stop)
+        attended[rows] = _one_query(
+            query[rows], key[rows, :, :span], value[rows, :, :span], mask[rows, :, :, :span], scaling
+        )
+    return attended
+
+
+def _query_by_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Whole contexts, each query alone: the sums are then those of the step, to the last bit."""
+    contexts, heads, length, _ = query.shape
+    attended = query.new_empty(contexts, length, heads, value.shape[-1])
+    for start in range(0, length, _QUERIES_PER_BLOCK):
+        end = min(start + _QUERIES_PER_BLOCK, length)
+        block_mask = mask[0, 0, start:end, None, None, :end]
+        for context in range(contexts):
+            attended[context, start:end] = _one_query(
+                query[context, :, start:end].transpose(0, 1).unsqueeze(2),
+                key[context, None, :, :end].expand(end - start, -1, -1, -1),
+                value[context, None, :, :end].expand(end - start, -1, -1, -1),
+                block_mask,
+                scaling,
+            ).squeeze(2)
+    return attended.transpose(1, 2)
+
+
+def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """One query per row and head.
+
+    Query heads that share a key head take turns: taken together, CPU libraries add long contexts in an order
+    that depends on the span.
+    """
+    rows, heads, _, width = query.shape
+    sharing = heads // key.shape[1]
+    if sharing == 1:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    turns = query.reshape(rows, key.shape[1], sharing, width).tensor_split(sharing, dim=2)
+    attended = [scaled_dot_product_attention(turn, key, value, mask, scale=scaling) for turn in turns]
+    return torch.cat(attended, dim=2).reshape(rows, heads, 1, -1)
+
+
+def _slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As transformers wants it: [rows, queries, heads, width] and no attention weights."""
+    return _attend(query, key, value, attention_mask, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(_SLOT_ATTENTION, _slot_attention)
+
+
+@contextmanager
+def _attention_set_to(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """The model may be the learner's too, which keeps its own attention."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def uses_slot_attention(model: PreTrainedModel) -> bool:
+    """Models on `sdpa` get ours; models on `eager` may do more than plain attention and keep their own."""
+    return bool(model.config._attn_implementation == "sdpa")
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        raise UnsupportedModel(f"{name} has no language-model head to draw tokens from: load a causal LM")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(
+            f"{name}.forward takes no position_ids, and rows of different lengths need them: "
+            "use a causal LM with rotary or learned positions, or another engine"
+        )
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise UnsupportedModel(
+            f"{name} uses attention {attention!r}, but a slot cache needs masks: "
+            'load it with attn_implementation="sdpa" (or "eager")'
+        )
+    unknown = set(_kinds_of_layers(model)) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModel(
+            f"{name} has layers of kind {sorted(unknown)}, but a slot keeps keys per token only: "
+            "use a model with full or sliding attention, or another engine"
+        )
+
+
+def attention_window(model: PreTrainedModel) -> int | None:
+    """Of its layers with sliding attention."""
+    window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
+    return window
+
+
+def _kinds_of_layers(model: PreTrainedModel) -> list[str]:
+    config = model.config.get_text_config()
+    only_kind = "sliding_attention" if attention_window(model) else "full_attention"
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    return kinds or [only_kind] * config.num_hidden_layers

@@ -1,0 +1,505 @@
+"""Knights & Knaves: knights always tell the truth, knaves always lie; who is what?
+
+The file goes from the puzzle to the task: claims, solver, generator, wording, reward, task. Problems come
+from the generator below (nothing to download), or from the Parquet files of Logic-RL, which the SortedRL
+paper trains on; both have claims of the same kinds.
+
+What holds for generated puzzles:
+- each has exactly one answer (the solver counts them);
+- the same seed gives the same puzzles on every machine;
+- training, held-out and warm-start puzzles never meet: a fingerprint, which changes neither with the names
+  nor with the order of the characters, decides on which side a puzzle falls.
+
+The reward is Logic-RL's: format +1 or -1; answer +2 when every character is right, -1.5 when one is wrong, -2
+when the answer cannot be read or the format is wrong. So 3 is the top and -3 the bottom.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from hashlib import blake2b
+from itertools import islice
+from math import ceil
+from pathlib import Path
+
+from sortedrl.tasks.datasets import Source, read_rows
+from sortedrl.tasks.task import Problem, Verdict
+
+# --- claims ----------------------------------------------------------------------------------------------
+
+
+class Connective(StrEnum):
+    AND = "and"
+    OR = "or"
+    IMPLIES = "only if"
+    IFF = "if and only if"
+
+
+@dataclass(frozen=True, slots=True)
+class Is:
+    """A character, by its place in the puzzle, is a knight (or a knave)."""
+
+    character: int
+    knight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    claim: Is
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    connective: Connective
+    left: Is
+    right: Is
+
+
+# All 25,000 claims of Logic-RL's files have one of these forms; none nests deeper.
+Claim = Is | Not | Joined
+
+
+@dataclass(frozen=True, slots=True)
+class Puzzle:
+    """`claims[i]` is what character i says."""
+
+    claims: tuple[Claim, ...]
+
+    @property
+    def characters(self) -> int:
+        return len(self.claims)
+
+
+# --- solver ----------------------------------------------------------------------------------------------
+# A set of assignments is one integer: its bit a stands for the assignment in which character i is a knight
+# exactly if bit i of a is set. A connective then is one operation on integers, for all assignments at once.
+
+
+@cache
+def _knight_table(character: int, characters: int) -> int:
+    """The assignments in which this character is a knight."""
+    return sum(1 << assignment for assignment in range(1 << characters) if assignment >> character & 1)
+
+
+def truth_table(claim: Claim, characters: int) -> int:
+    """The assignments in which the claim holds."""
+    every = (1 << (1 << characters)) - 1
+    match claim:
+        case Is(character, knight):
+            table = _knight_table(character, characters)
+            return table if knight else every ^ table
+        case Not(inner):
+            return every ^ truth_table(inner, characters)
+        case Joined(connective, left, right):
+            first, second = truth_table(left, characters), truth_table(right, characters)
+            match connective:
+                case Connective.AND:
+                    return first & second
+                case Connective.OR:
+                    return first | second
+                case Connective.IMPLIES:
+                    return (every ^ first) | second
+                case Connective.IFF:
+                    return every ^ first ^ second
+
+
+def holds(claim: Claim, assignment: Sequence[bool]) -> bool:
+    """Whether the claim is true when character i is a knight exactly if `assignment[i]`."""
+    place = sum(knight << character for character, knight in enumerate(assignment))
+    return bool(truth_table(claim, len(assignment)) >> place & 1)
+
+
+def solutions(puzzle: Puzzle) -> list[tuple[bool, ...]]:
+    """Every assignment (knight = True) in which each character's claim holds exactly if it is a knight."""
+    size = puzzle.characters
+    consistent = _consistent(puzzle)
+    return [
+        tuple(bool(assignment >> character & 1) for character in range(size))
+        for assignment in range(1 << size)
+        if consistent >> assignment & 1
+    ]
+
+
+def _consistent(puzzle: Puzzle) -> int:
+    size = puzzle.characters
+    every = (1 << (1 << size)) - 1
+    table = every
+    for speaker, claim in enumerate(puzzle.claims):
+        table &= every ^ _knight_table(speaker, size) ^ truth_table(claim, size)
+    return table
+
+
+# --- generator -------------------------------------------------------------------------------------------
+
+MOST_CHARACTERS = 12  # the solver's tables have 2 ** characters bits
+WARM_START_SHARE = 0.3  # of all puzzles; no task ever hands one of these out
+_DRAWS_WITHOUT_A_NEW_PUZZLE = 20_000
+
+
+def random_puzzle(characters: int, rng: random.Random) -> Puzzle:
+    """A puzzle with exactly one answer. The six kinds of claim are equally likely, as in Logic-RL's files."""
+    while True:
+        puzzle = Puzzle(tuple(_random_claim(characters, rng) for _ in range(characters)))
+        if _consistent(puzzle).bit_count() == 1:
+            return puzzle
+
+
+def _random_claim(characters: int, rng: random.Random) -> Claim:
+    kind = rng.randrange(2 + len(Connective))
+    left = _random_is(characters, rng)
+    if kind == 0:
+        return left
+    if kind == 1:
+        return Not(left)
+    right = left
+    while right == left:
+        right = _random_is(characters, rng)
+    return Joined(tuple(Connective)[kind - 2], left, right)
+
+
+def _random_is(characters: int, rng: random.Random) -> Is:
+    return Is(rng.randrange(characters), rng.random() < 0.5)
+
+
+def fingerprint(puzzle: Puzzle) -> float:
+    """In [0, 1); equal for puzzles that differ only in the order of characters or of the parts of a claim.
+
+    Each character gets a mark from its claim, in which others stand by their own marks of the round before.
+    """
+    marks = [""] * puzzle.characters
+    for _ in range(3):
+        marks = [_digest(_marked(claim, speaker, marks)) for speaker, claim in enumerate(puzzle.claims)]
+    return int(_digest("|".join(sorted(marks))), 16) / 16**16
+
+
+def _marked(claim: Claim, speaker: int, marks: Sequence[str]) -> str:
+    match claim:
+        case Is(character, knight):
+            return f"{'self' if character == speaker else marks[character]}={int(knight)}"
+        case Not(inner):
+            return f"not({_marked(inner, speaker, marks)})"
+        case Joined(connective, left, right):
+            parts = [_marked(left, speaker, marks), _marked(right, speaker, marks)]
+            if connective is not Connective.IMPLIES:
+                parts.sort()
+            return f"{connective}({','.join(parts)})"
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def warm_start_puzzle(characters: int, rng: random.Random) -> Puzzle:
+    """A puzzle that no task hands out."""
+    while True:
+        puzzle = random_puzzle(characters, rng)
+        if fingerprint(puzzle) < WARM_START_SHARE:
+            return puzzle
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    train: list[Puzzle]
+    held_out: list[Puzzle]
+
+
+def _distinct_puzzles(characters: int, train: int, held_out: int, rng: random.Random) -> _Split:
+    """This many distinct puzzles for each side; the sides share no fingerprint."""
+    held_out_from = 1 - (1 - WARM_START_SHARE) * held_out / (train + held_out)
+    split = _Split([], [])
+    seen: set[Puzzle] = set()
+    fruitless = 0
+    while len(split.train) < train or len(split.held_out) < held_out:
+        puzzle = random_puzzle(characters, rng)
+        place = fingerprint(puzzle)
+        side, wanted = (split.held_out, held_out) if place >= held_out_from else (split.train, train)
+        if puzzle in seen or place < WARM_START_SHARE or len(side) == wanted:
+            fruitless += 1
+            if fruitless == _DRAWS_WITHOUT_A_NEW_PUZZLE:
+                raise ValueError(
+                    f"{train + held_out} puzzles with {characters} characters were asked for, but"
+                    f" {fruitless} draws in a row gave no new one, with {len(split.train)} of {train} found"
+                    f" for training and {len(split.held_out)} of {held_out} held out. Lower `count` or use"
+                    f" more characters."
+                )
+            continue
+        fruitless = 0
+        seen.add(puzzle)
+        side.append(puzzle)
+    return split
+
+
+# --- wording ---------------------------------------------------------------------------------------------
+
+
+class Wording(StrEnum):
+    STORY = "story"  # full sentences with many turns of phrase, for language models
+    COMPACT = "compact"  # one plain sentence a character, always the same names, for the built-in model
+
+
+COMPACT_NAMES = ("Ann", "Bob", "Cid", "Dan", "Eve")
+STORY_NAMES = (
+    "Ada", "Amir", "Bella", "Bruno", "Clara", "Cyrus", "Daisy", "Dmitri", "Elena", "Emil", "Farah", "Felix",
+    "Gita", "Gustav", "Hana", "Hugo", "Ines", "Ivan", "Jonas", "Kira", "Kofi", "Lena", "Luca", "Maya",
+    "Milo", "Nadia", "Nils", "Olga", "Omar", "Paula", "Pedro", "Rosa", "Ravi", "Selma", "Sven", "Tara",
+    "Uma", "Viktor", "Wanda", "Zara",
+)  # fmt: skip
+SYSTEM = (
+    "Work out who is a knight and who is a knave. Reason first, between <think> and </think>. Then give the"
+    " answer between <answer> and </answer>, one line for each character, and write nothing after it. For"
+    " example: <think> your reasoning </think> <answer> (1) Ada is a knight\n(2) Ivan is a knave </answer>"
+)
+_OPENINGS = (
+    "Everyone on this island is a knight or a knave. Knights only say what is true, knaves what is false.",
+    "On an island of knights and knaves, each knight tells the truth every time and each knave lies.",
+    "You land where only two kinds of people live: knights, who never lie, and knaves, who always do.",
+)
+_MEETINGS = (
+    "You run into {count} of them: {names}.",
+    "{count} of the islanders greet you: {names}.",
+    "There you talk to {count} people: {names}.",
+)
+_SPEECHES = (
+    '{name} says: "{Claim}."',
+    '{name} tells you, "{Claim}."',
+    '"{Claim}," says {name}.',
+    '"{Claim}," {name} explains.',
+    "{name} swears that {claim}.",
+    "{name} lets you know that {claim}.",
+    "{name} is sure that {claim}.",
+    'The words of {name} are: "{Claim}."',
+)
+_QUESTIONS = (
+    "Who is a knight, and who is a knave?",
+    "What is each of them?",
+    "Tell the knights from the knaves.",
+)
+
+
+def claim_text(claim: Claim, names: Sequence[str], wording: Wording = Wording.STORY) -> str:
+    """In compact wording every connective stands between its parts, which is easier to learn to read."""
+    match claim:
+        case Is(character, knight):
+            return f"{names[character]} is a {_kind(knight)}"
+        case Not(Is(character, knight)):
+            return f"{names[character]} is not a {_kind(knight)}"
+        case Joined(connective, left, right):
+            first, second = claim_text(left, names), claim_text(right, names)
+            if connective is Connective.IMPLIES and wording is Wording.STORY:
+                return f"if {first} then {second}"
+            return f"{first} {connective} {second}"
+
+
+def compact_text(puzzle: Puzzle) -> str:
+    return " ".join(
+        f"{COMPACT_NAMES[speaker]} says {claim_text(claim, COMPACT_NAMES, Wording.COMPACT)}."
+        for speaker, claim in enumerate(puzzle.claims)
+    )
+
+
+def _content(puzzle: Puzzle) -> str:
+    """The puzzle without its wording."""
+    places = [str(place) for place in range(puzzle.characters)]
+    return "; ".join(claim_text(claim, places) for claim in puzzle.claims)
+
+
+def story_text(puzzle: Puzzle, names: Sequence[str], rng: random.Random) -> str:
+    listed = f"{', '.join(names[:-1])} and {names[-1]}"
+    speeches = [
+        rng.choice(_SPEECHES).format(name=name, claim=text, Claim=text[0].upper() + text[1:])
+        for name, text in zip(names, (claim_text(claim, names) for claim in puzzle.claims), strict=True)
+    ]
+    meeting = rng.choice(_MEETINGS).format(count=puzzle.characters, names=listed)
+    return " ".join((rng.choice(_OPENINGS), meeting, *speeches, rng.choice(_QUESTIONS)))
+
+
+def _kind(knight: bool) -> str:
+    return "knight" if knight else "knave"
+
+
+# --- reward ----------------------------------------------------------------------------------------------
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_RESPONSE = re.compile(r"\s*<think>.*</think>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
+_FILLER = re.compile(r"(?:[\s,;.*-]|\(?\d+[).:]|\band\b)*", re.IGNORECASE)  # list marks between statements
+
+
+def read_response(response: str) -> str | None:
+    """The inside of the answer block, or None when the format is wrong.
+
+    Right is: thought, then answer, each tag exactly once, nothing before, between or after the two blocks.
+    """
+    if any(response.count(tag) != 1 for tag in _TAGS):
+        return None
+    match = _RESPONSE.fullmatch(response)
+    return match["answer"] if match else None
+
+
+def read_answer(text: str, names: Sequence[str]) -> dict[str, bool] | None:
+    """Who is said to be a knight; None unless the text says it of each character once, and says nothing else.
+
+    Anything beyond plain statements (a hedge, a negation, a second opinion, a stranger) makes it unreadable,
+    so that no text can count as several answers.
+    """
+    listed = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    statement = re.compile(
+        rf"(?P<name>{listed})\**\s*(?:\bis(?:\s+a)?\b|[:=])\s*\**(?P<kind>knight|knave)\b", re.IGNORECASE
+    )
+    spelled = {name.lower(): name for name in names}
+    said: dict[str, bool] = {}
+    position = _end_of(_FILLER, text, 0)
+    while position < len(text):
+        match = statement.match(text, position)
+        if match is None or spelled[match["name"].lower()] in said:
+            return None
+        said[spelled[match["name"].lower()]] = match["kind"].lower() == "knight"
+        position = _end_of(_FILLER, text, match.end())
+    return said if len(said) == len(names) else None
+
+
+def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    return match.end() if match else position
+
+
+def judge(response: str, answer: Mapping[str, bool]) -> Verdict:
+    """Logic-RL's reward. An answer in the wrong format is not looked at."""
+    block = read_response(response)
+    if block is None:
+        return _verdict(format_reward=-1.0, answer_reward=-2.0)
+    said = read_answer(block, list(answer))
+    if said is None:
+        return _verdict(format_reward=1.0, answer_reward=-2.0)
+    return _verdict(format_reward=1.0, answer_reward=2.0 if said == dict(answer) else -1.5)
+
+
+def _verdict(format_reward: float, answer_reward: float) -> Verdict:
+    return Verdict(
+        reward=format_reward + answer_reward,
+        correct=answer_reward > 0,
+        parts={"format": format_reward, "answer": answer_reward},
+    )
+
+
+# --- task ------------------------------------------------------------------------------------------------
+
+SMALL_CHARACTERS = (2, 3, 3, 4)
+
+
+class KnightsAndKnaves:
+    """`count` puzzles, shared out evenly over the entries of `characters`; of each size a share is held out.
+
+    A size that is listed twice gets twice as many. With `data`, a folder of Logic-RL's
+    `{3..7}ppl-{train,test}.parquet`, the problems are the first ones of these files, the test files held out.
+    """
+
+    name = "knights_and_knaves"
+
+    def __init__(
+        self,
+        characters: Sequence[int] = (3, 4, 5, 6, 7),
+        count: int = 5000,
+        held_out_share: float = 0.1,
+        seed: int = 0,
+        data: Path | str | None = None,
+        wording: Wording = Wording.STORY,
+    ) -> None:
+        _check(characters, count, held_out_share, wording)
+        self._characters = tuple(characters)
+        self._count = count
+        self._held_out_share = held_out_share
+        self._seed = seed
+        self._data = None if data is None else Path(data)
+        self._wording = Wording(wording)
+
+    @classmethod
+    def small(cls, count: int = 2400, held_out_share: float = 0.25, seed: int = 0) -> KnightsAndKnaves:
+        """Small puzzles in compact wording, for the built-in model; 600 of 2400 are held out."""
+        return cls(SMALL_CHARACTERS, count, held_out_share, seed, wording=Wording.COMPACT)
+
+    def train(self) -> Sequence[Problem]:
+        return self._problems[0]
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._problems[1]
+
+    def score(self, problem: Problem, response: str) -> Verdict:
+        return judge(response, problem.answer)
+
+    @cached_property
+    def _problems(self) -> tuple[list[Problem], list[Problem]]:
+        rng = random.Random(self._seed)
+        train: list[Problem] = []
+        held_out: list[Problem] = []
+        for size in sorted(set(self._characters)):
+            wanted = self._count * self._characters.count(size) // len(self._characters)
+            held_out_wanted = round(wanted * self._held_out_share)
+            if self._data is None:
+                split = _distinct_puzzles(size, wanted - held_out_wanted, held_out_wanted, rng)
+                train += [self._problem(puzzle, rng) for puzzle in split.train]
+                held_out += [self._problem(puzzle, rng) for puzzle in split.held_out]
+            else:
+                train += _read_problems(self._data / f"{size}ppl-train.parquet", wanted - held_out_wanted)
+                held_out += _read_problems(self._data / f"{size}ppl-test.parquet", held_out_wanted)
+        # Mixed, so that any first part of either list has every size in it.
+        rng.shuffle(train)
+        rng.shuffle(held_out)
+        return train, held_out
+
+    def _problem(self, puzzle: Puzzle, rng: random.Random) -> Problem:
+        if self._wording is Wording.COMPACT:
+            names: Sequence[str] = COMPACT_NAMES[: puzzle.characters]
+            question, system = compact_text(puzzle), ""
+        else:
+            names = rng.sample(STORY_NAMES, puzzle.characters)
+            question, system = story_text(puzzle, names, rng), SYSTEM
+        answer = dict(zip(names, solutions(puzzle)[0], strict=True))
+        return Problem(f"{puzzle.characters}ppl-{_digest(_content(puzzle))}", question, answer, system)
+
+
+def _check(characters: Sequence[int], count: int, held_out_share: float, wording: Wording) -> None:
+    most = len(COMPACT_NAMES) if wording is Wording.COMPACT else MOST_CHARACTERS
+    if not characters or min(characters) < 2 or max(characters) > most:
+        raise ValueError(
+            f"characters = {tuple(characters)}: puzzles in {wording} wording have 2 to {most} characters."
+            f" Give one such number or more, for example (3, 4, 5)."
+        )
+    if not 0 < held_out_share < 1:
+        raise ValueError(f"held_out_share = {held_out_share}: it must lie between 0 and 1, for example 0.1.")
+    each = count // len(characters)
+    if not 1 <= round(each * held_out_share) < each:
+        raise ValueError(
+            f"count = {count}: over {len(characters)} sizes that is {each} puzzles each, too few to train on"
+            f" some and to hold out a share of {held_out_share}. Use a count of at least"
+            f" {len(characters) * ceil(1 / min(held_out_share, 1 - held_out_share))}."
+        )
+
+
+def _read_problems(path: Path, count: int) -> list[Problem]:
+    """The first `count` problems of one of Logic-RL's files."""
+    rows = list(islice(read_rows(Source(str(path))), count))
+    if len(rows) < count:
+        raise ValueError(
+            f"{path}: {count} puzzles are asked for, but it has {len(rows)}. Lower `count`, or change"
+            f" `held_out_share` to what the files have (0.1)."
+        )
+    missing = {"quiz", "names", "solution"}.difference(rows[0])
+    if missing:
+        raise ValueError(
+            f"{path}: no column {' and no column '.join(sorted(missing))} among {', '.join(rows[0])}."
+            f" Logic-RL's own files have them."
+        )
+    return [
+        Problem(
+            id=f"{path.stem}-{place}",
+            question=row["quiz"],
+            answer=dict(zip(row["names"], row["solution"], strict=True)),
+            system=SYSTEM,
+        )
+        for place, row in enumerate(rows)
+    ]

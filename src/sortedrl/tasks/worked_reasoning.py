@@ -1,0 +1,106 @@
+"""Reasoning aloud about small Knights & Knaves puzzles, made by a solver: the built-in model learns from it.
+
+The procedure is a search through the cases. Each case supposes what every character is, then goes through the
+claims: each part of a claim is quoted and called true (`yes`) or not (`no`). A claim that does not fit its
+speaker ends the case (`instead` opens the next); a case in which all fit is the answer. Every step can be
+told from the puzzle and the case at hand, so that a very small model can learn it.
+
+Part of the reasoning is flawed on purpose (`Flaws`): some of it guesses, some overlooks a misfit, some gives
+up. A model trained on the mixture knows the procedure and follows it only sometimes, which is what
+reinforcement learning can then improve.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from sortedrl.tasks.knights_and_knaves import (
+    COMPACT_NAMES,
+    Claim,
+    Connective,
+    Is,
+    Joined,
+    Not,
+    Puzzle,
+    claim_text,
+    holds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flaws:
+    """How often the reasoning goes wrong, as probabilities."""
+
+    guess: float = 0.0  # a response names an answer at random, without any search
+    overlook: float = 0.0  # a claim that does not fit its speaker is taken to fit
+    give_up: float = 0.0  # a refuted case is the last one; the answer is random
+
+
+NO_FLAWS = Flaws()
+SUPPOSE, INSTEAD, GUESS, ENOUGH, YES, NO = "suppose", "instead", "guess", "enough", "yes", "no"
+
+
+def worked_response(puzzle: Puzzle, rng: random.Random, flaws: Flaws) -> str:
+    """A complete response in the task's format; with `NO_FLAWS`, always with the right answer."""
+    guesses = rng.random() < flaws.guess
+    thought, answer = ([GUESS], _random_case(puzzle, rng)) if guesses else _search(puzzle, rng, flaws)
+    return " ".join(("<think>", *thought, "</think>", "<answer>", *_stated(answer), "</answer>"))
+
+
+def phrases() -> list[str]:
+    """All that compact puzzles and responses are made of, each a token of the built-in model."""
+    characters = range(len(COMPACT_NAMES))
+    facts = [Is(character, knight) for character in characters for knight in (True, False)]
+    return [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        *(claim_text(fact, COMPACT_NAMES) for fact in facts),
+        *(claim_text(Not(fact), COMPACT_NAMES) for fact in facts),
+        *(_speaker(character) for character in characters),
+        *Connective,
+        *(SUPPOSE, INSTEAD, GUESS, ENOUGH, YES, NO, "."),
+    ]
+
+
+def _search(puzzle: Puzzle, rng: random.Random, flaws: Flaws) -> tuple[list[str], tuple[bool, ...]]:
+    thought: list[str] = []
+    for case in product((True, False), repeat=puzzle.characters):
+        thought += [INSTEAD if thought else SUPPOSE, *_stated(case)]
+        if _seems_to_fit(puzzle, case, thought, rng, flaws):
+            return thought, case
+        if rng.random() < flaws.give_up:
+            break
+    return [*thought, ENOUGH], _random_case(puzzle, rng)
+
+
+def _seems_to_fit(puzzle: Puzzle, case: Sequence[bool], thought: list[str], rng: random.Random, flaws: Flaws) -> bool:
+    """Writes the check of a case down in `thought`, up to the first claim that does not fit."""
+    for speaker, claim in enumerate(puzzle.claims):
+        thought += [_speaker(speaker), *_called(claim, case)]
+        if holds(claim, case) != case[speaker] and rng.random() >= flaws.overlook:
+            return False
+    return True
+
+
+def _called(claim: Claim, case: Sequence[bool]) -> list[str]:
+    """The claim, with a `yes` or `no` after each of its parts."""
+    if isinstance(claim, Joined):
+        return [*_called(claim.left, case), claim.connective, *_called(claim.right, case)]
+    return [claim_text(claim, COMPACT_NAMES), YES if holds(claim, case) else NO]
+
+
+def _stated(case: Sequence[bool]) -> list[str]:
+    return [claim_text(Is(character, knight), COMPACT_NAMES) for character, knight in enumerate(case)]
+
+
+def _speaker(character: int) -> str:
+    return f"{COMPACT_NAMES[character]} says"
+
+
+def _random_case(puzzle: Puzzle, rng: random.Random) -> tuple[bool, ...]:
+    return tuple(rng.random() < 0.5 for _ in puzzle.claims)

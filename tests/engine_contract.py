@@ -1,0 +1,287 @@
+"""What every engine must do, whatever generates its tokens: one suite, run by each engine's own test file.
+
+    class TestMyEngine(EngineContract):
+        def make_engine(self, slots: int) -> Engine:
+            return MyEngine(..., slots=slots)
+
+The suite imposes lengths by budgets and knows nothing of the tokens but what the protocol promises. The engine
+must be able to run contexts of 64 tokens; responses may end by themselves before their budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedrl.core.engine import (
+    Change,
+    Engine,
+    Failed,
+    Finished,
+    Preempted,
+    Request,
+    Sampling,
+    Started,
+    Tokens,
+)
+from sortedrl.core.rollout import Prompt, Segment
+
+BUDGETS = (3, 17, 5, 29, 1, 11, 23, 2, 13, 7, 19, 31)
+
+
+@dataclass
+class Ledger:
+    """Folds changes, and checks on each what the protocol says about their order."""
+
+    engine: Engine
+    submitted: dict[int, Request] = field(default_factory=dict)
+    started: list[int] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+    segments: dict[int, list[Segment]] = field(default_factory=dict)
+    finished: dict[int, bool] = field(default_factory=dict)  # id -> truncated
+    failed: dict[int, str] = field(default_factory=dict)
+    most_running: int = 0
+    last_time: float = float("-inf")
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.submitted[request.id] = request
+            self.segments[request.id] = []
+        self.engine.submit(requests)
+
+    def run(self) -> None:
+        while self.open_ids:
+            self.apply(self.engine.poll())
+
+    def run_until_first_end(self) -> None:
+        before = len(self.finished) + len(self.failed)
+        while len(self.finished) + len(self.failed) == before:
+            self.apply(self.engine.poll())
+
+    def stop(self, ids: Sequence[int]) -> None:
+        self.apply(self.engine.stop(ids))
+        for id in ids:
+            self.running.discard(id)
+            self.submitted.pop(id, None)
+
+    @property
+    def open_ids(self) -> list[int]:
+        return [id for id in self.submitted if id not in self.finished and id not in self.failed]
+
+    def tokens(self, id: int) -> list[int]:
+        return [token for segment in self.segments[id] for token in segment.tokens]
+
+    def logprobs(self, id: int) -> list[float]:
+        return [value for segment in self.segments[id] for value in segment.logprobs]
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            assert self.last_time <= change.at <= self.engine.now(), "changes come in time order"
+            self.last_time = change.at
+            assert change.id in self.submitted, "only requests that are in the engine change"
+            assert change.id not in self.finished and change.id not in self.failed, "an end is the last change"
+            self._fold(change)
+
+    def _fold(self, change: Change) -> None:
+        id = change.id
+        if isinstance(change, Started):
+            assert id not in self.running
+            self.started.append(id)
+            self.running.add(id)
+            self.most_running = max(self.most_running, len(self.running))
+            assert len(self.running) <= self.engine.slots
+        elif isinstance(change, Preempted):
+            assert id in self.running
+            self.running.remove(id)
+        elif isinstance(change, Tokens):
+            assert len(change.segment) > 0
+            self.segments[id].append(change.segment)
+            assert len(self.tokens(id)) <= self.submitted[id].budget
+        elif isinstance(change, Finished):
+            assert id in self.running, "only what runs can finish"
+            assert self.tokens(id), "a finished response has tokens, delivered before"
+            self.running.remove(id)
+            self.finished[id] = change.truncated
+        elif isinstance(change, Failed):
+            assert change.reason
+            self.running.discard(id)
+            self.failed[id] = change.reason
+
+
+def resumed(request: Request, segments: Sequence[Segment]) -> Request:
+    """The request that goes on where these segments ended."""
+    made = sum(map(len, segments))
+    return Request(
+        id=request.id,
+        prompt=request.prompt,
+        kept=(*request.kept, *segments),
+        budget=request.budget - made,
+        seed=request.seed,
+        sampling=request.sampling,
+    )
+
+
+class EngineContract:
+    """Subclass it; see the module's docstring."""
+
+    deterministic = True  # equal seeds and weights make equal tokens, whatever else runs
+    slots = 4
+
+    def make_engine(self, slots: int) -> Engine:
+        raise NotImplementedError
+
+    def weights(self, version: int) -> Any:
+        """What `load` takes for this version."""
+        return None
+
+    def prompt_tokens(self, index: int) -> list[int]:
+        return [1 + (index * 7 + position * 3) % 20 for position in range(2 + index % 5)]
+
+    def requests(self, budgets: Sequence[int] = BUDGETS, first_id: int = 0) -> list[Request]:
+        return [
+            Request(
+                id=first_id + index,
+                prompt=Prompt(f"prompt {index}", self.prompt_tokens(index)),
+                kept=(),
+                budget=budget,
+                seed=1000 + index,
+                sampling=Sampling(),
+            )
+            for index, budget in enumerate(budgets)
+        ]
+
+    def undisturbed(self, requests: Sequence[Request]) -> Ledger:
+        ledger = Ledger(self.make_engine(self.slots))
+        ledger.submit(requests)
+        ledger.run()
+        return ledger
+
+    def test_nothing_submitted_is_reported_at_once(self) -> None:
+        assert self.make_engine(self.slots).poll() == []
+
+    def test_every_request_ends_once_within_its_budget(self) -> None:
+        ledger = self.undisturbed(self.requests())
+        assert sorted(ledger.finished) == list(range(len(BUDGETS)))
+        assert not ledger.failed
+        for id, truncated in ledger.finished.items():
+            assert not truncated or len(ledger.tokens(id)) == BUDGETS[id]
+        assert ledger.engine.poll() == []
+
+    def test_starts_in_order_and_fills_the_slots(self) -> None:
+        ledger = self.undisturbed(self.requests())
+        assert list(dict.fromkeys(ledger.started)) == list(range(len(BUDGETS)))
+        assert ledger.most_running == self.slots
+
+    def test_fewer_requests_than_slots(self) -> None:
+        ledger = self.undisturbed(self.requests(budgets=(5,)))
+        assert list(ledger.finished) == [0]
+
+    def test_requests_that_come_later_join(self) -> None:
+        ledger = Ledger(self.make_engine(self.slots))
+        ledger.submit(self.requests(budgets=(20, 2)))
+        ledger.run_until_first_end()
+        ledger.submit(self.requests(budgets=(3, 4, 5, 6), first_id=10))
+        ledger.run()
+        assert sorted(ledger.finished) == [0, 1, 10, 11, 12, 13]
+
+    def test_poll_returns_when_its_time_is_up(self) -> None:
+        ledger = Ledger(self.make_engine(self.slots))
+        for seconds in (0.0, 0.01):
+            until = ledger.engine.now() + seconds
+            assert ledger.engine.poll(until) == []
+            assert ledger.engine.now() >= until
+        ledger.submit(self.requests())
+        while ledger.open_ids:
+            until = ledger.engine.now() + 0.003
+            changes = ledger.engine.poll(until)
+            assert changes or ledger.engine.now() >= until
+            ledger.apply(changes)
+
+    def test_stop_returns_all_tokens_and_leaves_nothing(self) -> None:
+        ledger = Ledger(self.make_engine(self.slots))
+        requests = self.requests(budgets=(2, 40, 40, 40, 40, 40))
+        ledger.submit(requests)
+        ledger.run_until_first_end()
+        stopped = ledger.open_ids
+        ledger.stop(stopped)
+        assert ledger.engine.poll() == []
+        assert ledger.engine.poll(ledger.engine.now() + 0.01) == []
+        waiting = [id for id in stopped if id not in ledger.started]
+        assert waiting and not any(ledger.segments[id] for id in waiting), "what waits has made nothing"
+        again = self.requests(budgets=(4,) * len(stopped), first_id=100)
+        ledger.submit(again)
+        ledger.run()
+        assert all(request.id in ledger.finished for request in again)
+
+    def test_others_go_on_when_some_are_stopped(self) -> None:
+        ledger = Ledger(self.make_engine(self.slots))
+        ledger.submit(self.requests(budgets=(2, 40, 30, 40, 25, 35)))
+        ledger.run_until_first_end()
+        open_ids = ledger.open_ids
+        ledger.stop(open_ids[::2])
+        ledger.run()
+        assert set(open_ids[1::2]) <= set(ledger.finished)
+
+    def test_stop_of_what_is_not_there_changes_nothing(self) -> None:
+        ledger = self.undisturbed(self.requests(budgets=(3, 4)))
+        assert ledger.engine.stop([0, 1, 999]) == []
+
+    def test_resume_goes_on_with_what_is_left_of_the_budget(self) -> None:
+        requests = {request.id: request for request in self.requests(budgets=(4, 40, 38, 36))}
+        ledger = Ledger(self.make_engine(self.slots))
+        ledger.submit(list(requests.values()))
+        ledger.run_until_first_end()
+        stopped = ledger.open_ids
+        ledger.stop(stopped)
+        first_parts = {id: ledger.segments[id] for id in stopped}
+        ledger.submit([resumed(requests[id], first_parts[id]) for id in stopped])
+        ledger.run()
+        for id in stopped:
+            total = sum(map(len, first_parts[id])) + len(ledger.tokens(id))
+            assert total == requests[id].budget if ledger.finished[id] else total <= requests[id].budget
+
+    def test_stops_do_not_change_the_tokens(self) -> None:
+        if not self.deterministic:
+            return
+        requests = {request.id: request for request in self.requests()}
+        reference = self.undisturbed(list(requests.values()))
+        made: dict[int, list[Segment]] = {id: [] for id in requests}
+        ledger = Ledger(self.make_engine(self.slots))
+        ledger.submit(list(requests.values()))
+        while ledger.open_ids:
+            ledger.run_until_first_end()
+            for id, segments in ledger.segments.items():
+                made[id] += segments
+                segments.clear()
+            left = [id for id in requests if id not in ledger.finished]
+            ledger.stop(ledger.open_ids)
+            for id in left:
+                made[id] += ledger.segments[id]
+            ledger.submit([resumed(requests[id], made[id]) for id in reversed(left)])
+        for id in requests:
+            tokens = [token for segment in made[id] for token in segment.tokens]
+            assert tokens == reference.tokens(id)
+            assert ledger.finished[id] == reference.finished[id]
+
+    def test_segments_carry_the_version_that_made_them(self) -> None:
+        engine = self.make_engine(self.slots)
+        requests = {request.id: request for request in self.requests(budgets=(3, 40, 40, 40))}
+        ledger = Ledger(engine)
+        engine.load(self.weights(5), 5)
+        ledger.submit(list(requests.values()))
+        ledger.run_until_first_end()
+        ledger.stop(ledger.open_ids)
+        first_parts = {id: list(ledger.segments[id]) for id in requests}
+        assert {segment.version for parts in first_parts.values() for segment in parts} == {5}
+        engine.load(self.weights(6), 6)
+        left = [id for id in requests if id not in ledger.finished]
+        ledger.submit([resumed(requests[id], first_parts[id]) for id in left])
+        ledger.run()
+        assert {segment.version for id in left for segment in ledger.segments[id]} == {6}
+
+    def test_log_probabilities_are_log_probabilities(self) -> None:
+        ledger = self.undisturbed(self.requests())
+        for id in ledger.finished:
+            assert len(ledger.logprobs(id)) == len(ledger.tokens(id))
+            assert all(value <= 0 for value in ledger.logprobs(id))

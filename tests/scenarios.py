@@ -1,0 +1,295 @@
+"""Small simulated runs for the tests of the scheduler: the whole training loop, every knob of it as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+from sortedrl.core import (
+    STRATEGIES,
+    Batch,
+    Controller,
+    Event,
+    EventLog,
+    Expectation,
+    Prompt,
+    Prompts,
+    Request,
+    Rollout,
+    Schedule,
+    Strategy,
+)
+from sortedrl.core.hashing import mixed
+from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.step_time import StepTime, linear
+from sortedrl.observe.metrics import Figures, Metrics
+
+ONE_SECOND_STEPS = linear(1.0, 0.0)
+STEP_TIMES = (
+    ONE_SECOND_STEPS,
+    linear(0.25, 0.125),
+    linear(0.5, 0.125, per_cached_token=0.01, per_prefill_token=0.1),
+)
+MODES = sorted(STRATEGIES)
+NEVER = float("inf")
+E = TypeVar("E")
+PATIENCE = 5_000  # waits and events after which a small run counts as endless
+
+
+class Endless(AssertionError):
+    """The schedule makes no progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run: its schedule, and how engine, scorer and learner behave. Tuples are read in turn, again and again."""
+
+    schedule: Schedule
+    lengths: tuple[int, ...]  # prompt i answers with the i-th
+    redraws: bool = False  # another seed gives another length
+    slots: int = 4
+    epochs: int = 1
+    shuffle: bool = False
+    prompt_tokens: tuple[int, ...] = (1,)
+    step_time: StepTime = ONE_SECOND_STEPS
+    kv_tokens: int | None = None
+    load_seconds: float = 0.0
+    learner_seconds: float = 0.0
+    score_seconds: tuple[float, ...] = (0.0,)  # of rollout i; NEVER: no score comes
+    unscorable: frozenset[int] = frozenset()  # rollouts whose reward raises
+    lost_after: tuple[int | None, ...] = (None,)  # tokens after which the engine loses a request
+    max_updates: int | None = None
+    silent_updates: frozenset[int] = frozenset()  # after these the learner publishes nothing
+
+    def length_of(self, prompt: Prompt, seed: int) -> int:
+        number: int = prompt.payload
+        return self.lengths[(number + (mixed(seed) if self.redraws else 0)) % len(self.lengths)]
+
+    def final_length(self, rollout: Rollout) -> int:
+        """What the rollout's present attempt must end at."""
+        seed = rollout.seed if self.schedule.keep_seed else mixed(rollout.seed, rollout.attempt)
+        return min(self.length_of(rollout.prompt, seed), self.schedule.max_response_tokens)
+
+    def loss_of(self, request: Request) -> int | None:
+        """A request that would end by then is not lost."""
+        lost = self.lost_after[mixed(request.seed, request.kept_length) % len(self.lost_after)]
+        left = min(self.length_of(request.prompt, request.seed) - request.kept_length, request.budget)
+        return lost if lost is not None and lost < left else None
+
+    def dataset(self) -> list[Prompt]:
+        sizes = self.prompt_tokens
+        return [Prompt(f"p{i}", range(sizes[i % len(sizes)]), i) for i in range(len(self.lengths))]
+
+
+class WatchedEngine(SimulatedEngine):
+    """Remembers the requests that it got."""
+
+    requests: list[Request]
+
+    def submit(self, requests: Any) -> None:
+        self.requests = [*getattr(self, "requests", []), *requests]
+        super().submit(requests)
+
+
+class WatchedScorer(SimulatedScorer):
+    waits = 0
+
+    def wait(self, timeout_seconds: float) -> None:
+        self.waits += 1
+        if self.waits > PATIENCE:
+            raise Endless("the controller waits for scores and nothing else happens")
+        super().wait(timeout_seconds)
+
+
+class Run:
+    """A scenario while it runs, and what it left behind. `state` starts it from a checkpoint, in a log that ended at
+    `last_time`."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        state: dict[str, Any] | None = None,
+        last_time: float = 0.0,
+        expectation: Expectation | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.events: list[Event] = []
+        self.batches: list[Batch] = []
+        self.metrics = Metrics()
+        self.engine = WatchedEngine(
+            slots=scenario.slots,
+            step_time=scenario.step_time,
+            length_of=lambda request: scenario.length_of(request.prompt, request.seed),
+            kv_tokens=scenario.kv_tokens,
+            load_seconds=scenario.load_seconds,
+            lost_after=scenario.loss_of,
+        )
+        self.scorer = WatchedScorer(self.engine, seconds_of=self._score_seconds, reward_of=self._reward)
+        self.controller = Controller(
+            self.engine,
+            Prompts(scenario.dataset(), epochs=scenario.epochs, seed=scenario.schedule.seed, shuffle=scenario.shuffle),
+            self.scorer,
+            scenario.schedule,
+            strategy=strategy,
+            expectation=expectation,
+            log=EventLog(self._keep, self.metrics),
+            max_updates=scenario.max_updates,
+        )
+        if state is not None:
+            self.engine.load(None, state["version"])
+            self.controller.restore(state, last_time=last_time)
+
+    def batches_in_turn(self) -> Iterator[Batch]:
+        """The loop of a training run; yields each batch before the learner steps."""
+        for batch in self.controller:
+            self.batches.append(batch)
+            yield batch
+            self._learn(batch)
+
+    def to_end(self) -> Run:
+        for _ in self.batches_in_turn():
+            pass
+        return self
+
+    def updates(self, count: int) -> Run:
+        """Until `count` batches were learned from, or the end."""
+        if count:
+            for batch in self.controller:
+                self.batches.append(batch)
+                self._learn(batch)
+                if len(self.batches) == count:
+                    break
+        return self
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The controller's state as it comes back from a file."""
+        state: dict[str, Any] = json.loads(json.dumps(self.controller.state()))
+        return state
+
+    @property
+    def figures(self) -> Figures:
+        return self.metrics.figures()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(batch) for batch in self.batches]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Batches as sorted rollout ids."""
+        return [sorted(rollout.id for rollout in batch) for batch in self.batches]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        return [[len(rollout) for rollout in batch] for batch in self.batches]
+
+    def all(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def _learn(self, batch: Batch) -> None:
+        seconds = self.scenario.learner_seconds
+        if self.scenario.schedule.overlap:
+            self.controller.carry_on(until=self.engine.now() + seconds)
+        else:
+            self.engine.sleep(seconds)
+        if batch.update not in self.scenario.silent_updates:
+            self.controller.publish()
+
+    def _keep(self, event: Event) -> None:
+        self.events.append(event)
+        if len(self.events) > PATIENCE:
+            raise Endless("more events than a small run can need")
+
+    def _score_seconds(self, rollout: Rollout) -> float:
+        return self.scenario.score_seconds[rollout.id % len(self.scenario.score_seconds)]
+
+    def _reward(self, rollout: Rollout) -> float:
+        if rollout.id in self.scenario.unscorable:
+            raise ValueError("the judge cannot read this")
+        return float(len(rollout))
+
+
+def run(mode: str, lengths: list[int], *, slots: int = 4, **knobs: Any) -> Run:
+    """A whole run from a few words: knobs of the schedule and of the scenario together."""
+    return Run(scenario(mode, lengths, slots=slots, **knobs)).to_end()
+
+
+def scenario(mode: str, lengths: list[int], *, slots: int = 4, **knobs: Any) -> Scenario:
+    of_schedule = {name: knobs.pop(name) for name in list(knobs) if name in Schedule.__slots__}
+    of_schedule.setdefault("prompts_per_cohort", None)
+    of_schedule.setdefault("max_response_tokens", 100)
+    return Scenario(schedule=Schedule(mode=mode, **of_schedule), lengths=tuple(lengths), slots=slots, **knobs)
+
+
+# Random schedules
+
+
+@st.composite
+def schedules(draw: st.DrawFn, mode: str) -> Schedule:
+    keeps_tokens = STRATEGIES[mode].keeps_tokens
+    per_prompt = draw(st.integers(1, 4))
+    per_update = draw(st.integers(1, 8))
+    fewest = -(-per_update // per_prompt)
+    bounds = st.integers(1, 3) if mode == "async-pool" else st.none() | st.integers(1, 3)
+    return Schedule(
+        mode=mode,
+        rollouts_per_update=per_update,
+        rollouts_per_prompt=per_prompt,
+        compare_siblings=per_prompt > 1 and draw(st.booleans()),
+        prompts_per_cohort=draw(st.none() | st.integers(fewest, fewest + 8)),
+        oversubscribe=draw(st.sampled_from((None, None, 1.0, 1.3, 2.0))),
+        max_staleness=draw(bounds) if keeps_tokens else None,
+        max_response_tokens=draw(st.integers(1, 12)),
+        max_prompt_tokens=3,
+        max_wait_updates=draw(st.none() | st.integers(1, 3)),
+        max_retries=draw(st.integers(0, 2)),
+        score_wait_seconds=draw(st.sampled_from((0.0, 1.0, 6.0))),
+        keep_seed=draw(st.booleans()),
+        overlap=mode == "async-pool" or (keeps_tokens and draw(st.booleans())),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def peaceful(draw: st.DrawFn, modes: list[str] = MODES) -> Scenario:
+    """A random schedule in which everything arrives and nothing is lost: lengths with ties, ones and limit hits."""
+    longest = draw(st.sampled_from((1, 3, 15)))
+    return Scenario(
+        schedule=draw(schedules(draw(st.sampled_from(modes)))),
+        lengths=tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=20))),
+        redraws=draw(st.booleans()),
+        slots=draw(st.integers(1, 6)),
+        epochs=draw(st.integers(1, 3)),
+        shuffle=draw(st.booleans()),
+        step_time=draw(st.sampled_from(STEP_TIMES)),
+        load_seconds=draw(st.sampled_from((0.0, 1.5))),
+        learner_seconds=draw(st.sampled_from((0.0, 0.7, 5.0))),
+    )
+
+
+@st.composite
+def troubled(draw: st.DrawFn, modes: list[str] = MODES) -> Scenario:
+    """A random schedule with late and missing scores, raising rewards, lost requests, prompts that are too long, full
+    memory, a learner that does not always publish, a run that ends early."""
+    calm = draw(peaceful(modes))
+    some_ids = st.frozensets(st.integers(0, 40), max_size=6)
+    return Scenario(
+        **{
+            **{name: getattr(calm, name) for name in Scenario.__dataclass_fields__},
+            "prompt_tokens": tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))),
+            "kv_tokens": draw(st.none() | st.integers(8, 60)),
+            "score_seconds": tuple(
+                draw(st.lists(st.sampled_from((0.0, 0.0, 0.5, 4.0, 30.0, NEVER)), min_size=1, max_size=4))
+            ),
+            "unscorable": draw(some_ids),
+            "lost_after": tuple(draw(st.lists(st.sampled_from((None, None, 0, 1, 3)), min_size=1, max_size=4))),
+            "max_updates": draw(st.none() | st.integers(1, 6)),
+            "silent_updates": draw(st.frozensets(st.integers(0, 8), max_size=4)),
+        }
+    )

@@ -1,0 +1,188 @@
+"""Checkpoints of the scheduler: a fresh controller goes on exactly as the undisturbed run would have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scenarios import Run, Scenario, peaceful, run, scenario
+from sortedrl.core import STRATEGIES, Batch, events
+
+MODES = sorted(set(STRATEGIES) - {"async-pool"})
+LENGTHS = [7, 1, 12, 2, 5, 5, 9, 1, 1, 3, 14, 2, 6]
+
+
+def what_was_trained_on(batches: list[Batch]) -> list[Any]:
+    return [
+        (
+            batch.update,
+            batch.version,
+            [(r.id, r.prompt.id, r.attempt, r.versions, r.tokens, r.logprobs, r.reward) for r in batch],
+        )
+        for batch in batches
+    ]
+
+
+def check_goes_on_exactly(plan: Scenario, updates: int) -> None:
+    undisturbed = Run(plan).to_end()
+    first = Run(plan).updates(updates)
+    second = Run(plan, state=first.checkpoint(), last_time=first.engine.now()).to_end()
+    assert what_was_trained_on(first.batches + second.batches) == what_was_trained_on(undisturbed.batches)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restored_run_makes_the_same_batches(mode: str, updates: int) -> None:
+    check_goes_on_exactly(
+        scenario(
+            mode,
+            LENGTHS,
+            redraws=True,
+            slots=3,
+            rollouts_per_update=3,
+            prompts_per_cohort=5,
+            rollouts_per_prompt=2,
+            epochs=2,
+            shuffle=True,
+            seed=5,
+        ),
+        updates,
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(peaceful(), st.integers(1, 6))
+def test_any_schedule_goes_on_exactly_as_the_undisturbed_run(plan: Scenario, updates: int) -> None:
+    check_goes_on_exactly(plan, updates)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_state_of_a_restored_controller_is_the_state_it_was_restored_from(mode: str) -> None:
+    plan = scenario(mode, LENGTHS, slots=3, rollouts_per_update=3, prompts_per_cohort=6, epochs=2)
+    state = Run(plan).updates(2).checkpoint()
+    assert Run(plan, state=state).checkpoint() == state
+
+
+def test_cached_tokens_and_ready_rollouts_are_in_the_checkpoint() -> None:
+    """Six of the eight end together: two are trained on, four wait as ready, and two are cut at 3 tokens."""
+    plan = scenario("partial", [3] * 6 + [9, 9], slots=8, rollouts_per_update=2)
+    first = Run(plan).updates(1)
+    second = Run(plan, state=first.checkpoint())
+    buffer = second.controller.situation.buffer
+    assert (buffer.ready, buffer.waiting) == (4, 2)
+    assert [len(rollout) for rollout in buffer.live.values() if rollout.resumable] == [3, 3]
+    second.to_end()
+    assert second.ids == [[2, 3], [4, 5], [6, 7]]
+    assert [request.budget for request in second.engine.requests] == [97, 97]
+    assert [rollout.versions for rollout in second.batches[-1]] == [[0, 0, 0] + [3] * 6] * 2
+
+
+def test_what_was_finished_and_not_scored_is_scored_again_after_a_restore() -> None:
+    plan = scenario("partial", [1, 2, 2, 9], slots=4, rollouts_per_update=2, score_seconds=(30.0, 0.0, 0.0, 0.0))
+    first = Run(plan).updates(1)
+    assert first.ids == [[1, 2]]
+    second = Run(plan, state=first.checkpoint()).to_end()
+    assert second.ids == [[0, 3]]
+    assert [event.rollout for event in second.all(events.Finished)] == [3]
+
+
+def test_a_checkpoint_does_not_change_when_the_run_goes_on() -> None:
+    plan = scenario("partial+planned", LENGTHS, slots=3, rollouts_per_update=2, prompts_per_cohort=6, epochs=2)
+    run = Run(plan).updates(2)
+    state = run.controller.state()
+    before = json.dumps(state)
+    run.updates(5)
+    assert json.dumps(state) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_harvests_have_a_number_each_across_a_restore(mode: str) -> None:
+    plan = scenario(mode, LENGTHS, slots=3, rollouts_per_update=2, prompts_per_cohort=6)
+    first = Run(plan).updates(2)
+    second = Run(plan, state=first.checkpoint()).to_end()
+    numbers = [event.harvest for event in first.all(events.HarvestBegan) + second.all(events.HarvestBegan)]
+    assert numbers == list(range(len(numbers)))
+    assert {batch.harvest for batch in second.batches} <= {e.harvest for e in second.all(events.HarvestBegan)}
+
+
+def test_a_controller_can_be_stopped_and_iterated_on() -> None:
+    plan = scenario("partial", LENGTHS, slots=3, rollouts_per_update=2)
+    stopped_often = Run(plan)
+    for count in range(1, 8):
+        stopped_often.updates(count)
+    assert what_was_trained_on(stopped_often.batches) == what_was_trained_on(Run(plan).to_end().batches)
+
+
+@pytest.mark.parametrize("mode", ["partial", "cohort-at-once", "april"])
+def test_a_run_that_ended_at_max_updates_can_be_extended(mode: str) -> None:
+    plan = scenario(mode, LENGTHS, slots=3, rollouts_per_update=2)
+    ended = Run(replace(plan, max_updates=3)).to_end()
+    extended = Run(plan, state=ended.checkpoint()).to_end()
+    assert what_was_trained_on(ended.batches + extended.batches) == what_was_trained_on(Run(plan).to_end().batches)
+
+
+@pytest.mark.parametrize("mode", ["partial", "on-policy", "partial+elevator"])
+def test_an_interrupted_harvest_goes_on_after_a_restore(mode: str) -> None:
+    """Interrupted while it runs: tokens are kept or dropped as at a harvest, and nothing is lost."""
+    plan = scenario(mode, LENGTHS, slots=3, rollouts_per_update=4)
+    first = Run(plan)
+    poll = first.engine.poll
+
+    def poll_and_interrupt(until: float | None = None) -> Any:
+        if first.engine.now() >= 12:
+            first.controller.interrupt()
+        return poll(until)
+
+    first.engine.poll = poll_and_interrupt  # type: ignore[method-assign]
+    first.to_end()
+    assert 0 < sum(first.sizes) < len(LENGTHS)
+    second = Run(plan, state=first.checkpoint()).to_end()
+    assert sorted(id for batch in first.ids + second.ids for id in batch) == list(range(len(LENGTHS)))
+
+
+def test_no_checkpoint_is_taken_while_rollouts_are_in_the_engine() -> None:
+    plan = scenario("april", LENGTHS, slots=3, rollouts_per_update=2, overlap=True, max_staleness=2)
+    result = Run(plan)
+    next(result.batches_in_turn())
+    with pytest.raises(RuntimeError, match="rollouts are in the engine: stop them before a checkpoint"):
+        result.controller.state()
+
+
+def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
+    state = run("partial", LENGTHS, rollouts_per_update=2, max_updates=2).checkpoint()
+    with pytest.raises(ValueError, match="made in mode partial, this run is april"):
+        Run(scenario("april", LENGTHS, rollouts_per_update=2), state=state)
+    with pytest.raises(ValueError, match="made with 13 prompts and seed 0, this run has 12 and seed 0"):
+        Run(scenario("partial", LENGTHS[:-1], rollouts_per_update=2), state=state)
+    with pytest.raises(ValueError, match="made with 13 prompts and seed 0, this run has 13 and seed 1"):
+        Run(scenario("partial", LENGTHS, rollouts_per_update=2, seed=1), state=state)
+
+
+def test_the_log_of_a_restored_run_goes_on_where_the_last_one_ended() -> None:
+    plan = scenario("partial", LENGTHS, slots=3, rollouts_per_update=2)
+    first = Run(plan).updates(2)
+    state, last_time = first.checkpoint(), first.engine.now()
+    second = Run(plan, state=state, last_time=last_time).to_end()
+    assert state["events"] == len(first.events)
+    assert second.controller.log.count == len(first.events) + len(second.events)
+    assert min(event.at for event in second.events) >= last_time
+    assert not second.all(events.RunBegan)
+    why_first = next(event for event in second.events if isinstance(event, events.Gate | events.Submitted))
+    assert isinstance(why_first, events.Submitted)
+    assert second.all(events.Gate)[0].at == last_time  # whatever the log's last gate was, it is stated anew
+
+
+def test_a_restored_run_overlaps_as_before() -> None:
+    """The clock of the new engine starts at zero, the log's goes on: the learner's step must still overlap."""
+    plan = scenario(
+        "april", [6] * 30, slots=3, rollouts_per_update=3, overlap=True, max_staleness=3, learner_seconds=4.0
+    )
+    undisturbed = Run(plan).to_end()
+    first = Run(plan).updates(4)
+    second = Run(plan, state=first.checkpoint(), last_time=first.engine.now()).to_end()
+    assert first.engine.now() + second.engine.now() == pytest.approx(undisturbed.engine.now())

@@ -1,0 +1,539 @@
+"""The embedded engine: the contract, exactness, sampling, weights, models of several families."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from engine_contract import EngineContract, Ledger, resumed
+from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.engines import embedded_decoder, embedded_model
+from sortedrl.engines.embedded import EmbeddedEngine, rows_by_length
+from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
+from sortedrl.engines.embedded_model import GeneralForward, LlamaForward, UnsupportedModel
+from sortedrl.engines.embedded_sampling import TokenSampler, seed_key
+
+VOCABULARY = 61
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are tiny, and threads that wait for each other cost more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Random weights, large enough for distributions that depend strongly on the context."""
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {**SHAPE, **changes}
+    if family == "GPT2":
+        shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    config = getattr(transformers, f"{family}Config")(**shape)
+    model = getattr(transformers, f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model.eval()
+
+
+def engine_of(model: Any, slots: int = 4, **changes: Any) -> EmbeddedEngine:
+    options: dict[str, Any] = {"slots": slots, "eos_token_ids": (), "max_length": 700, **changes}
+    return EmbeddedEngine(model, **options)
+
+
+def request(id: int, prompt: Sequence[int], budget: int, seed: int = 0, **sampling: Any) -> Request:
+    return Request(id, Prompt(str(id), list(prompt)), (), budget, seed, Sampling(**sampling))
+
+
+def random_requests(count: int, seed: int, longest: int = 60, **sampling: Any) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        request(
+            id,
+            [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))],
+            rng.randrange(1, longest),
+            rng.getrandbits(63),
+            **sampling,
+        )
+        for id in range(count)
+    ]
+
+
+def completed(engine: Engine, requests: Sequence[Request]) -> Ledger:
+    ledger = Ledger(engine)
+    ledger.submit(requests)
+    ledger.run()
+    return ledger
+
+
+def reference_logprobs(model: Any, request: Request, tokens: Sequence[int]) -> list[float]:
+    """One plain forward pass over the whole response; temperature and top-p as defined, token by token."""
+    prompt = list(request.prompt.tokens)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+    values = []
+    for row, token in zip(logits / request.sampling.temperature, tokens, strict=True):
+        probabilities, order = row.softmax(-1).sort(descending=True)
+        mass_before = probabilities.cumsum(0) - probabilities
+        nucleus = order[mass_before < request.sampling.top_p]
+        kept = row.softmax(-1)[nucleus].sum() if request.sampling.top_p < 1 else 1.0
+        assert token in nucleus
+        values.append(float((row.softmax(-1)[token] / kept).log()))
+    return values
+
+
+class TestContract(EngineContract):
+    model = model_of("Llama")
+
+    def make_engine(self, slots: int) -> Engine:
+        return engine_of(self.model, slots, eos_token_ids=(7,))
+
+    def weights(self, version: int) -> Any:
+        return model_of("Llama", seed=version).state_dict()
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+        ("Llama", {"attn_implementation": "eager"}),
+        ("Qwen2", {}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+        ("Qwen3", {}),
+        ("Mistral", {"sliding_window": 9}),
+        ("Gemma2", {"sliding_window": 9, "attn_implementation": "eager"}),
+        ("Phi3", {}),
+        ("GPT2", {}),
+    ],
+)
+def test_log_probabilities_are_those_of_a_plain_forward(family: str, changes: dict[str, Any]) -> None:
+    model = model_of(family, **changes)
+    ledger = completed(engine_of(model), random_requests(9, seed=1))
+    for id, asked in ledger.submitted.items():
+        expected = reference_logprobs(model, asked, ledger.tokens(id))
+        assert ledger.logprobs(id) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+def test_the_written_out_forward_is_the_models_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(family, num_key_value_heads=1)
+    requests = random_requests(8, seed=2)
+    written_out = engine_of(model)
+    assert isinstance(written_out._decoder._forward, LlamaForward)
+    monkeypatch.setattr(embedded_decoder, "forward_for", GeneralForward)
+    ours, theirs = completed(written_out, requests), completed(engine_of(model), requests)
+    for id in ours.finished:
+        assert ours.tokens(id) == theirs.tokens(id)
+        assert ours.logprobs(id) == pytest.approx(theirs.logprobs(id), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "word"),
+    [
+        ("Bloom", {"n_layer": 1, "n_head": 4}, "position_ids"),
+        ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ("Llama", {"attn_implementation": "flex_attention"}, "flex_attention"),
+    ],
+)
+def test_a_model_that_cannot_run_is_named(family: str, changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(UnsupportedModel, match=word):
+        engine_of(model_of(family, **changes))
+
+
+def test_a_learners_module_samples_without_dropout_and_keeps_its_attention() -> None:
+    model = model_of("GPT2")  # with dropout 0.1 in three places
+    requests = random_requests(3, seed=3)
+    expected = completed(engine_of(model), requests)
+    model.train()
+    attention = model.config._attn_implementation
+    shared = completed(engine_of(model), requests)
+    assert all(shared.logprobs(id) == expected.logprobs(id) for id in expected.finished)
+    assert model.config._attn_implementation == attention
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# A rollout's tokens depend on its seed and the weights alone
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["written out", "general"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_random_stops_leave_every_token_and_log_probability(
+    heads: int, general: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if general:
+        monkeypatch.setattr(embedded_decoder, "forward_for", GeneralForward)
+    model = model_of("Llama", num_key_value_heads=heads)
+    requests = {request.id: request for request in random_requests(24, seed=4, longest=90)}
+    expected = completed(engine_of(model, slots=20), list(requests.values()))
+    rng = random.Random(5)
+    made: dict[int, list[Segment]] = {id: [] for id in requests}
+    ledger = Ledger(engine_of(model, slots=9))
+    ledger.submit(list(requests.values()))
+    stops = 0
+    while ledger.open_ids:
+        for _ in range(rng.randrange(1, 4)):
+            ledger.apply(ledger.engine.poll(ledger.engine.now() + rng.random() * 0.02))
+        chosen = [id for id in ledger.open_ids if rng.random() < 0.6]
+        ledger.stop(chosen)
+        for id in chosen:
+            made[id] += ledger.segments[id]
+        rng.shuffle(chosen)
+        ledger.submit([resumed(requests[id], made[id]) for id in chosen])
+        stops += len(chosen)
+    assert stops > 30
+    for id in requests:
+        segments = [*made[id], *ledger.segments[id]]
+        assert [token for s in segments for token in s.tokens] == expected.tokens(id)
+        assert [value for s in segments for value in s.logprobs] == expected.logprobs(id)
+
+
+def test_long_contexts_grow_the_cache_and_stay_exact() -> None:
+    """Contexts on both sides of 256 (the first capacity) and 512 (where CPU attention works in blocks)."""
+    model = model_of("Llama")
+    rng = random.Random(6)
+    requests = [
+        request(id, [rng.randrange(VOCABULARY) for _ in range(length)], 30, id)
+        for id, length in enumerate((5, 250, 240, 500, 505, 30))
+    ]
+    together = completed(engine_of(model, slots=6), requests)
+    for asked in requests:
+        alone = completed(engine_of(model, slots=1), [asked])
+        assert alone.tokens(asked.id) == together.tokens(asked.id)
+        assert alone.logprobs(asked.id) == together.logprobs(asked.id)
+    longest = together.logprobs(4)
+    assert longest == pytest.approx(reference_logprobs(model, requests[4], together.tokens(4)), abs=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=80), st.integers(0, 15))
+def test_prefilled_keys_are_those_of_the_steps(tokens: list[int], row: int) -> None:
+    model = TestContract.model
+    stepped, filled = (SlotDecoder(model, slots=16, max_length=128) for _ in range(2))
+    for position, token in enumerate(tokens[:-1]):
+        stepped.begin([RowStart(row, token, position, 0, 0, 1.0, 1.0)])
+        stepped.step([position + 1] * (row + 1), cut=False)
+    filled.prefill([row], [tokens[:-1]])
+    length = len(tokens) - 1
+    for stored in ("keys", "values"):
+        for layer in range(2):
+            ours, theirs = (getattr(d.cache, stored)[layer][row, :, :length] for d in (filled, stepped))
+            assert torch.equal(ours, theirs)
+
+
+def test_a_row_that_was_left_stands_still() -> None:
+    """Else it would run out of its part of the cache into a neighbour's."""
+    decoder = SlotDecoder(TestContract.model, slots=16, max_length=64)
+    decoder.begin([RowStart(row, 1, 10 + row, 0, row, 1.0, 1.0) for row in range(4)])
+    decoder.move({3: 1, 1: 2}, longest=14)
+    decoder.clear([0])
+    decoder.step([0, 14, 12], cut=False)
+    assert decoder._positions[:5].tolist() == [0, 14, 12, 0, 0]
+
+
+def test_waiting_for_company_before_a_prefill_changes_no_token() -> None:
+    """What a GPU does; the decision does not depend on the device."""
+    model = model_of("Llama")
+    requests = random_requests(30, seed=13)
+    expected = completed(engine_of(model, slots=10), requests)
+    patient = engine_of(model, slots=10)
+    patient._patience_steps = 5
+    ledger = completed(patient, requests)
+    assert all(ledger.logprobs(id) == expected.logprobs(id) for id in expected.finished)
+
+
+@pytest.mark.parametrize("queries", [1, 24])
+def test_attention_of_the_gpu_path_is_that_of_the_cpu_path(queries: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, queries, 8), torch.randn(3, 2, 24, 8), torch.randn(3, 2, 24, 8)
+    hidden = torch.ones(24, 24, dtype=torch.bool).triu(1)[24 - queries :]
+    mask = torch.zeros(1, 1, queries, 24).masked_fill(hidden, torch.finfo(torch.float32).min)
+    with embedded_model.reading({range(2): 24, range(2, 3): 24}):
+        ours = embedded_model._attend(query, key, value, mask.expand(3, -1, -1, -1), 0.5)
+    fused = embedded_model._fused_attention(query, key, value, None if queries > 1 else mask, 0.5)
+    assert torch.allclose(ours, fused, atol=1e-5)
+
+
+def test_the_seed_decides() -> None:
+    model = model_of("Llama")
+    prompt = [3, 1, 4]
+    ledger = completed(engine_of(model), [request(id, prompt, 30, seed=id // 2) for id in range(6)])
+    responses = [tuple(ledger.tokens(id)) for id in range(6)]
+    assert responses[0::2] == responses[1::2]
+    assert len(set(responses)) == 3
+
+
+@given(
+    st.dictionaries(st.integers(0, 99), st.tuples(st.integers(1, 300), st.booleans()), max_size=32),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_rows_are_sorted_by_length_into_blocks(
+    requests: dict[int, tuple[int, bool]], rows_per_block: int, rng: random.Random
+) -> None:
+    lengths = {id: length for id, (length, _) in requests.items()}
+    old = [id for id, (_, has_row) in requests.items() if has_row]
+    rows = dict(zip(old, rng.sample(range(40), len(old)), strict=True))
+    count = len(lengths)
+    blocks = [range(i, min(i + rows_per_block, count)) for i in range(0, count, rows_per_block)]
+    arranged = rows_by_length(lengths, rows, blocks)
+    assert sorted(arranged.values()) == list(range(count))
+    by_row = [lengths[id] for id in sorted(arranged, key=lambda id: arranged[id])]
+    in_blocks = [[by_row[row] for row in block] for block in blocks]
+    assert all(min(first) >= max(second) for first, second in pairwise(in_blocks))
+    assert rows_by_length(lengths, arranged, blocks) == arranged, "nobody moves twice"
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"top_p": 0.7}, {"temperature": 1.7, "top_p": 0.5}])
+def test_temperature_and_top_p_are_in_the_log_probabilities(sampling: dict[str, Any]) -> None:
+    model = model_of("Llama")
+    cut = random_requests(5, seed=7, **sampling)
+    plain = [request(100 + r.id, r.prompt.tokens, r.budget, r.seed) for r in random_requests(3, seed=8)]
+    ledger = completed(engine_of(model), [*cut, *plain])
+    for id, asked in ledger.submitted.items():
+        expected = reference_logprobs(model, asked, ledger.tokens(id))
+        assert ledger.logprobs(id) == pytest.approx(expected, abs=1e-4)
+
+
+def test_temperature_zero_takes_the_likeliest_token_for_sure() -> None:
+    model = model_of("Llama")
+    asked = request(0, [5, 9, 2], 25, temperature=0.0)
+    ledger = completed(engine_of(model), [asked, request(1, [5, 9, 2], 25)])
+    tokens = ledger.tokens(0)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 2, *tokens]])).logits[0, 2:-1]
+    assert tokens == logits.argmax(-1).tolist()
+    assert set(ledger.logprobs(0)) == {0.0}
+    assert ledger.tokens(1) != tokens
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    """Chi-square against the softmax, over seeds and over positions; 5 standard deviations are allowed."""
+    sampler = TokenSampler(torch.device("cpu"))
+    logits = torch.linspace(-6, 2, 40)
+    draws = 40_000
+    numbers = torch.arange(draws)
+    same = torch.full((draws,), seed_key(11))
+    keys = torch.tensor([seed_key(seed) for seed in range(400)]).repeat(draws // 400)
+    for seed_keys, positions in ((same, numbers), (keys, numbers // 400)):
+        tokens, logprobs = sampler.draw(logits.expand(draws, -1), seed_keys, positions, torch.ones(draws), None)
+        expected = logits.softmax(-1) * draws
+        observed = torch.bincount(tokens, minlength=len(logits))
+        statistic = float(((observed - expected) ** 2 / expected).sum())
+        assert abs(statistic - 39) < 5 * (2 * 39) ** 0.5
+        assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens], atol=1e-5)
+
+
+def test_noise_of_neighbours_is_independent() -> None:
+    sampler = TokenSampler(torch.device("cpu"))
+    keys = torch.tensor([seed_key(seed) for seed in range(500)])
+    noise = torch.stack([sampler.exponentials(keys, torch.full((500,), n), 100) for n in range(10)]).log()
+    noise = (noise - noise.mean()) / noise.std()
+    for first, second in (
+        (noise[1:], noise[:-1]),
+        (noise[:, 1:], noise[:, :-1]),
+        (noise[..., 1:], noise[..., :-1]),
+    ):
+        assert abs(float((first * second).mean())) < 5 / first.numel() ** 0.5
+
+
+# Ends
+
+
+def test_end_of_sequence_ends_and_is_part_of_the_response() -> None:
+    model = model_of("Llama")
+    asked = random_requests(8, seed=9, longest=200)
+    free = completed(engine_of(model), asked)
+    ends = (3, 4)
+    ledger = completed(engine_of(model, eos_token_ids=ends), asked)
+    ended = 0
+    for id in free.finished:
+        tokens = free.tokens(id)
+        first_end = next((place for place, token in enumerate(tokens) if token in ends), None)
+        expected = tokens if first_end is None else tokens[: first_end + 1]
+        assert ledger.tokens(id) == expected
+        assert ledger.finished[id] == (first_end is None)
+        ended += first_end is not None
+    assert ended > 2
+
+
+def letters_tokenizer() -> Any:
+    """Token n is the n-th letter; 26 and up are pairs."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = [*letters, *(a + b for a in "abcde" for b in "vwxyz"), *"ABCDEFGHIJ"]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+def test_stop_strings_end_with_the_token_that_completes_one() -> None:
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    asked = random_requests(10, seed=10, longest=150)
+    free = completed(engine_of(model), asked)
+    text = {id: tokenizer.decode(free.tokens(id)) for id in free.finished}
+    cut_from = max(text, key=lambda id: len(text[id]))
+    strings = (text[cut_from][20:23], text[cut_from][60:62])
+    engine = engine_of(model, tokenizer=tokenizer)
+    ledger = completed(engine, [request(r.id, r.prompt.tokens, r.budget, r.seed, stop_strings=strings) for r in asked])
+    for id in free.finished:
+        tokens = free.tokens(id)
+        prefixes = (tokens[:n] for n in range(1, len(tokens) + 1))
+        expected = next((p for p in prefixes if any(s in tokenizer.decode(p) for s in strings)), tokens)
+        assert ledger.tokens(id) == expected
+    assert not ledger.finished[cut_from]
+
+
+def test_a_stop_string_may_begin_in_kept_tokens() -> None:
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    asked = request(0, [1, 2, 3], 40, seed=3)
+    free = completed(engine_of(model), [asked]).tokens(0)
+    string = tokenizer.decode(free[9:11])
+    kept = Segment(free[:10], [-1.0] * 10, 0)
+    engine = engine_of(model, tokenizer=tokenizer)
+    begun = Request(0, asked.prompt, (kept,), 30, asked.seed, Sampling(stop_strings=(string,)))
+    assert completed(engine, [begun]).tokens(0) == free[10:11]
+
+
+def test_max_length_bounds_prompt_and_response_together() -> None:
+    ledger = completed(engine_of(model_of("Llama"), max_length=20), [request(0, [1] * 12, 50)])
+    assert len(ledger.tokens(0)) == 8
+    assert ledger.finished == {0: True}
+
+
+def test_what_cannot_run_fails_with_a_reason_and_the_rest_goes_on() -> None:
+    full = Request(2, Prompt("2", [1] * 10), (Segment([1] * 10, [-1.0] * 10, 0),), 5, 0)
+    ledger = completed(
+        engine_of(model_of("Llama"), max_length=20),
+        [request(0, [1] * 20, 5), request(1, [], 5), full, request(3, [1], 0), request(4, [1] * 19, 5)],
+    )
+    assert set(ledger.failed) == {0, 1, 2, 3}
+    assert "max_length = 20" in ledger.failed[0] and "at least 21" in ledger.failed[0]
+    assert len(ledger.tokens(4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "word"),
+    [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"stop_strings": ("x",)}, "tokenizer")],
+)
+def test_sampling_that_cannot_be_done_is_refused(sampling: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        engine_of(model_of("Llama")).submit([request(0, [1], 5, **sampling)])
+
+
+def test_bad_sizes_are_refused() -> None:
+    model = model_of("Llama")
+    for changes, word in (({"slots": 0}, "slots"), ({"max_length": 1}, "at least 2"), ({"max_length": 4096}, "1024")):
+        with pytest.raises(ValueError, match=word):
+            engine_of(model, **changes)
+    engine = engine_of(model)
+    engine.submit([request(0, [1], 5)])
+    with pytest.raises(ValueError, match="request 0"):
+        engine.submit([request(0, [1], 5)])
+
+
+# Weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_load_is_as_if_the_engine_were_new(tied: bool) -> None:
+    """Half way through, so that keys of the old weights are in the cache."""
+    requests = random_requests(6, seed=11)
+    new = model_of("Llama", seed=1, tie_word_embeddings=tied)
+    expected = completed(engine_of(new), requests)
+    model = model_of("Llama", seed=2, tie_word_embeddings=tied)
+    engine = engine_of(model)
+    engine.submit(requests)
+    engine.poll(engine.now() + 0.01)
+    engine.stop([request.id for request in requests])
+    engine.load((item for item in new.named_parameters()), 3)
+    ledger = completed(engine, requests)
+    for id in expected.finished:
+        assert ledger.tokens(id) == expected.tokens(id)
+        assert ledger.logprobs(id) == expected.logprobs(id)
+    assert {segment.version for segment in ledger.segments[0]} == {3}
+
+
+def test_a_shared_module_needs_no_weights() -> None:
+    model = model_of("Llama")
+    engine = engine_of(model)
+    asked = request(0, [1, 2], 12)
+    before = completed(engine, [asked]).tokens(0)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    engine.load(None, 1)
+    ledger = completed(engine, [asked])
+    assert ledger.tokens(0) != before
+    assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
+    assert ledger.segments[0][0].version == 1
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    model = model_of("Llama", tie_word_embeddings=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = engine_of(model)
+    whole = {name: value + 1 for name, value in before.items()}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    short = {name: value for name, value in whole.items() if name != "model.norm.weight"}
+    for weights, word in (
+        ({**whole, "extra.weight": torch.ones(1)}, "extra.weight"),
+        (short, "model.norm.weight"),
+        ({**whole, "model.norm.weight": torch.ones(3)}, r"\(3,\)"),
+        ({**whole, head: whole[embedding] + 1}, "differ"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            engine.load(weights, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert engine.version == 0
+
+
+def test_load_while_requests_are_in_the_engine_is_refused() -> None:
+    engine = engine_of(model_of("Llama"))
+    engine.submit([request(0, [1], 5)])
+    with pytest.raises(RuntimeError, match="1 "):
+        engine.load(None, 1)
+
+
+# CUDA
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_replay_the_step(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("Qwen2").to("cuda", dtype)
+    requests = random_requests(40, seed=12, longest=300)
+    graphs = completed(engine_of(model, slots=24), requests)
+    monkeypatch.setattr(embedded_decoder._StepGraphs, "run", lambda self, shape, step, states: step())
+    plain = completed(engine_of(model, slots=24), requests)
+    equal = sum(graphs.tokens(id) == plain.tokens(id) for id in graphs.finished)
+    assert equal >= 0.9 * len(requests)

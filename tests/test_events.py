@@ -1,0 +1,124 @@
+"""The event log: append-only, the same after a trip through a file, and honest about roll-backs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from scenarios import Run, run, scenario
+from sortedrl.core import Event, EventLog, JsonLines, events, read_events
+from sortedrl.core.events import decode, without_rolled_back
+
+ONE_OF_EACH: list[Event] = [
+    events.RunBegan(0.0, 4, "partial", {"mode": "partial", "max_staleness": None, "oversubscribe": 1.5}),
+    events.Phase(0.0, "harvest"),
+    events.Loaded(0.1, 0, 0, 2, ("p0", "p1")),
+    events.HarvestBegan(0.1, 0, 0),
+    events.Submitted(0.1, 0, 0, 12, 0, 33.3),
+    events.Gate(0.1, "held back"),
+    events.Started(0.1, 0, 3),
+    events.Preempted(0.2, 0, 20),
+    events.Finished(0.3, 0, 8, 8, True),
+    events.Stopped(0.3, 1, 5, 5, 0),
+    events.Failed(0.3, 1, 0, 0, "lost, “quoted” and\nbroken"),
+    events.Redone(0.3, 1, 5, "no score in time"),
+    events.Scored(0.4, 0, -1.5),
+    events.Rejected(0.4, 1, 0, "no reward"),
+    events.Updated(0.5, 0, 0, 2, (0,), (8,), (-1.5,), (((0, 3), (2, 5)),), (1,)),
+    events.Published(0.6, 3),
+    events.RolledBack(0.7, 2),
+]
+
+
+def written(log: list[Event]) -> str:
+    file = io.StringIO()
+    sink = JsonLines(file)
+    for event in log:
+        sink(event)
+    return file.getvalue()
+
+
+def test_there_is_one_of_each_kind_here() -> None:
+    assert {type(event) for event in ONE_OF_EACH} == set(get_args(Event))
+
+
+@pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
+def test_an_event_is_the_same_after_a_trip_through_json(event: Event) -> None:
+    line = written([event])
+    assert line.count("\n") == 1
+    assert json.loads(line)["event"] == type(event).__name__
+    back = decode(line)
+    assert back == event
+    assert type(back) is type(event)
+
+
+def test_a_log_file_is_read_back_up_to_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    whole = written(ONE_OF_EACH)
+    path.write_text(whole, encoding="utf-8")
+    assert list(read_events(path)) == ONE_OF_EACH
+    path.write_text(whole[:-9], encoding="utf-8")
+    assert list(read_events(path)) == ONE_OF_EACH[:-1]
+    path.write_text("", encoding="utf-8")
+    assert list(read_events(path)) == []
+
+
+def test_every_sink_gets_every_event_in_order() -> None:
+    first: list[Event] = []
+    second: list[Event] = []
+    log = EventLog(first.append, second.append)
+    for event in ONE_OF_EACH:
+        log.append(event)
+    assert first == second == ONE_OF_EACH
+    assert log.count == len(ONE_OF_EACH)
+
+
+def test_what_was_rolled_back_does_not_count() -> None:
+    phases = [events.Phase(float(i), str(i)) for i in range(6)]
+    log: list[Event] = [*phases[:3], events.RolledBack(3.0, 2), phases[3], phases[4], events.RolledBack(5.0, 1)]
+    assert without_rolled_back([*log, phases[5]]) == [phases[0], phases[3], phases[5]]
+    assert without_rolled_back([*phases[:2], events.RolledBack(2.0, 0)]) == phases[:2]
+
+
+def test_a_second_roll_back_may_reach_behind_the_first() -> None:
+    phases = [events.Phase(float(i), str(i)) for i in range(4)]
+    log: list[Event] = [*phases[:3], events.RolledBack(3.0, 1), phases[3], events.RolledBack(4.0, 2)]
+    assert without_rolled_back(log) == phases[:1]
+
+
+def test_an_update_is_in_the_log_before_its_batch_is_handed_out() -> None:
+    result = Run(scenario("partial", [3, 1, 2, 5], rollouts_per_update=2))
+    for batch in result.batches_in_turn():
+        last = result.all(events.Updated)[-1]
+        assert last.update == batch.update
+        assert list(last.rollouts) == [rollout.id for rollout in batch]
+        assert list(last.lengths) == [len(rollout) for rollout in batch]
+        assert list(last.rewards) == [rollout.reward for rollout in batch]
+
+
+def test_a_log_begins_with_the_settings_and_says_when_it_ends() -> None:
+    result = run("april", [3, 1, 2, 5], slots=2, rollouts_per_update=2, max_staleness=3)
+    began = result.events[0]
+    assert isinstance(began, events.RunBegan)
+    assert (began.slots, began.mode, began.settings["max_staleness"]) == (2, "april", 3)
+    assert result.all(events.Phase)[-1] == events.Phase(result.engine.now(), "end")
+
+
+def test_the_lifecycle_of_a_stopped_rollout_can_be_read_from_the_log() -> None:
+    result = run("partial", [1, 9], slots=2, rollouts_per_update=1)
+    names = [type(event).__name__ for event in result.events if getattr(event, "rollout", None) == 1]
+    assert names == ["Submitted", "Started", "Stopped", "Submitted", "Started", "Finished", "Scored"]
+    second = [event for event in result.all(events.Submitted) if event.rollout == 1][1]
+    assert (second.kept, second.attempt) == (1, 0)
+    finished = result.all(events.Finished)[-1]
+    assert (finished.made, finished.length) == (8, 9)
+
+
+def test_the_version_of_each_update_and_publication_is_in_the_log() -> None:
+    result = run("on-policy", [2] * 6, slots=2, rollouts_per_update=2, silent_updates=frozenset({1}))
+    assert [event.version for event in result.all(events.Published)] == [1, 2]
+    assert [event.version for event in result.all(events.Updated)] == [0, 1, 1]

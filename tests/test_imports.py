@@ -1,0 +1,90 @@
+"""Who may import whom, and what `import sortedrl` costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "sortedrl"
+BELOW = {"core", "engines", "learner", "tasks", "observe"}
+MAY_IMPORT = {
+    "core": set[str](),
+    "integrations": {"core", "engines", "tasks", "observe"},
+    "studies": BELOW,
+}  # any other room: core. What lies beside the rooms (config, app, cli and so on) may import anything.
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Dotted names of all modules that the file imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            here = ["sortedrl", *file.relative_to(PACKAGE).parts]
+            base = ".".join(here[: -node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            yield module
+            if module == "sortedrl":  # `from sortedrl import config` names a module, too
+                yield from (f"sortedrl.{alias.name}" for alias in node.names)
+
+
+def rooms_of_ours(file: Path) -> set[str]:
+    names = {module for module in imported_modules(file) if module.split(".")[0] == "sortedrl"}
+    return {module.split(".")[1] for module in names if "." in module}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_room_imports_only_what_lies_below_it(file: Path) -> None:
+    parts = file.relative_to(PACKAGE).parts
+    if len(parts) == 1:
+        return
+    room = parts[0]
+    allowed = MAY_IMPORT.get(room, {"core"}) | {room}
+    assert rooms_of_ours(file) <= allowed
+
+
+def test_the_package_itself_imports_core_alone() -> None:
+    assert rooms_of_ours(PACKAGE / "__init__.py") <= {"core"}
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "core").glob("*.py")), ids=lambda file: file.name)
+def test_core_imports_the_standard_library_alone(file: Path) -> None:
+    roots = {module.split(".")[0] for module in imported_modules(file)}
+    assert roots <= {*sys.stdlib_module_names, "sortedrl"}
+
+
+def fresh_import(module: str) -> tuple[float, list[str]]:
+    """Seconds that an import takes in a fresh interpreter, and the modules that it loaded."""
+    code = (
+        "import json, sys, time\n"
+        "before = set(sys.modules)\n"
+        "began = time.perf_counter()\n"
+        f"import {module}\n"
+        "seconds = time.perf_counter() - began\n"
+        "print(json.dumps([seconds, sorted(set(sys.modules) - before)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    seconds, modules = json.loads(done.stdout)
+    return seconds, modules
+
+
+@pytest.mark.parametrize("module", ["sortedrl", "sortedrl.core"])
+def test_importing_the_scheduler_is_quick_and_needs_nothing_but_python(module: str) -> None:
+    runs = [fresh_import(module) for _ in range(5)]
+    foreign = {name for _, modules in runs for name in modules if name.split(".")[0] not in sys.stdlib_module_names}
+    assert {name.split(".")[0] for name in foreign} == {"sortedrl"}
+    assert min(seconds for seconds, _ in runs) < 0.100

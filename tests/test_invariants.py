@@ -1,0 +1,279 @@
+"""What must always hold, under random schedules: every mode, every edge, and everything that can go wrong at once.
+
+The simulator's token is its position and its log-probability minus (position + 1), so that an off-by-one anywhere
+between the engine and a batch is a failing test.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scenarios import STEP_TIMES, Run, Scenario, peaceful, troubled
+from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
+from sortedrl.core.events import decode, without_rolled_back
+from sortedrl.engines.step_time import StepTime
+from sortedrl.observe.metrics import Figures, Metrics
+
+MODES = sorted(STRATEGIES)
+EPSILON = 1e-9
+
+
+def examples(count: int) -> settings:
+    """Derandomised: the same schedules in every run, so that a failure is never a matter of luck."""
+    return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+# What must hold
+
+
+def check_rollout(rollout: Rollout, scenario: Scenario) -> None:
+    length = len(rollout)
+    assert rollout.tokens == list(range(length))
+    assert rollout.logprobs == [-(position + 1) for position in range(length)]
+    assert rollout.mask == [1] * length
+    assert len(rollout.versions) == length
+    assert rollout.versions == sorted(rollout.versions)
+    assert length == scenario.final_length(rollout)
+    assert length <= scenario.schedule.max_response_tokens
+    assert rollout.reward == length
+    assert len(rollout.prompt.tokens) <= (scenario.schedule.max_prompt_tokens or 0)
+
+
+def check_staleness(batch: Batch, scenario: Scenario) -> None:
+    ages = {batch.version - version for rollout in batch for version in rollout.versions}
+    assert min(ages) >= 0
+    if STRATEGIES[scenario.schedule.mode].on_policy:
+        assert ages == {0}
+    if scenario.schedule.max_staleness is not None:
+        assert max(ages) <= scenario.schedule.max_staleness
+
+
+def check_counts(run: Run) -> None:
+    buffer = run.controller.situation.buffer
+    states = Counter(str(rollout.state) for rollout in buffer.live.values())
+    assert states == +Counter(
+        waiting=buffer.waiting, running=len(buffer.running), finished=buffer.finished, ready=buffer.ready
+    )
+    assert buffer.loaded == sum(states.values()) + buffer.trained + buffer.rejected
+    never_started = sum(r.state == "waiting" and not r.segments and not r.attempt for r in buffer.live.values())
+    assert buffer.never_started == never_started
+    begun = [group for group in buffer.sets() if all(member.state != "waiting" for member in group.members)]
+    for gate in {group.gate for group in buffer.sets()}:
+        assert buffer.begun_at(gate) == sum(len(group.members) for group in begun if group.gate == gate)
+    assert len(buffer.running) == 0 or run.scenario.schedule.overlap
+
+
+def check_batch(run: Run, batch: Batch, version: int) -> None:
+    assert batch.version == version
+    assert len(batch) > 0
+    assert [len(rollout) for rollout in batch] == sorted(len(rollout) for rollout in batch)
+    for rollout in batch:
+        assert rollout.state == "trained"
+        check_rollout(rollout, run.scenario)
+    check_staleness(batch, run.scenario)
+    check_counts(run)
+
+
+def check_each_once(run: Run, batches: list[Batch], log: list[Event]) -> None:
+    """Every rollout of a loaded prompt is trained on exactly once or rejected with a reason, or (in a run that ended
+    early) still there."""
+    trained = [rollout.id for batch in batches for rollout in batch]
+    rejected = [event.rollout for event in log if isinstance(event, events.Rejected)]
+    live = list(run.controller.situation.buffer.live)
+    loaded = [event for event in log if isinstance(event, events.Loaded)]
+    rollouts = sum(event.rollouts for event in loaded)
+    assert sorted(trained + rejected + live) == list(range(rollouts))
+    assert all(event.reason for event in log if isinstance(event, events.Rejected))
+    if run.scenario.max_updates is None:
+        assert not live
+        reads = Counter(prompt for event in loaded for prompt in event.prompts)
+        assert reads == {prompt.id: run.scenario.epochs for prompt in run.scenario.dataset()}
+        assert rollouts == sum(reads.values()) * run.scenario.schedule.rollouts_per_prompt
+    else:
+        assert len(batches) <= run.scenario.max_updates
+
+
+def check_siblings(run: Run, batches: list[Batch], log: list[Event]) -> None:
+    """Where siblings are compared, all of a prompt that were not rejected are in one batch."""
+    if not run.scenario.schedule.compare_siblings:
+        return
+    per_prompt = run.scenario.schedule.rollouts_per_prompt
+    gone = {event.rollout for event in log if isinstance(event, events.Rejected)}
+    for batch in batches:
+        ids = {rollout.id for rollout in batch}
+        sets = {id // per_prompt for id in ids}
+        assert ids == {n * per_prompt + i for n in sets for i in range(per_prompt)} - gone
+
+
+def check_cohort_gate(run: Run, batches: list[Batch]) -> None:
+    if STRATEGIES[run.scenario.schedule.mode].gated:
+        cohorts = [{rollout.cohort for rollout in batch} for batch in batches]
+        assert all(len(cohort) == 1 for cohort in cohorts)
+        assert [*map(max, cohorts)] == sorted(map(max, cohorts))
+
+
+def check_batch_sizes(run: Run) -> None:
+    """A batch is one update's worth, in whole sibling sets, or all that is left where the rest would be less than
+    half an update. Flexible on-policy (all that is ready); larger under a staleness bound (overdue ones are in it)."""
+    schedule = run.scenario.schedule
+    strategy = STRATEGIES[schedule.mode]
+    of_cohort: Counter[int] = Counter()
+    for loaded in run.all(events.Loaded):
+        of_cohort[loaded.cohort if strategy.gated else 0] += loaded.rollouts
+    set_size = schedule.rollouts_per_prompt if schedule.compare_siblings else 1
+    whole = -(-schedule.rollouts_per_update // set_size) * set_size
+    for batch in run.batches:
+        gate = batch.rollouts[0].cohort if strategy.gated else 0
+        left = of_cohort[gate]
+        need = whole if 2 * (left - whole) >= whole else left
+        if "baseline" in schedule.mode:
+            need = left
+        assert len(batch) >= need
+        if not strategy.on_policy and schedule.max_staleness is None:
+            assert len(batch) == need
+        of_cohort[gate] -= len(batch)
+
+
+def check_log(run: Run, log: list[Event]) -> None:
+    """Times never go back, a slot holds one rollout at a time, and there are never more than `slots`."""
+    assert all(first.at <= second.at for first, second in pairwise(log))
+    slot_of: dict[int, int] = {}
+    for event in log:
+        match event:
+            case events.Started():
+                assert 0 <= event.slot < run.scenario.slots
+                assert event.slot not in slot_of.values()
+                assert event.rollout not in slot_of
+                slot_of[event.rollout] = event.slot
+            case events.Preempted():
+                del slot_of[event.rollout]
+            case events.Finished():
+                del slot_of[event.rollout]
+            case events.Stopped() | events.Failed():
+                slot_of.pop(event.rollout, None)
+    assert not slot_of
+
+
+def check_figures(run: Run, figures: Figures, batches: list[Batch]) -> None:
+    assert -EPSILON <= figures.bubble <= figures.idle + EPSILON <= 1 + 2 * EPSILON
+    assert all(-EPSILON <= share <= 1 + EPSILON for share in figures.bubble_per_harvest)
+    assert math.isclose(sum(figures.bubble_parts.values()), figures.bubble, abs_tol=EPSILON)
+    assert math.isclose(sum(figures.idle_parts.values()), figures.idle, abs_tol=EPSILON)
+    assert figures.generated_tokens == figures.trained_tokens + figures.dropped_tokens + figures.cached_tokens
+    assert figures.cached_tokens == sum(map(len, run.controller.situation.buffer.live.values()))
+    assert figures.trained_tokens == sum(batch.tokens for batch in batches)
+    assert sum(figures.staleness_histogram.values()) == figures.trained_tokens
+    assert figures.updates == len(batches)
+    ages = [b.version - v for b in batches for r in b for v in r.versions]
+    assert figures.staleness_max == max(ages, default=0)
+    assert math.isclose(figures.staleness_mean, sum(ages) / len(ages) if ages else 0.0, abs_tol=EPSILON)
+
+
+def through_json(log: list[Event]) -> list[Event]:
+    lines: list[str] = []
+
+    class Lines:
+        write = staticmethod(lines.append)
+
+    sink = events.JsonLines(Lines())  # type: ignore[arg-type]
+    for event in log:
+        sink(event)
+    return [decode(line) for line in lines]
+
+
+def checked_run(scenario: Scenario) -> Run:
+    run = Run(scenario)
+    version = 0
+    for batch in run.batches_in_turn():
+        check_batch(run, batch, version)
+        version += batch.update not in scenario.silent_updates
+    check_counts(run)
+    check_each_once(run, run.batches, run.events)
+    check_siblings(run, run.batches, run.events)
+    check_cohort_gate(run, run.batches)
+    check_log(run, run.events)
+    check_figures(run, run.figures, run.batches)
+    assert Metrics().fold(through_json(run.events)).figures() == run.figures
+    return run
+
+
+# The tests
+
+
+@examples(700)
+@given(peaceful())
+def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
+    run = checked_run(scenario)
+    check_batch_sizes(run)
+    assert run.figures.rejected == run.figures.failures == 0
+
+
+@examples(1000)
+@given(troubled())
+def test_what_must_hold_whatever_goes_wrong(scenario: Scenario) -> None:
+    checked_run(scenario)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@examples(15)
+@given(data=st.data())
+def test_the_same_seed_gives_the_same_event_log(mode: str, data: st.DataObject) -> None:
+    scenario = data.draw(troubled([mode]))
+    assert Run(scenario).to_end().events == Run(scenario).to_end().events
+
+
+def bubble_of_waiting_for_all(batches: list[list[int]], slots: int, step_time: StepTime) -> float:
+    """Straight from the lengths: each freed slot takes the next response, each batch waits for its last."""
+    empty = whole = 0.0
+    for lengths in batches:
+        busy = [0] * slots
+        for length in lengths:
+            heapq.heappush(busy, heapq.heappop(busy) + length)
+        for step in range(max(busy)):
+            running = sum(end > step for end in busy)
+            seconds = step_time.at(running)
+            empty += (slots - running) * seconds
+            whole += slots * seconds
+    return empty / whole
+
+
+@examples(150)
+@given(peaceful(["baseline"]), st.sampled_from(STEP_TIMES[:2]))
+def test_the_baselines_bubble_is_the_one_computed_from_the_lengths(scenario: Scenario, step_time: StepTime) -> None:
+    run = Run(Scenario(**{**vars(scenario), "step_time": step_time})).to_end()
+    in_load_order = [[len(r) for r in sorted(batch, key=lambda r: r.id)] for batch in run.batches]
+    expected = bubble_of_waiting_for_all(in_load_order, scenario.slots, step_time)
+    assert math.isclose(run.figures.bubble, expected, abs_tol=EPSILON)
+
+
+@examples(300)
+@given(troubled(), st.integers(1, 5), st.integers(0, 2))
+def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: int, lost_updates: int) -> None:
+    """After a checkpoint some more updates are made and lost. Relative to the checkpoint nothing is lost or trained
+    twice, and no figure counts what was rolled back."""
+    first = Run(scenario).updates(updates)
+    if first.controller.situation.buffer.running:  # with overlap and a learner that did not publish
+        return
+    state, batches, events_kept = first.checkpoint(), list(first.batches), len(first.events)
+    first.updates(updates + lost_updates)
+
+    second = Run(scenario, state=state, last_time=first.engine.now())
+    version = state["version"]
+    for batch in second.batches_in_turn():
+        check_batch(second, batch, version)
+        version += batch.update not in scenario.silent_updates
+    void = len(first.events) - events_kept
+    log = without_rolled_back([*first.events, events.RolledBack(first.engine.now(), void), *second.events])
+    batches += second.batches
+    check_each_once(second, batches, log)
+    check_siblings(second, batches, log)
+    check_cohort_gate(second, batches)
+    check_log(second, log)
+    check_figures(second, Metrics().fold(log).figures(), batches)

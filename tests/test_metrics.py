@@ -1,0 +1,324 @@
+"""The figures: hand-made event logs whose answers can be computed on paper, and small runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from scenarios import Run, run, scenario
+from sortedrl.core.events import (
+    Event,
+    Failed,
+    Finished,
+    Gate,
+    HarvestBegan,
+    Loaded,
+    Phase,
+    Preempted,
+    Redone,
+    Rejected,
+    RunBegan,
+    Started,
+    Stopped,
+    Submitted,
+    Updated,
+)
+from sortedrl.engines.step_time import linear
+from sortedrl.observe.metrics import Figures, Metrics, mean_had_nothing_been_cut, rank_correlation
+
+
+def figures(*log: Event, slots: int = 2) -> Figures:
+    return Metrics().fold([RunBegan(0.0, slots, "partial", {}), Phase(0.0, "harvest"), *log]).figures()
+
+
+def submitted(at: float, rollout: int, *, attempt: int = 0, kept: int = 0, expected: float = 1.0) -> Submitted:
+    return Submitted(at, rollout, attempt, 10, kept, expected)
+
+
+def updated(at: float, lengths: Sequence[int], *, first: int = 0, version: int = 0, sampled: int = 0) -> Updated:
+    """A batch of fresh rollouts, all sampled under one version."""
+    ids = tuple(range(first, first + len(lengths)))
+    segments = tuple(((sampled, length),) for length in lengths)
+    return Updated(at, 0, 0, version, ids, tuple(lengths), (1.0,) * len(ids), segments, (0,) * len(ids))
+
+
+# Slot-time
+
+
+def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
+    """Two slots for 10 s: both empty for 1 s before the first submit, one in use for 4 s, then drained."""
+    result = figures(
+        Gate(0.0, "open"),
+        submitted(1.0, 0),
+        Started(1.0, 0, 0),
+        Gate(1.0, "held back"),
+        Gate(3.0, "drain"),
+        Finished(5.0, 0, 4, 4, False),
+        Phase(10.0, "end"),
+    )
+    assert result.seconds == 10.0
+    assert result.bubble_parts == {
+        "refill": 2 / 20,
+        "held_back": 2 / 20,
+        "drain": (2 + 2 * 5) / 20,
+        "kv_limited": 0.0,
+    }
+    assert result.bubble == pytest.approx(16 / 20)
+
+
+def test_a_slot_is_kv_limited_where_the_engine_has_work_and_does_not_run_it() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        submitted(0.0, 1),
+        Started(0.0, 0, 0),
+        Started(0.0, 1, 1),
+        Preempted(4.0, 1, 30),
+        Finished(8.0, 0, 8, 8, False),
+        Started(8.0, 1, 0),
+        Finished(10.0, 1, 6, 6, False),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble_parts["kv_limited"] == 4 / 20
+    assert result.bubble_parts["refill"] == 2 / 20
+    assert result.preemptions == 1
+    assert result.re_prefill_tokens == 30
+
+
+def test_idle_adds_the_phases_in_which_the_engine_rests() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        Started(0.0, 0, 0),
+        submitted(0.0, 1),
+        Started(0.0, 1, 1),
+        Finished(4.0, 0, 4, 4, False),
+        Finished(4.0, 1, 4, 4, False),
+        Phase(4.0, "scores"),
+        Phase(5.0, "learner"),
+        Phase(8.0, "weights"),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble == 0.0
+    assert result.idle == pytest.approx(0.6)
+    assert {part: share for part, share in result.idle_parts.items() if share} == pytest.approx(
+        {"scores": 0.1, "learner": 0.3, "weights": 0.2}
+    )
+    assert result.wall_seconds == 10.0
+    assert result.seconds == 4.0
+
+
+def test_the_bubble_of_each_harvest_is_its_own() -> None:
+    result = figures(
+        HarvestBegan(0.0, 0, 0),
+        submitted(0.0, 0),
+        Started(0.0, 0, 0),
+        Finished(2.0, 0, 2, 2, False),
+        Phase(2.0, "learner"),
+        Phase(7.0, "harvest"),
+        HarvestBegan(7.0, 1, 1),
+        submitted(7.0, 1),
+        submitted(7.0, 2),
+        Started(7.0, 1, 0),
+        Started(7.0, 2, 1),
+        Finished(9.0, 1, 2, 2, False),
+        Finished(9.0, 2, 2, 2, False),
+        Phase(9.0, "end"),
+    )
+    assert result.bubble_per_harvest == (0.5, 0.0)
+    assert result.bubble == 0.25
+    assert result.harvests == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_prefill_counts_as_running_whether_or_not_slots_stay_empty(slots: int) -> None:
+    """One rollout: 10 s of prefill, 10 s of decode. Only the slots that nobody uses are empty."""
+    result = run(
+        "baseline",
+        [10],
+        slots=slots,
+        rollouts_per_update=1,
+        prompt_tokens=(10,),
+        step_time=linear(1.0, 0.0, per_prefill_token=1.0),
+    ).figures
+    assert result.seconds == 20.0
+    assert result.bubble == pytest.approx((slots - 1) / slots)
+    assert result.bubble_parts["drain"] == pytest.approx(result.bubble)
+
+
+def test_a_cap_that_leaves_slots_empty_shows_as_held_back() -> None:
+    result = run("on-policy+planned", [5] * 8, slots=4, rollouts_per_update=2).figures
+    assert result.bubble == 0.5
+    assert result.bubble_parts["held_back"] == 3 / 8
+    assert result.bubble_parts["drain"] == 1 / 8  # the last of four batches: nothing is left to hold back
+
+
+# Tokens
+
+
+def test_generated_tokens_are_trained_on_dropped_or_cached() -> None:
+    result = figures(
+        Loaded(0.0, 0, 0, 5, ("a", "b", "c", "d", "e")),
+        *(submitted(0.0, i) for i in range(5)),
+        Finished(3.0, 0, 3, 3, False),
+        Stopped(3.0, 1, 3, 3, 3),
+        Stopped(3.0, 2, 3, 3, 0),
+        Failed(3.0, 3, 2, 0, "lost"),
+        Rejected(3.0, 3, 2, "failed once"),
+        Finished(3.0, 4, 3, 3, False),
+        Redone(3.0, 4, 3, "no score in time"),
+        updated(3.0, [3]),
+        Phase(3.0, "end"),
+    )
+    assert result.generated_tokens == 14
+    assert (result.trained_tokens, result.dropped_tokens, result.cached_tokens) == (3, 8, 3)
+    assert result.waste == pytest.approx(8 / 14)
+    assert result.goodput == pytest.approx(3 / 3)
+    assert result.kept == pytest.approx(6 / 3)
+    assert (result.loaded, result.trained, result.rejected, result.failures, result.redone) == (5, 1, 1, 1, 1)
+
+
+def test_prefill_and_re_prefill_are_counted_beside_the_output() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        Stopped(1.0, 0, 1, 1, 0),
+        submitted(1.0, 0, kept=1),
+        submitted(1.0, 1),
+        Failed(1.0, 1, 0, 0, "lost"),
+        submitted(1.0, 1),
+    )
+    assert result.prefill_tokens == 20
+    assert result.re_prefill_tokens == 11 + 10
+
+
+def test_staleness_is_by_token() -> None:
+    batch = Updated(1.0, 0, 0, 3, (0, 1), (4, 2), (0.0, 1.0), (((1, 1), (3, 3)), ((3, 2),)), (2, 5))
+    result = figures(batch)
+    assert result.staleness_histogram == {0: 5, 2: 1}
+    assert result.staleness_mean == pytest.approx(2 / 6)
+    assert result.staleness_max == 2
+    assert result.segments_histogram == {1: 1, 2: 1}
+    assert result.longest_wait_updates == 5
+    assert result.mean_reward == 0.5
+
+
+def test_rates_are_per_wall_clock_hour() -> None:
+    result = figures(updated(0.0, [5, 5]), Phase(0.0, "learner"), updated(0.0, [5, 5], first=2), Phase(36.0, "end"))
+    assert result.updates_per_hour == pytest.approx(200)
+    assert result.trained_rollouts_per_hour == pytest.approx(400)
+    assert result.trained_tokens_per_hour == pytest.approx(2000)
+    assert result.rollouts_per_update_mean == 2
+
+
+def test_the_figures_of_an_empty_run_are_zero() -> None:
+    result = Metrics().figures()
+    assert (result.bubble, result.idle, result.goodput, result.sortedness, result.length_bias) == (0, 0, 0, 0, 0)
+    assert result.expectation_quality is None
+
+
+# Order and expectation
+
+
+@pytest.mark.parametrize(
+    ("batches", "sortedness"),
+    [([[1, 1], [8, 8], [64, 64]], 1.0), ([[1, 64], [64, 1]], 0.0), ([[5, 5], [5, 5]], 0.0), ([[2, 8], [32, 128]], 0.8)],
+)
+def test_sortedness_is_the_share_of_log_length_variance_between_updates(
+    batches: list[list[int]], sortedness: float
+) -> None:
+    result = figures(*(updated(0.0, batch, first=10 * i) for i, batch in enumerate(batches)))
+    assert result.sortedness == pytest.approx(sortedness)
+
+
+def test_sorted_batches_have_a_higher_sortedness_than_random_ones() -> None:
+    random_lengths = [random.Random(i).randint(1, 60) for i in range(64)]
+    knobs = {"slots": 64, "rollouts_per_update": 8, "prompts_per_cohort": 64}
+    by_length = run("partial", random_lengths, **knobs).figures.sortedness
+    in_load_order = run("baseline", random_lengths, **knobs).figures.sortedness
+    assert by_length > 0.5 > in_load_order
+
+
+def test_rank_correlation_of_equal_and_opposite_orders() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [9, 7, 5, 3]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 1, 2, 2], [1, 2, 1, 2]) == pytest.approx(0.0)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert rank_correlation([1], [1]) is None
+
+
+def test_ties_share_their_mean_rank() -> None:
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+
+
+def test_expectation_quality_compares_what_was_expected_at_the_first_start() -> None:
+    result = figures(
+        submitted(0.0, 0, expected=5.0),
+        Stopped(1.0, 0, 1, 1, 0),
+        submitted(1.0, 0, kept=1, expected=999.0),
+        submitted(1.0, 1, expected=7.0),
+        submitted(1.0, 2, expected=9.0),
+        updated(1.0, [10, 20, 30]),
+    )
+    assert result.expectation_quality == pytest.approx(1.0)
+
+
+# Length bias
+
+
+def test_a_run_that_cuts_nothing_has_no_length_bias() -> None:
+    for mode in ("baseline", "partial", "april", "on-policy+planned"):
+        result = run(mode, [9, 1, 7, 3, 30, 2], slots=3, rollouts_per_update=3).figures
+        assert result.length_bias == pytest.approx(0.0), mode
+        assert result.uncut_mean_length == pytest.approx(52 / 6)
+
+
+def test_a_response_that_waits_to_be_trained_on_counts_once() -> None:
+    """All are finished when the run ends, two of them untrained: these are complete draws, not cut ones."""
+    result = run("partial", [1, 1, 1, 9], rollouts_per_update=2, max_updates=1, score_seconds=(20.0,)).figures
+    assert result.trained == 2
+    assert result.uncut_mean_length == 12 / 4
+
+
+def test_a_response_that_was_stopped_when_the_run_ends_is_a_cut_draw() -> None:
+    result = run("partial", [2, 2, 50, 50], rollouts_per_update=2, max_updates=1).figures
+    assert result.cached_tokens == 4
+    assert result.uncut_mean_length == (2 + 2 + 2 + 2) / 4  # each at least what it had reached
+
+
+def test_cutting_and_redoing_shows_as_a_length_bias() -> None:
+    lengths = [random.Random(i).choice([5, 10, 20, 40, 80]) for i in range(400)]
+    result = run("on-policy", lengths, redraws=True, slots=16, rollouts_per_update=16, prompts_per_cohort=64).figures
+    assert result.length_bias < -0.05
+    assert result.uncut_mean_length == pytest.approx(sum(lengths) / len(lengths), rel=0.1)
+
+
+def test_a_cut_draw_is_estimated_from_redos_that_went_further() -> None:
+    assert mean_had_nothing_been_cut([10, 20], [], []) == 15.0
+    assert mean_had_nothing_been_cut([], [(10, 30)], []) == 30.0  # the redo is such a draw
+    assert mean_had_nothing_been_cut([], [(10, 30), (10, 5)], []) == 30.0  # the other: 10 x (30 / 10)
+    assert mean_had_nothing_been_cut([], [(10, 20)], [50]) == (20 + 100) / 2
+    assert mean_had_nothing_been_cut([], [], [50]) == 50.0  # nothing to go by: at least this
+    assert mean_had_nothing_been_cut([], [], []) == 0.0
+
+
+# A resumed run
+
+
+def test_a_run_that_was_resumed_has_the_figures_of_an_undisturbed_one() -> None:
+    plan = scenario(
+        "partial",
+        [7, 1, 12, 2, 5, 5, 9, 1, 1, 3],
+        slots=3,
+        rollouts_per_update=2,
+        prompts_per_cohort=5,
+        learner_seconds=1.5,
+    )
+    undisturbed = Run(plan).to_end()
+    for updates in range(1, len(undisturbed.batches)):
+        first = Run(plan).updates(updates)
+        second = Run(plan, state=first.checkpoint(), last_time=first.engine.now()).to_end()
+        joined = Metrics().fold([*first.events, *second.events]).figures()
+        for name in Figures.__slots__:
+            expected, got = getattr(undisturbed.figures, name), getattr(joined, name)
+            assert got == (expected if isinstance(expected, str) or expected is None else pytest.approx(expected)), name

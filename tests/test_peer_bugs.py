@@ -1,0 +1,184 @@
+"""Bugs that users of other RL systems have hit: each is a test here."""
+
+from __future__ import annotations
+
+import pytest
+
+from scenarios import NEVER, Run, run, scenario
+from sortedrl.core import STRATEGIES, ConfigurationError, Controller, Prompts, Sampling, Schedule, ScoreAtOnce, events
+from sortedrl.core.rollout import Rollout
+
+MODES = sorted(set(STRATEGIES) - {"async-pool"})
+ON_POLICY = [mode for mode in MODES if STRATEGIES[mode].on_policy]
+KEEPS_TOKENS = [mode for mode in MODES if STRATEGIES[mode].keeps_tokens]
+ONE_LONG = [40, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1]
+
+
+def trained_ids(run: Run) -> list[int]:
+    return sorted(id for batch in run.ids for id in batch)
+
+
+@pytest.mark.parametrize("mode", ["on-policy", "on-policy+planned"])
+def test_discard_and_requeue_does_not_starve_slow_prompts(mode: str) -> None:
+    """The long prompt is cut and redone, and is still trained on within the updates of its own cohort."""
+    result = run(mode, ONE_LONG, slots=4, rollouts_per_update=4, prompts_per_cohort=8)
+    with_the_long_one = next(i for i, ids in enumerate(result.ids) if 0 in ids)
+    assert result.batches[with_the_long_one].rollouts[-1].cohort == 0
+    assert with_the_long_one <= 1
+
+
+@pytest.mark.parametrize("mode", [*KEEPS_TOKENS, "async-pool"])
+def test_completed_groups_are_never_dropped_while_the_learner_steps(mode: str) -> None:
+    """Asynchronous: whole sibling sets finish during every step of the learner; each is trained on once."""
+    result = run(
+        mode,
+        ONE_LONG,
+        slots=8,
+        rollouts_per_update=6,
+        rollouts_per_prompt=3,
+        compare_siblings=True,
+        overlap=True,
+        max_staleness=3,
+        learner_seconds=7.0,
+    )
+    assert trained_ids(result) == list(range(3 * len(ONE_LONG)))
+    assert result.figures.waste == 0
+
+
+@pytest.mark.parametrize("mode", ["on-policy", "partial", "partial+elevator", "april", "tail-batching"])
+def test_one_straggler_does_not_hold_up_the_step(mode: str) -> None:
+    result = run(mode, [1000, *ONE_LONG[1:]], slots=6, rollouts_per_update=4, max_response_tokens=1000)
+    first = result.all(events.Updated)[0]
+    assert first.at < 10
+    assert 0 not in first.rollouts
+    assert trained_ids(result) == list(range(len(ONE_LONG)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_straggler_that_never_answers_does_not_wedge_the_run(mode: str) -> None:
+    """Neither one whose judge is silent nor one that the engine keeps losing."""
+    result = Run(
+        scenario(mode, ONE_LONG, rollouts_per_update=4, score_seconds=(NEVER, *[0.0] * 23), score_wait_seconds=5.0)
+    )
+    result.engine._lost_after = lambda request: 0 if request.id == 7 else None
+    result.to_end()
+    assert {event.rollout for event in result.all(events.Rejected)} == {0, 7}
+    assert trained_ids(result) == sorted(set(range(len(ONE_LONG))) - {0, 7})
+
+
+@pytest.mark.parametrize("mode", KEEPS_TOKENS)
+def test_a_resumed_request_has_only_what_is_left_of_its_budget(mode: str) -> None:
+    result = run(mode, ONE_LONG, slots=4, rollouts_per_update=2, max_response_tokens=25)
+    resumed = [request for request in result.engine.requests if request.kept]
+    assert resumed
+    assert all(request.budget == 25 - request.kept_length for request in resumed)
+    long = next(rollout for batch in result.batches for rollout in batch if rollout.id == 0)
+    assert (len(long), long.truncated) == (25, True)
+
+
+@pytest.mark.parametrize("mode", ON_POLICY)
+def test_tokens_of_stopped_requests_are_not_requeued_in_on_policy_modes(mode: str) -> None:
+    """One sample never mixes versions."""
+    result = run(mode, ONE_LONG, redraws=True, slots=4, rollouts_per_update=2, prompts_per_cohort=8)
+    assert len(result.batches) > 3
+    for batch in result.batches:
+        assert {version for rollout in batch for version in rollout.versions} == {batch.version}
+    assert not any(request.kept for request in result.engine.requests)
+
+
+@pytest.mark.parametrize("mode", KEEPS_TOKENS)
+def test_log_probabilities_and_mask_stay_aligned_over_resumes(mode: str) -> None:
+    """The simulator's token is its position and its log-probability minus (position + 1)."""
+    result = run(mode, ONE_LONG, slots=4, rollouts_per_update=2)
+    long = next(rollout for batch in result.batches for rollout in batch if rollout.id == 0)
+    assert len(long.segments) > 3
+    assert long.tokens == list(range(40))
+    assert long.logprobs == [-1 - position for position in range(40)]
+    assert long.mask == [1] * 40
+    assert len(long.versions) == 40
+    assert long.versions == sorted(long.versions)
+
+
+@pytest.mark.parametrize("mode", KEEPS_TOKENS)
+def test_staleness_is_counted_rightly_after_a_restart_and_the_bound_holds(mode: str) -> None:
+    plan = scenario(mode, ONE_LONG, slots=4, rollouts_per_update=2, max_staleness=2)
+    first = Run(plan).updates(2)
+    second = Run(plan, state=first.checkpoint()).to_end()
+    assert [batch.version for batch in second.batches] == list(range(2, 2 + len(second.batches)))
+    old = [rollout for batch in second.batches for rollout in batch if rollout.versions[0] < 2]
+    assert old, "nothing was carried over the restart"
+    ages = [batch.version - version for batch in second.batches for r in batch for version in r.versions]
+    assert max(ages) == 2
+    assert second.figures.staleness_max == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_partial_rollouts_are_not_lost_on_resume(mode: str) -> None:
+    """After a restart every prompt is still trained on, the long ones too, and cached tokens are not made again."""
+    plan = scenario(mode, ONE_LONG, slots=4, rollouts_per_update=4, prompts_per_cohort=12)
+    first = Run(plan).updates(2)
+    cached = sum(len(rollout) for rollout in first.controller.situation.buffer.live.values())
+    second = Run(plan, state=first.checkpoint()).to_end()
+    trained = [rollout for batch in first.batches + second.batches for rollout in batch]
+    assert sorted(rollout.id for rollout in trained) == list(range(len(ONE_LONG)))
+    assert sorted(map(len, trained)) == sorted(ONE_LONG)
+    if STRATEGIES[mode].keeps_tokens:
+        assert cached > 0
+        assert second.figures.generated_tokens == sum(b.tokens for b in second.batches) - cached
+
+
+def test_stopping_does_not_wait_for_a_slow_judge_in_partial_mode() -> None:
+    slow = run("partial", [1, 2, 2, 30], slots=4, rollouts_per_update=2, score_seconds=(500.0, 0.0, 0.0, 0.0))
+    assert slow.all(events.Updated)[0].at == 2.0
+
+
+def test_stopping_waits_for_a_slow_judge_on_policy_up_to_the_limit_only() -> None:
+    slow = run(
+        "on-policy",
+        [1, 2, 2, 30],
+        slots=4,
+        rollouts_per_update=2,
+        score_seconds=(500.0, 0.0, 0.0, 0.0),
+        score_wait_seconds=8.0,
+    )
+    assert slow.all(events.Updated)[0].at == 2.0 + 8.0
+
+
+def test_every_request_is_sampled_with_the_settings_that_the_learner_knows() -> None:
+    """Temperature and top-p that differ between requests, or between a start and its resume, bias the ratio."""
+    plan = Run(scenario("partial", ONE_LONG, slots=4, rollouts_per_update=2))
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+    controller = Controller(
+        plan.engine,
+        Prompts(plan.scenario.dataset()),
+        ScoreAtOnce(lambda rollout: 0.0),
+        plan.scenario.schedule,
+        sampling=sampling,
+    )
+    for _ in controller:
+        controller.publish()
+    assert any(request.kept for request in plan.engine.requests)
+    assert {request.sampling for request in plan.engine.requests} == {sampling}
+    assert controller.sampling == sampling
+
+
+@pytest.mark.parametrize("mode", ["partial", "partial+elevator", "april", "cohort-at-once"])
+def test_rollouts_per_update_counts_rollouts_not_prompts(mode: str) -> None:
+    result = run(mode, [3, 1, 2, 5, 4, 9], slots=4, rollouts_per_update=8, rollouts_per_prompt=4)
+    assert result.sizes == [8, 8, 8]
+
+
+def test_a_cohort_given_in_rollouts_instead_of_prompts_is_explained_in_numbers() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Schedule(rollouts_per_update=1024, prompts_per_cohort=64, rollouts_per_prompt=8)
+    assert "64 prompts x 8 rollouts = 512 rollouts cannot fill one update of 1024" in str(error.value)
+    assert "Set prompts_per_cohort to 128 or more" in str(error.value)
+
+
+def test_a_batch_of_one_mode_is_a_batch_of_every_mode() -> None:
+    """Whatever the mode, a batch is a sequence of scored rollouts, shortest first, with the learner's version."""
+    for mode in MODES:
+        for batch in run(mode, ONE_LONG, rollouts_per_update=4).batches:
+            assert all(isinstance(rollout, Rollout) and rollout.reward is not None for rollout in batch)
+            assert [len(rollout) for rollout in batch] == sorted(len(rollout) for rollout in batch)
+            assert batch.tokens == sum(len(rollout) for rollout in batch)
