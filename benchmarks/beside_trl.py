@@ -11,7 +11,8 @@ are outside. Both have generated one short response before. Every run has a fres
 each repeat has its own seed. Ratios are taken within a repeat, against the TRL setting with the highest median rate.
 
 A schedule that sorts by length can leave long responses behind when a short run ends, and has then trained on short
-ones: see that `length` agrees before you believe `rollouts/s`; `tokens/s` is not flattered by it.
+ones: see that `length` agrees before you believe `rollouts/s`; `tokens/s` is not flattered by it. Our engine decodes
+`--slots` responses at once, TRL all that it generates for.
 
     pip install trl==1.16.0
     python benchmarks/beside_trl.py --updates 20 --repeats 3 --json beside_trl.json
@@ -73,7 +74,6 @@ TRL_SETTINGS = {
     "trl: generate": TrlSetting(),
     "trl: generate, 4 micro-batches": TrlSetting(micro_batches=4),
     "trl: generate for 2 updates": TrlSetting(updates_per_generation=2),
-    "trl: generate for 4 updates": TrlSetting(updates_per_generation=4),
     "trl: continuous batching": TrlSetting(continuous_batching=True),
     "trl: continuous, for 4 updates": TrlSetting(updates_per_generation=4, continuous_batching=True),
 }
@@ -439,7 +439,7 @@ def parsed_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rollouts-per-update", type=int, default=64)
     parser.add_argument("--rollouts-per-prompt", type=int, default=8)
     parser.add_argument("--max-response-tokens", type=int, default=512)
-    parser.add_argument("--slots", type=int, default=32, help="of our engine; TRL generates all rollouts at once")
+    parser.add_argument("--slots", type=int, default=32, help="responses that our engine decodes at once")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every run to this file")
     return parser.parse_args(arguments)

@@ -489,13 +489,44 @@ def test_a_shared_module_needs_no_weights() -> None:
     engine = engine_of(model)
     asked = request(0, [1, 2], 12)
     before = completed(engine, [asked]).tokens(0)
-    with torch.no_grad():
-        model.lm_head.weight.neg_()
+    model.lm_head.weight.data.neg_()  # a change that torch does not count
     engine.load(None, 1)
     ledger = completed(engine, [asked])
     assert ledger.tokens(0) != before
     assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
     assert ledger.segments[0][0].version == 1
+
+
+def test_an_optimizer_step_is_followed_without_a_word() -> None:
+    """Copies of weights in the written-out forward must not go stale, whatever the caller forgets."""
+    model = model_of("Llama")
+    engine = engine_of(model)
+    asked = request(0, [1, 2], 12)
+    before = completed(engine, [asked]).logprobs(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(torch.tensor([[1, 2, 3]])).logits.square().mean().backward()
+    optimizer.step()
+    ledger = completed(engine, [asked])
+    assert ledger.logprobs(0) != before
+    assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
+
+
+def test_adapters_in_place_of_projections_take_part() -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            doubled: torch.Tensor = 2 * self.inner(hidden)
+            return doubled
+
+    model = model_of("Llama")
+    model.model.layers[0].self_attn.q_proj = Doubled(model.model.layers[0].self_attn.q_proj)
+    model.model.layers[1].mlp.down_proj = Doubled(model.model.layers[1].mlp.down_proj)
+    asked = request(0, [1, 2], 12)
+    ledger = completed(engine_of(model), [asked])
+    assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:

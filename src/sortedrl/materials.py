@@ -62,7 +62,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
             "model", settings.model, "its tokenizer has no EOS token, so no response could end",
             "Set eos_token in its tokenizer_config.json.",
         )  # fmt: skip
-    return tokenizer, model.to(settings.torch_device()).eval()
+    return tokenizer, model.to(settings.torch_device()).eval()  # type: ignore[arg-type]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

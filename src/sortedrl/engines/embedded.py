@@ -134,6 +134,7 @@ class EmbeddedEngine:
             )
         if weights is not None:
             copy_weights(self._model, dict(weights))
+        self._decoder.follow_weights()
         self.version = version
 
     def _admit(self) -> None:

@@ -8,7 +8,8 @@ A row holds one request. All rows in use are decoded together, one token a step:
 
 So every token, the first after a prefill too, is drawn by the same step. On a CPU in fp32 the logits of a row
 are then equal to the last bit, whatever the other rows hold and however the context got into the cache:
-- matrix products have at least MIN_ROWS rows: below, CPU libraries use kernels that add in another order;
+- matrix products have at least MIN_ROWS rows: below, CPU libraries use kernels that add in another order
+  (and above a width of 512 too, from some number of rows on, if torch runs with several threads);
 - attention takes one query at a time (a prefill is a batch of such queries) under an additive mask, whose
   hidden keys add exact zeros.
 Reading keys is what a step on a CPU costs most, so rows are read in blocks, each up to its longest context:
@@ -91,9 +92,15 @@ class SlotDecoder:
             return [range(self._rows_computed(count))]
         return [range(i, min(i + _ROWS_PER_BLOCK, count)) for i in range(0, count, _ROWS_PER_BLOCK)]
 
+    @torch.no_grad()
+    def follow_weights(self) -> None:
+        """The model's weights have changed; no row may be live."""
+        self._forward.refresh(changed=True)
+
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> None:
         """Write the keys of the contexts into the rows; contexts of similar length waste least."""
+        self._forward.refresh()
         length = _rounded_up(max(map(len, contexts)), _PREFILL_QUANTUM)
         self._reserve(length)
         padded = [[*context, *[0] * (length - len(context))] for context in contexts]
@@ -105,6 +112,7 @@ class SlotDecoder:
     @torch.inference_mode()
     def begin(self, starts: Sequence[RowStart]) -> None:
         """The rows decode from the next step on."""
+        self._forward.refresh()
         rows = torch.tensor([start.row for start in starts], device=self.device)
         integers = [(s.last_token, s.position, s.drawn, seed_key(s.seed), 1) for s in starts]
         fractions = [(s.temperature, s.top_p) for s in starts]

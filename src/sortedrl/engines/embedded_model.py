@@ -8,7 +8,7 @@ out: fewer kernels and less Python, which is what a step of a small model or a s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 _QUERIES_PER_BLOCK = 64  # of a CPU prefill: each block reads the keys up to its own end
@@ -116,6 +116,9 @@ class Forward(Protocol):
 
     kinds_of_layers: frozenset[str]
 
+    def refresh(self, *, changed: bool = False) -> None:
+        """Follow the weights of the model; `changed` says that they did, else look."""
+
     def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
         """Write the keys of the tokens into the cache."""
 
@@ -138,6 +141,9 @@ class GeneralForward:
         self._cache = cache
         self._attention = _SLOT_ATTENTION if uses_slot_attention(model) else "eager"
 
+    def refresh(self, *, changed: bool = False) -> None:
+        """The model's own forward reads its weights each time."""
+
     def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
         self._run(self._model.base_model, tokens, positions, masks)
 
@@ -157,25 +163,29 @@ class GeneralForward:
 
 
 class LlamaForward:
-    """The forward of Llama-shaped models (also with biases or normalised queries and keys), written out.
-
-    Projections are called as modules, so that adapters put into them take part.
-    """
+    """The forward of Llama-shaped models (also with biases or normalised queries and keys), written out."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
-        self.kinds_of_layers = frozenset(_kinds_of_layers(model))
         self._kinds = _kinds_of_layers(model)
-        self._trunk: Any = model.base_model
-        self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.kinds_of_layers = frozenset(self._kinds)
         self._cache = cache
+        trunk: Any = model.base_model
+        self._trunk = trunk
+        self._head = _Projections(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+        self._layers = [_LlamaLayer(layer) for layer in trunk.layers]
+
+    def refresh(self, *, changed: bool = False) -> None:
+        self._head.refresh(changed)
+        for layer in self._layers:
+            for projections in (layer.into_heads, layer.out_of_heads, layer.up, layer.down):
+                projections.refresh(changed)
 
     def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
         self._hidden(tokens, positions, masks)
 
     def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
         hidden = self._hidden(tokens, positions, masks)[:, -1]
-        logits: Tensor = self._head(_normalised(hidden, self._trunk.norm))
-        return logits
+        return self._head(_normalised(hidden, self._trunk.norm))[0]
 
     def _hidden(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
         hidden: Tensor = self._trunk.embed_tokens(tokens)
@@ -184,24 +194,73 @@ class LlamaForward:
         half = sine.shape[-1] // 2
         sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[:, :, None]
         cosine = cosine[:, :, None]
-        for index, layer in enumerate(self._trunk.layers):
-            mask = masks[self._kinds[index]]
-            attention = layer.self_attn
-            normal = _normalised(hidden, layer.input_layernorm)
-            query, key, value = (
-                project(normal).unflatten(-1, (-1, attention.head_dim))
-                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            if hasattr(attention, "q_norm"):
-                query, key = _normalised(query, attention.q_norm), _normalised(key, attention.k_norm)
+        for index, layer in enumerate(self._layers):
+            heads = (*tokens.shape, -1, layer.head_width)
+            query, key, value = layer.into_heads(_normalised(hidden, layer.input_norm))
+            query, key, value = query.reshape(heads), key.reshape(heads), value.reshape(heads)
+            if layer.query_norm is not None:
+                query, key = _normalised(query, layer.query_norm), _normalised(key, layer.key_norm)
             query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
             keys, values = self._cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
-            attended = _attend(query.transpose(1, 2), keys, values, mask, attention.scaling)
-            hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
-            normal = _normalised(hidden, layer.post_attention_layernorm)
-            gate = silu(layer.mlp.gate_proj(normal), inplace=True)
-            hidden = hidden + layer.mlp.down_proj(gate.mul_(layer.mlp.up_proj(normal)))
+            attended = _attend(query.transpose(1, 2), keys, values, masks[self._kinds[index]], layer.scaling)
+            hidden = hidden + layer.out_of_heads(attended.transpose(1, 2).flatten(2))[0]
+            gate, up = layer.up(_normalised(hidden, layer.output_norm))
+            hidden = hidden + layer.down(silu(gate).mul_(up))[0]
         return hidden
+
+
+class _LlamaLayer:
+    """The parts of a decoder layer, looked up once: attribute access of modules is slow."""
+
+    def __init__(self, layer: Any) -> None:
+        attention = layer.self_attn
+        self.head_width: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.input_norm = layer.input_layernorm
+        self.output_norm = layer.post_attention_layernorm
+        self.query_norm = getattr(attention, "q_norm", None)
+        self.key_norm = getattr(attention, "k_norm", None)
+        self.into_heads = _Projections(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out_of_heads = _Projections(attention.o_proj)
+        self.up = _Projections(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.down = _Projections(layer.mlp.down_proj)
+
+
+class _Projections:
+    """Linear maps of the same input.
+
+    Small ones on a CPU are one product with a copy of the weights in the order that the product reads: half
+    the time. Anything else (large ones, a GPU, adapters in place of the layers) calls the layers themselves.
+    """
+
+    def __init__(self, *layers: Any) -> None:
+        self._layers = layers
+        self._copied = all(_worth_a_copy(layer) for layer in layers)
+        self._versions: list[int] | None = None
+
+    def refresh(self, changed: bool) -> None:
+        """Copy anew what changed in place; changes that torch does not count (`.data`) must be announced."""
+        if not self._copied:
+            return
+        versions = [parameter._version for layer in self._layers for parameter in layer.parameters()]
+        if changed or versions != self._versions:
+            self._versions = versions
+            self._sizes = [layer.out_features for layer in self._layers]
+            self._weight = torch.cat([layer.weight for layer in self._layers]).t().contiguous().t()
+            has_bias = self._layers[0].bias is not None
+            self._bias = torch.cat([layer.bias for layer in self._layers]) if has_bias else None
+
+    def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
+        if self._copied:
+            return linear(hidden, self._weight, self._bias).split_with_sizes(self._sizes, dim=-1)
+        return [layer(hidden) for layer in self._layers]
+
+
+def _worth_a_copy(layer: Any) -> bool:
+    """Up to a width of 512 products with the copy are exact too: their sums do not depend on the rows."""
+    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or layer.weight.is_inference():
+        return False
+    return layer.in_features <= 512 and layer.weight.numel() <= 2**20
 
 
 def _normalised(hidden: Tensor, norm: Any) -> Tensor:

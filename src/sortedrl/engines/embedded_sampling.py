@@ -13,6 +13,7 @@ from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 _MIX_64 = (-4658895280553007687, -7723592293110705685)  # the multipliers of splitmix64
+_LAST_BELOW_ONE = 1 - 2.0**-24  # in 32 bits
 _MIX_32 = (-2048144789, -1028477387)  # the multipliers of murmur3's finaliser
 
 
@@ -45,8 +46,8 @@ class TokenSampler:
         if top_p is not None:
             scaled = _nucleus(scaled, top_p)
         # Gumbel noise is minus the logarithm of an exponential.
-        noisy = scaled - self.exponentials(seed_keys, positions, logits.shape[-1]).log_()
-        tokens = torch.where(greedy[:, None], scaled, noisy).argmax(-1)
+        negative_noise = self.exponentials(seed_keys, positions, logits.shape[-1]).log_()
+        tokens = torch.addcmul(scaled, negative_noise, greedy[:, None].float() - 1).argmax(-1)
         drawn = scaled.gather(1, tokens[:, None])[:, 0]
         return tokens, torch.where(greedy, 0.0, drawn - scaled.logsumexp(-1))
 
@@ -64,8 +65,8 @@ class TokenSampler:
         words *= _MIX_32[1]
         words ^= (words >> 16) & 0xFFFF
         words &= 0x7FFFFFFF
-        # Small exponentials decide, and log1p keeps their precision.
-        return words.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
+        # Small exponentials decide, and log1p keeps their precision; the largest must not be infinite.
+        return words.to(torch.float32).add_(0.5).mul_(_LAST_BELOW_ONE * -(2.0**-31)).log1p_().neg_()
 
 
 def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def _consistent(puzzle: Puzzle) -> int:
 
 MOST_CHARACTERS = 12  # the solver's tables have 2 ** characters bits
 WARM_START_SHARE = 0.3  # of all puzzles; no task ever hands one of these out
-_DRAWS_WITHOUT_A_NEW_PUZZLE = 20_000
+_DRAWS_WITHOUT_A_NEW_PUZZLE = 10_000
 
 
 def random_puzzle(characters: int, rng: random.Random) -> Puzzle:
