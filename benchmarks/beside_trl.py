@@ -74,6 +74,7 @@ TRL_SETTINGS = {
     "trl: generate": TrlSetting(),
     "trl: generate, 4 micro-batches": TrlSetting(micro_batches=4),
     "trl: generate for 2 updates": TrlSetting(updates_per_generation=2),
+    "trl: generate for 4 updates": TrlSetting(updates_per_generation=4),
     "trl: continuous batching": TrlSetting(continuous_batching=True),
     "trl: continuous, for 4 updates": TrlSetting(updates_per_generation=4, continuous_batching=True),
 }
@@ -223,7 +224,8 @@ def run_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
 
 def _train_with_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
     settings = parsed(Train, flags, "beside_trl")
-    torch.set_num_threads(settings.threads)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     materials = read_materials(settings, print)
     prompts = prompts_in_loading_order(materials, settings)
     recorder = TrlRecorder(materials, setting.updates_per_generation)

@@ -236,6 +236,7 @@ BAD_INPUT = {
     "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
     "cohort too small": (["--prompts-per-cohort", "2"], ["prompts_per_cohort = 2", "16"]),
     "greedy training": (["--temperature", "0"], ["temperature"]),
+    "longer than the model": (["--max-response-tokens", "5000"], ["max_response_tokens = 5000", "256"]),
 }
 
 

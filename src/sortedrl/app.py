@@ -13,14 +13,16 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.config import Compare, Evaluate, Train
+from sortedrl.config import Compare, Evaluate, ModelSettings, Train
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import EventLog, JsonLines, RolledBack
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.strategy import updates_left
 from sortedrl.engines.embedded import EmbeddedEngine
@@ -69,6 +71,23 @@ def _is_correct(score: Judge, rollout: Rollout) -> bool:
         return False
 
 
+def embedded_engine(
+    settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> EmbeddedEngine:
+    try:
+        return EmbeddedEngine(
+            model,
+            slots=settings.slots,
+            eos_token_ids=end_tokens(model, tokenizer),
+            max_length=settings.max_prompt_tokens + settings.max_response_tokens,
+            tokenizer=tokenizer,
+        )
+    except ValueError as error:
+        raise ConfigurationError(
+            "max_response_tokens", settings.max_response_tokens, str(error), "Lower it, or max_prompt_tokens."
+        ) from None
+
+
 # Training
 
 
@@ -84,13 +103,7 @@ class TrainingRun:
         self.engine_shares_model = settings.lora_rank == 0 and not settings.gradient_checkpointing
         self.engine_model = materials.model if self.engine_shares_model else copy.deepcopy(materials.model)
         self.learner = Learner(materials.model, settings.learner_settings())
-        self.engine = EmbeddedEngine(
-            self.engine_model,
-            slots=settings.slots,
-            eos_token_ids=end_tokens(materials.model, materials.tokenizer),
-            max_length=settings.max_prompt_tokens + settings.max_response_tokens,
-            tokenizer=materials.tokenizer,
-        )
+        self.engine = embedded_engine(settings, self.engine_model, materials.tokenizer)
         self.scorer = self._scorer()
         self.log = EventLog(self.metrics)
         self.controller = Controller(
@@ -355,11 +368,12 @@ def train(settings: Train, say: Say) -> dict[str, Any]:
         folder = RunFolder(settings.resume)
         refuse_changes(settings, folder)
         resumed = checkpoint.load(checkpoint.newest(folder.checkpoints))
-        materials = read_materials(settings, say)
     else:
-        materials = read_materials(settings, say)
-        folder = RunFolder.new(settings)
+        folder = RunFolder.unused(settings)
+    materials = read_materials(settings, say)
     run = TrainingRun(settings, folder, materials, say)
+    if resumed is None:
+        folder.create(settings)
     say(f"run folder {folder.path}")
     say(f"{len(materials.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
     if resumed is not None:
@@ -385,13 +399,7 @@ def evaluate_model(settings: Evaluate, say: Say) -> dict[str, Any]:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
-    engine = EmbeddedEngine(
-        materials.model,
-        slots=settings.slots,
-        eos_token_ids=end_tokens(materials.model, materials.tokenizer),
-        max_length=settings.max_prompt_tokens + settings.max_response_tokens,
-        tokenizer=materials.tokenizer,
-    )
+    engine = embedded_engine(settings, materials.model, materials.tokenizer)
     began = time.perf_counter()
     found = evaluate(
         engine,

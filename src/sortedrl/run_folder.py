@@ -32,17 +32,21 @@ class RunFolder:
         self._files: dict[str, TextIO] = {}
 
     @classmethod
-    def new(cls, settings: Train) -> RunFolder:
+    def unused(cls, settings: Train) -> RunFolder:
+        """The folder that the settings name, not made yet."""
         path = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
         if path.exists():
             raise ConfigurationError(
-                "out", str(path), "this run folder exists already, and a run is never overwritten",
+                "out",
+                str(path),
+                "this run folder exists already, and a run is never overwritten",
                 f"Name another folder, or continue it with --resume {path}.",
-            )  # fmt: skip
-        path.mkdir(parents=True)
-        folder = cls(path)
-        folder.write("config.json", as_json(settings))
-        return folder
+            )
+        return cls(path)
+
+    def create(self, settings: Train) -> None:
+        self.path.mkdir(parents=True)
+        self.write("config.json", as_json(settings))
 
     def write(self, name: str, value: Any) -> None:
         temporary = self.path / f".{name}"
