@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,47 @@ def test_the_loop_is_100_lines_without_our_abstractions() -> None:
     text = (ROOT / "examples" / "the_loop_in_100_lines.py").read_text()
     assert len(text.splitlines()) <= 100
     assert "import sortedrl" not in text and "from sortedrl" not in text
+
+
+def readme_commands(first_words: str) -> list[list[str]]:
+    """The README's commands that begin with these words, comments cut off."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    found = [line.split("#")[0].split() for line in lines if line.startswith(first_words)]
+    assert found, f"the README has no command {first_words}"
+    return found
+
+
+@pytest.mark.slow
+def test_the_readme_s_simulate_and_plan_commands_run(tmp_path: Path) -> None:
+    lengths = [json.dumps({"prompt": f"p{i % 300}", "length": 40 + 37 * i % 4000}) for i in range(900)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lengths) + "\n")
+    for words in [*readme_commands("sortedrl simulate"), *readme_commands("sortedrl plan")]:
+        done = run_sortedrl(words[1:], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "partial+elevator" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_default_training_run_learns_within_five_minutes(tmp_path: Path) -> None:
+    done = run_sortedrl(["train", "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["gain"]["value"] >= 0.10
+    assert summary["gain"]["low"] > 0
+    assert summary["seconds"] < 300
+    assert summary["figures"]["bubble"] < 0.10
+    assert (tmp_path / summary["folder"] / "model" / "config.json").exists()
+
+
+def run_sortedrl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sortedrl", *words],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )
 
 
 @pytest.mark.slow
