@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from sortedrl.core.additions import ElevatorPartial, LookaheadPartial, PlannedOnPolicy, PlannedPartial
 from sortedrl.core.paper import Baseline, CohortAtOnce, OnPolicy, Partial, UngatedOnPolicy
 from sortedrl.core.peers import April, AsyncPool, TailBatching
@@ -33,6 +31,8 @@ STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 def strategy_named(mode: str) -> Strategy:
     if mode in STRATEGIES:
         return STRATEGIES[mode]
+    import difflib  # slow to import, and needed for this error alone
+
     near = difflib.get_close_matches(mode, STRATEGIES, n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]}? " if near else ""
     raise ConfigurationError("mode", mode, "no such mode", f"{hint}Modes: {', '.join(STRATEGIES)}.")
