@@ -55,7 +55,7 @@ class TokenSampler:
         """Standard exponential noise, [rows, vocabulary], a pure function of its arguments."""
         if len(self._entry_keys) != vocabulary:
             entries = torch.arange(vocabulary, device=self._entry_keys.device)
-            self._entry_keys = _words(_mixed(entries * _GOLDEN))[:, 0]
+            self._entry_keys = _words(_mixed(entries * _GOLDEN))[:, 0].contiguous()
         low, high = _words(_mixed(seed_keys + positions * _GOLDEN)).split_with_sizes((1, 1), dim=1)
         words = self._entry_keys ^ low
         words ^= (words >> 16) & 0xFFFF

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -36,8 +37,13 @@ class LognormalLengths:
     seed: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        effect = self.between * normal(mixed(self.seed, _number(prompt), 1))
-        noise = self.within * normal(mixed(self.seed, _number(prompt), 2, seed))
+        return self._drawn(_number(prompt), seed)
+
+    # A resumed rollout asks again. A few instances live as long as the run, so the cache holds on to nothing for long.
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def _drawn(self, number: int, seed: int) -> int:
+        effect = self.between * normal(mixed(self.seed, number, 1))
+        noise = self.within * normal(mixed(self.seed, number, 2, seed))
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
 
 
