@@ -93,7 +93,7 @@ class SimulatedEngine:
             limit = min([t for t in (until, self._next_alarm()) if t is not None], default=math.inf)
             if not self._running:
                 if limit < math.inf:
-                    self._now = max(self._now, limit)
+                    self._clock = self._now = max(self.now(), limit)
                 break
             if not self._advance(limit):
                 break
