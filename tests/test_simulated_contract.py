@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine_contract import EngineContract
-
 from sortedrl.core.engine import Engine
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import StepTime
