@@ -173,12 +173,7 @@ class Buffer:
         return self._wait_again(rollout, keep=keep, key=key)
 
     def redo(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
-        """A finished or ready rollout, or the cached tokens of a waiting one, are thrown away."""
-        if rollout.state is State.WAITING:
-            rollout.attempt += 1
-            dropped = rollout.drop_tokens()
-            self.rekey(key)
-            return dropped
+        """A finished or ready rollout is thrown away and waits again; returns how many tokens were dropped."""
         self._unfinish(rollout)
         return self._wait_again(rollout, keep=False, key=key)
 
