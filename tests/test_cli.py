@@ -122,6 +122,14 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
     assert resolved["derived"]["updates_per_cohort"] == 4
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan", "train", "eval", "compare"])
+def test_a_dry_run_prints_settings_and_runs_nothing(command: str, tmp_path: Path) -> None:
+    done = sortedrl(command, "--dry-run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout).keys() == {"settings", "derived"}
+    assert not list(tmp_path.iterdir())
+
+
 BAD_INPUT = {
     "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
     "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "1"]),

@@ -160,6 +160,12 @@ def _eval(words: Sequence[str]) -> int:
 
 
 def _run_eval(settings: Any) -> int:
+    from sortedrl.config import as_json
+
+    if settings.dry_run:
+        derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
+        _print_settings(as_json(settings), derived, as_object=settings.json_output)
+        return 0
     result = _needs_train_extra().evaluate_model(settings, _say(settings))
     if settings.json_output:
         print(json.dumps(result))
