@@ -5,6 +5,7 @@ from sortedrl.core.controller import Batch, Controller, StaleTokens
 from sortedrl.core.engine import (
     Change,
     Engine,
+    EngineDied,
     Failed,
     Finished,
     Preempted,
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigurationError",
     "Controller",
     "Engine",
+    "EngineDied",
     "Event",
     "EventLog",
     "Expectation",

@@ -14,7 +14,10 @@ What must hold for every engine (tests/engine_contract.py):
 - every submitted request ends in exactly one of Finished, Failed, or a call of `stop` that names it;
 - `stop` returns undelivered tokens and leaves nothing of the request behind;
 - a request never yields more tokens than its `budget`, kept tokens not counted;
-- a segment's version is that of the weights that sampled it.
+- a segment's version is that of the weights that sampled it;
+- all calls come from one thread, and an engine that is gone raises `EngineDied` from then on. What it had delivered
+  before is valid; where it can, it hands out what it still holds before it raises, and last tokens come with their
+  Finished in one list, so that nobody goes on behind an end.
 """
 
 from __future__ import annotations
@@ -26,11 +29,16 @@ from typing import Any, NamedTuple, Protocol
 from sortedrl.core.rollout import Prompt, Segment
 
 
+class EngineDied(RuntimeError):
+    """The engine is gone, with all that runs in it: a process that ended, a server that does not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_strings: tuple[str, ...] = ()
+    ignore_end: bool = False  # go on to the budget, whatever is sampled: for measurements with forced lengths
 
 
 @dataclass(frozen=True, slots=True)

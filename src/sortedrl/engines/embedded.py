@@ -27,12 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
+from sortedrl.engines.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 4096  # of one forward pass, padding included
 _PREFILL_TOKENS_ON_GPU = 32768
 _PATIENCE_ON_GPU_STEPS = 8
 _NO_ROW = -1
-_VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # of a decoded text
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,17 @@ class _Running:
     request: Request
     context: list[int]
     budget: int
-    stop_strings: _StopStrings | None
+    stop_strings: StopStrings | None
     row: int = _NO_ROW  # until its prefill
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context) + len(self.tokens)
+
+    @property
+    def kept(self) -> list[int]:
+        return self.context[len(self.request.prompt.tokens) :]
 
 
 class EmbeddedEngine:
@@ -89,7 +93,7 @@ class EmbeddedEngine:
         self._steps_waited = 0  # by requests without a row
         self._vacated = False  # rows were left since they were arranged
         self._unreported: list[Change] = []
-        self._endings: dict[tuple[str, ...], frozenset[int]] = {}  # by stop strings
+        self._stop_watches: dict[tuple[str, ...], StopStrings] = {}
 
     def now(self) -> float:
         return time.perf_counter()
@@ -203,9 +207,12 @@ class EmbeddedEngine:
         self._vacated = False
 
     def _ended_by_itself(self, running: _Running) -> bool:
+        if running.request.sampling.ignore_end:
+            return False
         if running.tokens[-1] in self._eos:
             return True
-        return running.stop_strings is not None and running.stop_strings.completed_by_last(running)
+        watch = running.stop_strings
+        return watch is not None and watch.completed_by_last(running.kept, running.tokens)
 
     def _deliver(self, running: _Running) -> None:
         if running.tokens:
@@ -249,41 +256,13 @@ class EmbeddedEngine:
                 "pass EmbeddedEngine(..., tokenizer=...)"
             )
 
-    def _stop_strings(self, request: Request) -> _StopStrings | None:
+    def _stop_strings(self, request: Request) -> StopStrings | None:
         strings = request.sampling.stop_strings
-        if not strings or self._tokenizer is None:
+        if not strings:
             return None
-        if strings not in self._endings:
-            self._endings[strings] = _possible_endings(self._tokenizer, strings)
-        return _StopStrings(self._tokenizer, strings, self._endings[strings])
-
-
-@dataclass(frozen=True, slots=True)
-class _StopStrings:
-    """Watches for the token that completes one of the strings; only tokens of `endings` can."""
-
-    tokenizer: PreTrainedTokenizerBase
-    strings: tuple[str, ...]
-    endings: frozenset[int]
-
-    def completed_by_last(self, running: _Running) -> bool:
-        if running.tokens[-1] not in self.endings:
-            return False
-        # A token holds at least one byte of text, so that no match reaches back further than this.
-        window = max(len(string.encode()) for string in self.strings)
-        response = [*running.request.kept_tokens[-window:], *running.tokens[-window:]]
-        text = self.tokenizer.decode(response[-window:], **_VERBATIM)
-        return any(string in text for string in self.strings)
-
-
-def _possible_endings(tokenizer: PreTrainedTokenizerBase, strings: tuple[str, ...]) -> frozenset[int]:
-    """Tokens whose text holds the last character of a string; all, where tokens may split or hide it."""
-    last_characters = {string[-1] for string in strings}
-    entries = range(len(tokenizer))
-    if any(not character.isascii() or character.isspace() for character in last_characters):
-        return frozenset(entries)
-    texts = tokenizer.batch_decode([[entry] for entry in entries], **_VERBATIM)
-    return frozenset(e for e, text in zip(entries, texts, strict=True) if last_characters & set(text))
+        if strings not in self._stop_watches:
+            self._stop_watches[strings] = StopStrings(self._tokenizer, strings)
+        return self._stop_watches[strings]
 
 
 def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:

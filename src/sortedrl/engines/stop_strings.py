@@ -1,0 +1,38 @@
+"""Where a response ends by a text: which token completes a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+_VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # of a decoded text
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Watches for the token that completes one of the strings; `tokenizer` is a Hugging Face tokenizer."""
+
+    tokenizer: Any
+    strings: tuple[str, ...]
+
+    def completed_by_last(self, kept: Sequence[int], made: Sequence[int]) -> bool:
+        """Whether the last token of `made`, which follows `kept`, completes a string."""
+        if made[-1] not in self._endings:
+            return False
+        # A token holds at least one byte of text, so that no match reaches back further than this.
+        window = max(len(string.encode()) for string in self.strings)
+        response = [*kept[-window:], *made[-window:]]
+        text = self.tokenizer.decode(response[-window:], **_VERBATIM)
+        return any(string in text for string in self.strings)
+
+    @cached_property
+    def _endings(self) -> frozenset[int]:
+        """Tokens whose text holds the last character of a string; all, where tokens may split or hide it."""
+        last_characters = {string[-1] for string in self.strings}
+        entries = range(len(self.tokenizer))
+        if any(not character.isascii() or character.isspace() for character in last_characters):
+            return frozenset(entries)
+        texts = self.tokenizer.batch_decode([[entry] for entry in entries], **_VERBATIM)
+        return frozenset(e for e, text in zip(entries, texts, strict=True) if last_characters & set(text))

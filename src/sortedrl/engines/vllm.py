@@ -1,0 +1,348 @@
+"""vLLM in this process, on one device: the engine for real models on one GPU.
+
+    submit -> vLLM's own queue -> vLLM's running batch (Started) -> steps -> Finished
+
+It talks to vLLM's engine core and not to `LLM.generate`: token ids in, token ids and the log-probabilities that
+they were sampled at out (after temperature and top-p), nothing is turned into text. Who runs, waits or was preempted
+is read from vLLM's own scheduler after every step. Tokens are delivered when a request finishes or is stopped.
+
+- **Weights** are copied in place (`load`), without a file. vLLM keeps the old output layer of a model with tied
+  embeddings unless it is named, so it always is; and it would serve keys of the old weights from its prefix cache, so
+  that cache is emptied at every load. `keep_old_keys=True` asks for the old keys by name.
+- **Rest**: with `rests=True` the engine gives its GPU memory away between `rest()` and the next `load` or `submit`,
+  so that engine and learner fit on one device.
+- **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are used only with `seeded=True`. A resumed
+  request then draws from a seed of its own: vLLM would replay the noise of position 0.
+
+Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.hashing import mixed
+from sortedrl.core.rollout import Segment
+from sortedrl.engines.stop_strings import StopStrings
+
+OLDEST_VLLM = (0, 25)
+_SEED_BITS = 63
+
+
+@dataclass(slots=True, eq=False)
+class _Inside:
+    """A request in vLLM, under the name that vLLM knows it by; what it made and was not delivered yet."""
+
+    name: str
+    request: Request
+    kept: list[int]
+    stop_strings: StopStrings | None
+    runs: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class VllmEngine:
+    """See the module's docstring. `max_length` bounds prompt and response tokens together.
+
+    `options` go to vLLM's EngineArgs as they are: gpu_memory_utilization, dtype, load_format, enforce_eager ...
+    `tokenizer` is needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        slots: int,
+        eos_token_ids: Iterable[int],
+        max_length: int,
+        tokenizer: Any = None,
+        seeded: bool = False,
+        rests: bool = False,
+        keep_old_keys: bool = False,
+        **options: Any,
+    ) -> None:
+        self.slots = slots
+        self.version = 0
+        self.load_seconds = 0.0  # of the last load
+        self._eos = sorted(set(eos_token_ids))
+        self._max_length = max_length
+        self._tokenizer = tokenizer
+        self._seeded = seeded
+        self._rests = rests
+        self._keep_old_keys = keep_old_keys
+        self._asleep = False
+        self._died: str | None = None
+        self._made = 0  # requests so far: vLLM's names must not repeat
+        self._inside: dict[str, _Inside] = {}  # by vLLM's name
+        self._name_of: dict[int, str] = {}  # by request id
+        self._running: set[str] = set()
+        self._unreported: list[Change] = []
+        self._stop_watches: dict[tuple[str, ...], StopStrings] = {}
+        self._llm = _started_vllm(model, slots=slots, max_length=max_length, rests=rests, options=options)
+        self._core = self._llm.engine_core  # vLLM's in-process client
+        self._scheduler = self._core.engine_core.scheduler
+        self._tasks = self._core.get_supported_tasks()
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.id in self._name_of:
+                raise ValueError(f"request {request.id} is in the engine already: stop it first")
+        self._wake()
+        for request in requests:
+            reason = self._refusal(request)
+            if reason is None:
+                reason = self._add(request)
+            if reason is not None:
+                self._unreported.append(Failed(request.id, self.now(), reason))
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        while self._inside and not self._unreported and (until is None or self.now() < until):
+            self._step()
+        if until is not None and not self._inside and not self._unreported:
+            time.sleep(max(0.0, until - self.now()))
+        return self._report()
+
+    def stop(self, ids: Sequence[int]) -> list[Change]:
+        leaving = [self._inside[self._name_of[id]] for id in ids if id in self._name_of]
+        for inside in leaving:
+            self._deliver(inside)
+        self._remove(leaving)
+        return self._report()
+
+    def load(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
+        """Copy the weights into vLLM's model. None: they have not changed, only their version has."""
+        if self._inside:
+            raise RuntimeError(f"load of version {version} while {len(self._inside)} requests are in: stop them first")
+        began = self.now()
+        self._drain()
+        self._wake(weights_only=weights is not None)
+        if weights is not None:
+            named = self._with_output_layer(weights)
+            try:
+                self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+            except Exception as error:
+                self._died = f"weights of version {version} were loaded in part: {error}"
+                raise EngineDied(self._died) from error
+            self._wake()
+        if not self._keep_old_keys and not self._core.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: keys of old weights would be used")
+        self.version = version
+        self.load_seconds = self.now() - began
+
+    def rest(self) -> None:
+        """Give the device's memory to the learner until the next `load` or `submit`. Nothing may be inside."""
+        if not self._rests or self._asleep:
+            return
+        if self._inside:
+            raise RuntimeError(f"rest while {len(self._inside)} requests are in: stop them first")
+        self._drain()
+        self._core.sleep(1)
+        self._asleep = True
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    @property
+    def kv_tokens(self) -> int:
+        """How many tokens of context fit in vLLM's cache."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
+    # Requests in
+
+    def _add(self, request: Request) -> str | None:
+        """Hand the request to vLLM; why not, if it refuses."""
+        from vllm.inputs.engine import tokens_input
+
+        self._made += 1
+        inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_strings(request))
+        context = [*request.prompt.tokens, *inside.kept]
+        try:
+            core_request = self._llm.input_processor.process_inputs(
+                inside.name, tokens_input(context), self._parameters(request, len(context)), self._tasks
+            )
+        except ValueError as error:
+            return f"vLLM refused it: {error}"
+        self._core.add_request(core_request)
+        self._inside[inside.name] = inside
+        self._name_of[request.id] = inside.name
+        return None
+
+    def _parameters(self, request: Request, context: int) -> Any:
+        from vllm import SamplingParams
+
+        sampling = request.sampling
+        seed = mixed(request.seed, request.kept_length) % (1 << _SEED_BITS) if self._seeded else None
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=min(request.budget, self._max_length - context),
+            ignore_eos=True,  # the end tokens are named here, whatever the model's own configuration says
+            stop_token_ids=[] if sampling.ignore_end else self._eos,
+            logprobs=0,
+            seed=seed,
+            detokenize=False,
+        )
+
+    def _refusal(self, request: Request) -> str | None:
+        prompt, kept = len(request.prompt.tokens), request.kept_length
+        if prompt == 0:
+            return "the prompt has no tokens, and the model needs at least 1 to continue from"
+        if prompt + kept >= self._max_length:
+            return (
+                f"a prompt of {prompt} and a kept response of {kept} tokens leave no room for a token under "
+                f"max_length = {self._max_length}: raise it to at least {prompt + kept + 1}"
+            )
+        if request.budget < 1:
+            return f"budget = {request.budget}: at least 1 token must be left to make"
+        if max(request.prompt.tokens) >= self._vocabulary:  # vLLM would break down in mid-step, with all that runs
+            return f"the prompt has token {max(request.prompt.tokens)}, the model knows {self._vocabulary} tokens"
+        return None
+
+    def _stop_strings(self, request: Request) -> StopStrings | None:
+        strings = request.sampling.stop_strings
+        if not strings or request.sampling.ignore_end:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(f"stop_strings = {strings} are text, and the engine has no tokenizer: pass tokenizer=...")
+        if strings not in self._stop_watches:
+            self._stop_watches[strings] = StopStrings(self._tokenizer, strings)
+        return self._stop_watches[strings]
+
+    # Steps
+
+    def _step(self) -> None:
+        """One step of vLLM, and what it changed: who left the batch, who came, what was made, what ended."""
+        if self._died is not None:
+            raise EngineDied(self._died)
+        began = self.now()
+        try:
+            outputs = self._core.get_output().outputs
+        except Exception as error:
+            self._died = f"vLLM stopped working: {error}"
+            raise EngineDied(self._died) from error
+        ended = [output for output in outputs if self._take(output)]
+        self._follow_scheduler(began, {output.request_id for output in ended})
+        for output in ended:
+            self._end(output)
+
+    def _take(self, output: Any) -> bool:
+        """Keep the tokens of one request's step; whether it ended."""
+        inside = self._inside.get(output.request_id)
+        if inside is None:  # stopped while the step ran
+            return False
+        if output.new_token_ids:
+            inside.tokens += output.new_token_ids
+            inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        if output.finish_reason is not None:
+            return True
+        watch = inside.stop_strings
+        return watch is not None and bool(inside.tokens) and watch.completed_by_last(inside.kept, inside.tokens)
+
+    def _follow_scheduler(self, at: float, ended: set[str]) -> None:
+        """What the step's own schedule did to the running batch, before what it made ended some requests."""
+        running = {request.request_id for request in self._scheduler.running}
+        running |= ended
+        if running == self._running:
+            return
+        for name in self._running - running:
+            inside = self._inside.get(name)
+            if inside is not None:
+                recompute = len(inside.request.prompt.tokens) + len(inside.kept) + len(inside.tokens)
+                self._unreported.append(Preempted(inside.request.id, at, recompute))
+        for inside in self._inside.values():  # in the order of submission
+            if inside.name in running and inside.name not in self._running:
+                self._unreported.append(Started(inside.request.id, at))
+        self._running = running & self._inside.keys()
+
+    def _end(self, output: Any) -> None:
+        inside = self._inside[output.request_id]
+        reason = str(output.finish_reason) if output.finish_reason is not None else "stop"
+        self._deliver(inside)
+        self._remove([inside], abort=output.finish_reason is None)
+        if reason in ("stop", "length"):
+            self._unreported.append(Finished(inside.request.id, self.now(), truncated=reason == "length"))
+        else:
+            self._unreported.append(Failed(inside.request.id, self.now(), f"vLLM ended it: {reason}"))
+
+    def _deliver(self, inside: _Inside) -> None:
+        if inside.tokens:
+            segment = Segment(tokens=inside.tokens, logprobs=inside.logprobs, version=self.version)
+            self._unreported.append(Tokens(inside.request.id, self.now(), segment))
+
+    def _remove(self, leaving: Sequence[_Inside], *, abort: bool = True) -> None:
+        if abort and self._died is None:
+            self._core.abort_requests([inside.name for inside in leaving])
+        for inside in leaving:
+            del self._inside[inside.name]
+            del self._name_of[inside.request.id]
+            self._running.discard(inside.name)
+
+    def _drain(self) -> None:
+        """Let steps that vLLM has under way come to their end: they run under the old weights."""
+        if self._died is not None:
+            raise EngineDied(self._died)
+        core = self._core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._core.get_output()
+        self._running.clear()
+
+    def _report(self) -> list[Change]:
+        changes, self._unreported = self._unreported, []
+        return changes
+
+    # Weights and memory
+
+    def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """All weights; for tied embeddings the output layer too, which vLLM's reload would leave as it was."""
+        tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
+        named = False
+        embedding = None
+        for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
+            named = named or name == "lm_head.weight"
+            if name.endswith("embed_tokens.weight"):
+                embedding = weight
+            yield name, weight
+        if tied and not named and embedding is not None:
+            yield "lm_head.weight", embedding
+
+    def _wake(self, *, weights_only: bool = False) -> None:
+        if self._asleep:
+            self._core.wake_up(["weights"] if weights_only else None)
+            self._asleep = weights_only
+
+
+def _started_vllm(model: str, *, slots: int, max_length: int, rests: bool, options: Mapping[str, Any]) -> Any:
+    # In another process vLLM's scheduler could not be read, and weights would have to be sent.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        import vllm
+    except ImportError:
+        raise ImportError("vLLM is not installed: pip install 'sortedrl[vllm]'", name="vllm") from None
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    found = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if found < OLDEST_VLLM:
+        raise RuntimeError(f"vLLM {vllm.__version__} is too old: 0.25.1 and 0.32.0 work")
+    arguments: dict[str, Any] = {
+        "model": model,
+        "max_num_seqs": slots,
+        "max_model_len": max_length,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_sleep_mode": rests,
+        **options,
+    }
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
