@@ -30,9 +30,12 @@ class Materials:
     held_out: tuple[Prompt, ...]
 
 
+def model_path(settings: ModelSettings) -> str:
+    return str(BUILT_IN_MODEL) if settings.model == "built-in" else settings.model
+
+
 def read_materials(settings: ModelSettings, say: Say) -> Materials:
-    path = str(BUILT_IN_MODEL) if settings.model == "built-in" else settings.model
-    tokenizer, model = read_model(path, settings)
+    tokenizer, model = read_model(model_path(settings), settings)
     try:
         task = task_by_name(settings.task, **settings.resolved_task_options())
         train = encode(task.train(), tokenizer, settings.max_prompt_tokens)

@@ -64,6 +64,20 @@ class CheckedWeights:
                 "weights that are trained"
             )
 
+    @property
+    def load_seconds(self) -> float:
+        """Of the last load, the check not counted."""
+        return float(getattr(self.inner, "load_seconds", 0.0))
+
+    def rest(self) -> None:
+        """Lets an engine that can rest give its memory away until it is needed again."""
+        if hasattr(self.inner, "rest"):
+            self.inner.rest()
+
+    def close(self) -> None:
+        if hasattr(self.inner, "close"):
+            self.inner.close()
+
     def difference(self) -> float:
         """Mean absolute difference of log-probabilities between engine and learner over the probes' responses."""
         differences: list[float] = []

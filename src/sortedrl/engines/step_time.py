@@ -90,6 +90,23 @@ def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str 
     return linear(a, b, c, per_prefill_token, source or f"fit to {len(points)} points")
 
 
+def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
+    """Least squares of relative error for t = step(running) + c cached, with a free step time at each batch size.
+
+    Batches of a GPU are padded to sizes that were captured beforehand: a straight line would miss the stairs.
+    """
+    levels = sorted({point.running for point in points})
+    if len(levels) < 2 or len(points) <= len(levels):
+        raise ValueError(f"{len(points)} points at {len(levels)} batch sizes: two sizes and two contexts are needed")
+    rows = [
+        [*(float(point.running == level) / point.seconds for level in levels), point.cached_tokens / point.seconds]
+        for point in points
+    ]
+    *steps, per_cached_token = _least_squares(rows, [1.0] * len(rows))
+    steps = [max(0.0, step) for step in steps]
+    return StepTime(tuple(zip(levels, steps, strict=True)), max(0.0, per_cached_token), per_prefill_token, source)
+
+
 def read_points(path: Path) -> list[Point]:
     """A CSV file with the columns running, cached_tokens, seconds."""
     points = []

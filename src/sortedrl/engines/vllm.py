@@ -70,6 +70,7 @@ class VllmEngine:
         self.slots = slots
         self.version = 0
         self.load_seconds = 0.0  # of the last load
+        self.inside_seconds = 0.0  # in vLLM's own steps, of all time: the rest is ours
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
         self._tokenizer = tokenizer
@@ -153,6 +154,10 @@ class VllmEngine:
         self._core.shutdown()
 
     @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
     def kv_tokens(self) -> int:
         """How many tokens of context fit in vLLM's cache."""
         cache = self._llm.vllm_config.cache_config
@@ -231,6 +236,7 @@ class VllmEngine:
         except Exception as error:
             self._died = f"vLLM stopped working: {error}"
             raise EngineDied(self._died) from error
+        self.inside_seconds += self.now() - began
         ended = [output for output in outputs if self._take(output)]
         self._follow_scheduler(began, {output.request_id for output in ended})
         for output in ended:

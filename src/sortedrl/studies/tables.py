@@ -101,6 +101,50 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     return [head, Text(plan.reason), frontier, bias, sizes]
 
 
+def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Measured throughput, beside what the simulator predicted where it was asked."""
+    table = _table(
+        "Measured on the engine",
+        "mode",
+        "kept tok/s",
+        "goodput",
+        "bubble",
+        "of limit",
+        "waste",
+        "staleness",
+        "sorted",
+        "length bias",
+        "preemptions",
+        "predicted goodput, bubble",
+        "our own time",
+    )
+    base = next(iter(modes.values()))
+    for name, f in modes.items():
+        times = f["kept"] / base["kept"] if base["kept"] else 0.0
+        table.add_row(
+            name,
+            f"{f['kept']:,.0f} ({times:.2f}x)",
+            f"{f['goodput']:,.0f}",
+            f"{f['bubble']:.1%}",
+            f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
+            f"{f['waste']:.1%}",
+            f"{f['staleness_mean']:.2f}",
+            f"{f['sortedness']:.2f}",
+            f"{f['length_bias']:+.1%}",
+            str(f["preemptions"]),
+            _prediction(f),
+            f"{f['own_share']:.1%}" if "own_share" in f else "",
+        )
+    return table
+
+
+def _prediction(f: Mapping[str, Any]) -> str:
+    if "predicted" not in f:
+        return ""
+    p = f["predicted"]
+    return f"{p['goodput'] / f['goodput'] - 1:+.1%}, {100 * (p['bubble'] - f['bubble']):+.1f} points"
+
+
 def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """Real runs side by side: one row for each mode and seed."""
     table = _table(

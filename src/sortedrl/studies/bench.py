@@ -1,0 +1,194 @@
+"""The paper's throughput experiment on a real engine: every schedule on the same forced lengths, beside the limit.
+
+The engine computes every token of a real batch; there is no learner, and weights stay as they are. What is stopped
+and resumed is prefilled again, as it would be after an update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sortedrl.core.controller import Controller
+from sortedrl.core.engine import Engine, Finished, Request
+from sortedrl.core.events import EventLog, Sink
+from sortedrl.core.hashing import mixed
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.lengths import length_of_request
+from sortedrl.observe.metrics import Metrics
+from sortedrl.studies import workload as simulated
+from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
+from sortedrl.tasks.scoring import DirectScorer
+from sortedrl.tasks.task import Verdict
+
+FIRST_WORD = 10  # token ids below are often special ones
+WARM_UP_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a mode, its expectation and its cap on what is started. Written `mode[@expectation][*oversubscribe]`."""
+
+    name: str
+    mode: str
+    expectation: str
+    oversubscribe: float | None
+
+    @classmethod
+    def parsed(cls, text: str) -> Case:
+        rest, _, factor = text.partition("*")
+        mode, _, expectation = rest.partition("@")
+        try:
+            oversubscribe = float(factor) if factor else None
+        except ValueError:
+            raise ConfigurationError("modes", text, f"{factor!r} is no number", "For example on-policy*1.15.") from None
+        if expectation and expectation not in EXPECTATIONS:
+            raise ConfigurationError(
+                "modes", text, f"no such expectation: {expectation}", f"One of {', '.join(EXPECTATIONS)}."
+            )
+        return cls(text, mode, expectation or "cold", oversubscribe)
+
+    def schedule(self, schedule: Schedule) -> Schedule:
+        return replace(with_mode(schedule, self.mode), oversubscribe=self.oversubscribe)
+
+
+class RandomPrompts(Sequence[Prompt]):
+    """`count` different prompts of `tokens` random words, so that no engine can reuse the keys of another one."""
+
+    def __init__(self, count: int, tokens: int, vocabulary: int) -> None:
+        self._count, self._tokens, self._vocabulary = count, tokens, vocabulary
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        words = self._vocabulary - FIRST_WORD
+        return Prompt(str(index), [FIRST_WORD + mixed(index, i) % words for i in range(self._tokens)], index)
+
+
+def warm_up(engine: Engine, vocabulary: int) -> None:
+    """Let the engine compile, capture and allocate before a clock runs."""
+    prompts = RandomPrompts(engine.slots, 32, vocabulary)
+    forced = ForcedLengths(engine, lambda request: WARM_UP_TOKENS)
+    forced.submit([Request(-1 - i, prompt, (), WARM_UP_TOKENS, i) for i, prompt in enumerate(prompts)])
+    left = engine.slots
+    while left:
+        left -= sum(isinstance(change, Finished) for change in forced.poll())
+
+
+def run(
+    engine: Engine,
+    workload: Workload,
+    schedule: Schedule,
+    vocabulary: int,
+    *sinks: Sink,
+    max_updates: int | None = None,
+    on_update: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """One mode on the engine, from the first load to the last update: its figures, and what our own code cost."""
+    engine.load(None, 0)  # a run counts versions from 0
+    metrics, uncut = Metrics(), UncutLengths(workload, schedule)
+    controller = Controller(
+        ForcedLengths(engine, length_of_request(workload.lengths)),
+        Prompts(RandomPrompts(workload.prompts, workload.prompt_tokens, vocabulary), epochs=1, seed=schedule.seed),
+        DirectScorer(lambda rollout: Verdict(0.0, correct=False)),
+        schedule,
+        expectation=expectation_for(workload, schedule),
+        log=EventLog(metrics, uncut, *sinks),
+        max_updates=max_updates,
+    )
+    inside_before, began = getattr(engine, "inside_seconds", None), time.perf_counter()
+    for batch in controller:
+        controller.publish()
+        on_update(batch.update + 1)
+    seconds = time.perf_counter() - began
+    figures, mean = metrics.figures(), uncut.mean()
+    figures = replace(figures, uncut_mean_length=mean, length_bias=figures.mean_length / mean - 1 if mean else 0.0)
+    found = asdict(figures)
+    if inside_before is not None:
+        found["own_share"] = 1 - (engine.inside_seconds - inside_before) / seconds  # type: ignore[attr-defined]
+    return found
+
+
+def measured_limit(
+    engine: Engine, workload: Workload, schedule: Schedule, vocabulary: int, turnovers: int = 2
+) -> float:
+    """Tokens a second with every slot full in steady state: `turnovers` of each slot after its first."""
+    forced = ForcedLengths(engine, length_of_request(workload.lengths))
+    prompts = RandomPrompts(workload.prompts, workload.prompt_tokens, vocabulary)
+    done = [0] * engine.slots
+    inside: dict[int, tuple[int, int]] = {}  # request id -> slot, length
+    ids = iter(range(1 << 40))
+
+    def start(slot: int) -> None:
+        id = next(ids)
+        request = Request(
+            id, prompts[id % len(prompts)], (), schedule.max_response_tokens, mixed(mixed(schedule.seed, id), 0)
+        )
+        length = min(workload.lengths(request.prompt, request.seed), request.budget)
+        inside[id] = (slot, length)
+        forced.submit([request])
+
+    def run_until(least: int) -> tuple[float, int]:
+        made = 0
+        while min(done) < least:
+            for change in forced.poll():
+                if isinstance(change, Finished):
+                    slot, length = inside.pop(change.id)
+                    made += length
+                    done[slot] += 1
+                    start(slot)
+        return engine.now(), made
+
+    for slot in range(engine.slots):
+        start(slot)
+    began, _ = run_until(1)
+    ended, made = run_until(1 + turnovers)
+    forced.stop(list(inside))
+    return made / (ended - began)
+
+
+def predicted(case: Case, workload: Workload, schedule: Schedule, max_updates: int | None) -> dict[str, Any]:
+    """What the simulator says of the same mode on the same lengths, with the step time that the workload holds."""
+    return asdict(
+        simulated.run(replace(workload, expectation=case.expectation), case.schedule(schedule), max_updates=max_updates)
+    )
+
+
+def bench(
+    engine: Engine,
+    cases: Sequence[Case],
+    workload: Workload,
+    schedule: Schedule,
+    vocabulary: int,
+    *,
+    limit: float | None,
+    predict: bool,
+    max_updates: int | None,
+    sinks: Callable[[Case], Sequence[Sink]] = lambda case: (),
+    on_update: Callable[[Case, int], None] = lambda case, done: None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case's name and figures as soon as it is done."""
+    for case in cases:
+        found = run(
+            engine,
+            replace(workload, expectation=case.expectation),
+            case.schedule(schedule),
+            vocabulary,
+            *sinks(case),
+            max_updates=max_updates,
+            on_update=lambda done, case=case: on_update(case, done),  # type: ignore[misc]
+        )
+        found["limit"] = limit
+        found["of_limit"] = found["goodput"] / limit if limit else None
+        found["kept_of_limit"] = found["kept"] / limit if limit else None
+        if predict:
+            found["predicted"] = predicted(case, workload, schedule, max_updates)
+        yield case.name, found

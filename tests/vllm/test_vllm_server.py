@@ -1,0 +1,263 @@
+"""A real vLLM server over HTTP: the engine contract, weights, and everything that can go wrong with a server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_vllm_engine import DTYPE, ON_GPU, PROBES, TOLERANCE, _shake, logprobs_of, tiny_model
+
+from engine_contract import EngineContract, Ledger
+from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
+from sortedrl.core.engine import Engine, Preempted
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.vllm_server import VllmServerEngine
+
+START_SECONDS = 180
+SLOTS = 8
+MAX_LENGTH = 256
+
+
+class Server:
+    """vLLM's own server as a process, with the flags that docs/engines.md names."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, dev_mode: bool = True) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", DTYPE, "--enforce-eager"]
+        command += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(SLOTS)]
+        command += ["--logprobs-mode", "processed_logprobs", *flags]
+        command += ["--gpu-memory-utilization", "0.1"] if ON_GPU else []
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0"}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def wait(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2):
+                    return self
+            except OSError:
+                time.sleep(0.3)
+        self.kill()
+        raise RuntimeError(f"vLLM's server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its engine process, too
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: Any) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("tied-model")
+    torch.manual_seed(0)
+    made = tiny_model(folder, tied=True)
+    return folder, made
+
+
+def serve(folder: Path, log: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    server = Server(folder, log, "--skip-tokenizer-init", *flags, **options)
+    try:
+        yield server.wait()
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[Server]:
+    yield from serve(model[0], tmp_path_factory.mktemp("log") / "server.log", "--enable-prefix-caching")
+
+
+@pytest.fixture(scope="module")
+def doomed(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[Server]:
+    """Has memory for a few requests only, and is killed in the last test that uses it."""
+    flags = [
+        "--num-gpu-blocks-override",
+        "80" if ON_GPU else "9",
+        "--no-enable-prefix-caching",
+        "--stream-interval",
+        "8",
+    ]
+    yield from serve(model[0], tmp_path_factory.mktemp("log") / "server.log", *flags)
+
+
+def engine_at(server: Server, slots: int = 4, **options: Any) -> VllmServerEngine:
+    return VllmServerEngine(server.url, slots=slots, eos_token_ids=[2], **options)
+
+
+def endless(id: int, budget: int, **sampling: Any) -> Request:
+    return Request(id, Prompt(str(id), [3 + id % 40] * 6), (), budget, id, Sampling(ignore_end=True, **sampling))
+
+
+class TestVllmServer(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server, model: tuple[Path, Any]) -> Iterator[None]:
+        self._at, self._model = server, model[1]
+        self._engines: list[VllmServerEngine] = []
+        yield
+        for engine in self._engines:
+            engine.close()
+
+    def make_engine(self, slots: int) -> Engine:
+        self._engines.append(engine_at(self._at, slots))
+        return self._engines[-1]
+
+    def weights(self, version: int) -> Any:
+        return self._model.state_dict()
+
+    def reproducible(self, request: Request) -> Request:
+        """vLLM's noise is drawn for the whole batch, or replayed from a resume."""
+        return replace(request, sampling=Sampling(temperature=0.0))
+
+
+def test_weights_change_every_weight_and_old_keys_are_forgotten(server: Server, model: tuple[Path, Any]) -> None:
+    """Both of vLLM's silent traps: the tied output layer, which only the tied model has, and the prefix cache."""
+    learner = model[1]
+    engine = engine_at(server)
+    checked = CheckedWeights(engine, logprobs_of(learner), PROBES)
+    for version in (1, 2):
+        _shake(learner, seed=version)
+        checked.load(dict(learner.named_parameters()), version)
+        assert checked.last_difference < TOLERANCE
+    assert engine.load_seconds < 30
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_temperature_is_in_the_log_probabilities(server: Server, model: tuple[Path, Any], temperature: float) -> None:
+    learner = model[1]
+    ledger = Ledger(engine_at(server))
+    ledger.engine.load(dict(learner.named_parameters()), 1)
+    prompt = [5, 6, 7]
+    ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
+    ledger.run()
+    tokens = ledger.tokens(0)
+    ids = torch.tensor([[*prompt, *tokens]], device=learner.device)
+    with torch.no_grad():
+        logits = learner(ids).logits[0, len(prompt) - 1 : -1].float()
+    expected = torch.log_softmax(logits / temperature, -1)
+    for position, token in enumerate(tokens):
+        assert ledger.logprobs(0)[position] == pytest.approx(float(expected[position, token]), abs=10 * TOLERANCE)
+
+
+def test_seeds_repeat_a_response_and_a_resume_does_not_replay_its_noise(server: Server) -> None:
+    def run(*requests: Request) -> Ledger:
+        ledger = Ledger(engine_at(server, slots=1, seeded=True))
+        ledger.submit(requests)
+        ledger.run()
+        return ledger
+
+    request = endless(0, 40)
+    first, second = run(request), run(request)
+    assert first.tokens(0) == second.tokens(0)
+    other = Request(0, request.prompt, (), 40, 99, request.sampling)
+    assert run(other).tokens(0) != first.tokens(0)
+
+
+def test_what_the_server_rejects_fails_with_its_reason(server: Server) -> None:
+    ledger = Ledger(engine_at(server))
+    too_long = Request(0, Prompt("long", [3] * (MAX_LENGTH + 10)), (), 4, 0)
+    outside = Request(1, Prompt("outside", [3, 9999]), (), 4, 0)
+    ledger.submit([too_long, outside, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
+    ledger.run()
+    assert list(ledger.finished) == [2] and set(ledger.failed) == {0, 1}
+    assert str(MAX_LENGTH) in ledger.failed[0]
+    assert all("the server refused it" in reason for reason in ledger.failed.values())
+
+
+def test_an_address_without_a_server_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"url = 'http://127.0.0.1:9': no server answers there"):
+        VllmServerEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[2])
+
+
+def test_more_slots_than_the_server_runs_are_refused(server: Server) -> None:
+    with pytest.raises(ConfigurationError, match=r"--max-num-seqs 8, and this engine has 9 slots.*--max-num-seqs 9"):
+        engine_at(server, slots=9)
+
+
+def test_a_whole_run_of_the_scheduler(server: Server, model: tuple[Path, Any]) -> None:
+    prompts = [Prompt(f"p{i}", [3 + i % 50, 4, 5]) for i in range(24)]
+    schedule = Schedule(
+        mode="partial+elevator", rollouts_per_update=6, prompts_per_cohort=12, max_response_tokens=48, max_staleness=3
+    )
+    controller = Controller(engine_at(server, slots=8), Prompts(prompts), ScoreAtOnce(len), schedule)
+    trained = []
+    for batch in controller:
+        trained += [rollout.id for rollout in batch]
+        assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
+        controller.publish(model[1].state_dict())
+    assert sorted(trained) == list(range(24))
+
+
+def test_preemptions_come_from_the_servers_own_count(doomed: Server) -> None:
+    ledger = Ledger(engine_at(doomed, slots=SLOTS))
+    seen: list[Any] = []
+    ledger.submit([endless(id, 240) for id in range(2 * SLOTS)])
+    while ledger.open_ids:
+        changes = ledger.engine.poll()
+        seen += changes
+        ledger.apply(changes)
+    assert all(len(ledger.tokens(id)) == 240 for id in range(2 * SLOTS))
+    assert any(isinstance(change, Preempted) for change in seen)
+
+
+def test_a_server_killed_in_mid_rollout_hands_out_what_came_then_is_dead(doomed: Server, server: Server) -> None:
+    """In a pool the other server goes on with its requests; alone, the engine says that it died."""
+    alone = Ledger(engine_at(doomed, slots=2))
+    pooled = Ledger(EnginePool([engine_at(doomed, slots=2), engine_at(server, slots=2)]))
+    alone.submit([endless(0, 240), endless(1, 240)])
+    pooled.submit([endless(id, 240) for id in range(4)])
+    while min(len(pooled.tokens(id)) for id in range(4)) < 20 or not alone.tokens(1):
+        pooled.apply(pooled.engine.poll())
+        alone.apply(alone.engine.poll(alone.engine.now() + 0.01))
+    doomed.kill()
+    pooled.run()
+    assert sorted(pooled.finished) == [0, 1, 2, 3] and not pooled.failed
+    assert all(len(pooled.tokens(id)) == 240 for id in range(4))
+    with pytest.raises(EngineDied, match="does not answer any more"):
+        while True:
+            alone.apply(alone.engine.poll())
+    assert alone.engine.stop([0, 1]) == []
+    with pytest.raises(EngineDied, match=doomed.url):
+        alone.engine.submit([endless(5, 3)])
+    pooled.engine.close()  # type: ignore[attr-defined]
+
+
+def test_weights_that_do_not_load_end_the_engine(model: tuple[Path, Any], tmp_path: Path) -> None:
+    for spoiled in serve(model[0], tmp_path / "server.log"):
+        engine = engine_at(spoiled)
+        wrong = {name: weight[:-1] if weight.ndim == 2 else weight for name, weight in model[1].state_dict().items()}
+        with pytest.raises(EngineDied, match=r"weights of version 1 did not load to the end .*restart the server"):
+            engine.load(wrong, 1)
+        with pytest.raises(EngineDied, match="did not load to the end"):
+            engine.submit([endless(0, 3)])
+        engine.close()
+
+
+def test_a_server_without_development_mode_is_a_configuration_error(model: tuple[Path, Any], tmp_path: Path) -> None:
+    for plain in serve(model[0], tmp_path / "server.log", dev_mode=False):
+        with pytest.raises(ConfigurationError, match=r"not in development mode.*VLLM_SERVER_DEV_MODE=1"):
+            engine_at(plain)
