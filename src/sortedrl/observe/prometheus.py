@@ -1,0 +1,72 @@
+"""The newest metrics of a run over HTTP, in the text format that Prometheus scrapes.
+
+A tracker as any other (observe/trackers.py): it is given the lines of metrics.jsonl and serves the newest value of each
+metric under its name, with `sortedrl_` before it. It listens on the loopback address alone: whoever may see more than
+this machine's users does so through a proxy that the user sets up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe.trackers import METRICS, STEP
+
+LOOPBACK = "127.0.0.1"
+
+
+class Endpoint:
+    """http://127.0.0.1:PORT/metrics. Port 0 takes a free one; `url` tells which."""
+
+    name = "prometheus"
+
+    def __init__(self, port: int) -> None:
+        values: dict[str, float] = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_known = self.path == "/metrics"
+                body = exposition(dict(values)).encode() if is_known else b"metrics are at /metrics\n"
+                self.send_response(200 if is_known else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *parts: object) -> None:
+                """A scrape every few seconds is no news."""
+
+        try:
+            self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+        except OSError as error:
+            why = f"{error.strerror}"
+            raise ConfigurationError("prometheus_port", port, why, "Name another port, or 0 for a free one.") from None
+        self._values = values
+        self.url = f"http://{LOOPBACK}:{self._server.server_port}/metrics"
+        Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+
+    def log(self, update: int, values: Mapping[str, float]) -> None:
+        self._values |= {STEP: update, **values}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def exposition(values: Mapping[str, float]) -> str:
+    """Metrics in the text format: numbers as Python prints them, so that no digit is lost."""
+    helps = {STEP: "updates done"} | {metric.name: f"{metric.unit}, see docs/metrics.md" for metric in METRICS}
+    return "".join(
+        f"# HELP sortedrl_{name} {text}\n# TYPE sortedrl_{name} gauge\nsortedrl_{name} {_number(values[name])}\n"
+        for name, text in helps.items()
+        if name in values
+    )
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -1,0 +1,194 @@
+"""The metrics that leave a run for a tracker: one table of names, and the trackers that take them.
+
+A line of metrics.jsonl is what every tracker, and the Prometheus endpoint, is given: they show the numbers of that file
+and compute none of their own. docs/metrics.md explains each metric; a test keeps it in step with the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from sortedrl.core.schedule import ConfigurationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEP = "update"  # counts from 1; an evaluation before the first update is at 0
+PROJECT = "sortedrl"
+
+
+class Metric(NamedTuple):
+    name: str
+    field: str  # of a line of metrics.jsonl; a dot reaches into an object
+    unit: str
+    healthy: str
+
+
+METRICS = (
+    Metric("reward", "reward", "reward", "rises, then levels off"),
+    Metric("correct", "correct", "share", "rises; 0.1 to 0.9 teaches most"),
+    Metric("held_out_score", "held_out.value", "share", "rises with correct"),
+    Metric("length", "length", "tokens", "well below the limit"),
+    Metric("truncated_share", "truncated_share", "share", "below 0.05"),
+    Metric("rejected", "rejected", "rollouts", "0"),
+    Metric("bubble", "bubble", "share", "below 0.1 in partial modes"),
+    Metric("idle", "idle", "share", "bubble and the learner's share, little else"),
+    Metric("goodput", "goodput", "tokens/s", "steady, near the limit of sortedrl simulate"),
+    Metric("waste", "waste", "share", "0 in partial and planned modes"),
+    Metric("run_staleness_mean", "run_staleness_mean", "versions", "below 1; 0 on-policy"),
+    Metric("staleness_mean", "staleness_mean", "versions", "around run_staleness_mean"),
+    Metric("staleness_max", "staleness_max", "versions", "at most max_staleness"),
+    Metric("stale_share", "stale_share", "share", "0 on-policy"),
+    Metric("stale_kl", "stale_kl", "nats", "below 0.05"),
+    Metric("mismatch_kl", "mismatch_kl", "nats", "below 1e-3, and flat"),
+    Metric("mismatch_max_abs", "mismatch_max_abs", "nats", "below 0.5 in bf16, 1e-3 in fp32"),
+    Metric("clipped_share", "clipped_share", "share", "below 0.05"),
+    Metric("importance_weight_mean", "importance_weight_mean", "ratio", "0.9 to 1.1"),
+    Metric("entropy", "entropy", "nats", "falls slowly, stays above 0"),
+    Metric("gradient_norm", "gradient_norm", "norm", "no trend, no jumps"),
+    Metric("zero_variance_sets", "zero_variance_sets", "sets", "below half of the update's sets"),
+    Metric("skipped_steps", "skipped_steps", "steps", "0"),
+    Metric("kl_reference", "kl_reference", "nats", "grows slowly"),
+    Metric("explained_variance", "explained_variance", "share", "rises above 0.3"),
+)
+
+
+def tracked(line: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a line of metrics.jsonl, by name. What the line does not have is left out."""
+    found = {metric.name: _reached(line, metric.field) for metric in METRICS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _reached(line: Mapping[str, Any], field: str) -> Any:
+    value: Any = line
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+class Tracker(Protocol):
+    name: str
+
+    def log(self, update: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """Gives every line to all trackers. One that fails is named, and the run goes on without it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._open: list[Tracker] = []
+
+    def add(self, tracker: Tracker) -> None:
+        self._open.append(tracker)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        values = tracked(line)
+        for tracker in list(self._open):
+            self._guarded(tracker, tracker.log, line[STEP], values)
+
+    def close(self) -> None:
+        for tracker in self._open:
+            self._guarded(tracker, tracker.close)
+        self._open = []
+
+    def _guarded(self, tracker: Tracker, act: Callable[..., None], *given: Any) -> None:
+        """What a tracker raises is not worth the run."""
+        try:
+            act(*given)
+        except Exception as error:
+            self._open = [other for other in self._open if other is not tracker]
+            self._say(f"tracker {tracker.name} failed and is off ({type(error).__name__}: {error})")
+
+
+def require_packages(names: Sequence[str]) -> None:
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigurationError(
+                "tracker", name, f"the package {name} is not installed", f"pip install 'sortedrl[{name}]'"
+            )
+
+
+def require_login(names: Sequence[str]) -> None:
+    """Weights & Biases wants an account or its offline mode: said before a run leaves anything behind."""
+    if "wandb" in names:
+        import wandb
+
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            why = str(error).partition("\n")[0].rstrip(".")
+            fix = "Log in with `wandb login`, or set the environment variable WANDB_MODE=offline."
+            raise ConfigurationError("tracker", "wandb", why, fix) from None
+
+
+def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    """`folder` is the run's; its name is the run's name in the tracker."""
+    return OPENERS[name](folder, dict(settings))
+
+
+class TensorBoard:
+    """`tensorboard --logdir RUN/tensorboard`. Its files hold 32-bit floats."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(folder / self.name))
+
+    def log(self, update: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, update)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class RunTracker:
+    """Weights & Biases and trackio: they log dictionaries.
+
+    The update is a metric of its own and not the tracker's step, which must not go back as a resumed run does.
+    """
+
+    def __init__(self, name: str, log: Callable[[dict[str, float]], None], finish: Callable[[], None]) -> None:
+        self.name = name
+        self._log = log
+        self._finish = finish
+
+    def log(self, update: int, values: Mapping[str, float]) -> None:
+        self._log({STEP: update, **values})
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._finish()
+
+
+def _open_wandb(folder: Path, settings: dict[str, Any]) -> Tracker:
+    import wandb
+
+    run = wandb.init(project=PROJECT, name=folder.name, group=folder.name, dir=folder, config=settings)
+    run.define_metric("*", step_metric=STEP)
+    return RunTracker("wandb", run.log, run.finish)
+
+
+def _open_trackio(folder: Path, settings: dict[str, Any]) -> Tracker:
+    import trackio
+
+    with redirect_stdout(sys.stderr):  # stdout may be the JSON of the command
+        run = trackio.init(project=PROJECT, name=folder.name, group=folder.name, config=settings)
+    return RunTracker("trackio", run.log, trackio.finish)  # run.finish would be called again at exit
+
+
+OPENERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
+    "tensorboard": lambda folder, settings: TensorBoard(folder),
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
