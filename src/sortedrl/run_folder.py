@@ -59,7 +59,9 @@ class RunFolder:
     def stream(self, name: str) -> TextIO:
         if name not in self._files:
             _cut_torn_line(self.path / name)
-            self._files[name] = (self.path / name).open("a", encoding="utf-8")
+            # Whoever watches the run sees whole lines at once; there are few, but for events, which have a sink for it.
+            buffering = -1 if name == "events.jsonl" else 1
+            self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=buffering)
         return self._files[name]
 
     def flush(self) -> None:
@@ -76,6 +78,10 @@ class RunFolder:
         """The events that count."""
         path = self.path / "events.jsonl"
         return without_rolled_back(read_events(path)) if path.exists() else []
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def drop_lines_after(self, name: str, update: int) -> None:
         """Forget what a roll-back made void in a file whose lines carry their update."""

@@ -7,8 +7,11 @@ All times are seconds on the engine's clock. Events are ordered by time. Slot-ti
 from __future__ import annotations
 
 import json
+import math
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,6 +210,8 @@ def _template(kind: type) -> str:
 
 
 _OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Stopped)}
+_SCORED = _template(Scored)
+_FINISHED = _template(Finished).removesuffix("%r}\n")
 
 
 class EventLog:
@@ -222,6 +227,31 @@ class EventLog:
             sink(event)
 
 
+class Batched:
+    """A sink that hands events on to its sinks many at a time: at each change of phase, once in this time, or when many
+    wait. Between the steps of a model, code and data that were not used for a while cost several times as much."""
+
+    def __init__(self, *sinks: Sink, most: int = 256, seconds: float = 0.25) -> None:
+        self.sinks = list(sinks)
+        self._most = most
+        self._seconds = seconds
+        self._due = -math.inf
+        self._waiting: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self._waiting.append(event)
+        if type(event) is Phase or event.at >= self._due or len(self._waiting) >= self._most:
+            self._due = event.at + self._seconds
+            self.settle()
+
+    def settle(self) -> None:
+        """Hand on what waits."""
+        waiting, self._waiting = self._waiting, []
+        for sink in self.sinks:
+            for event in waiting:
+                sink(event)
+
+
 class JsonLines:
     """A sink that writes one JSON object a line: the event's name, then its fields."""
 
@@ -233,6 +263,11 @@ class JsonLines:
         template = _OF_NUMBERS.get(type(event))
         if template is not None:
             self._write(template % event)
+        elif isinstance(event, Finished):
+            truncated = "true" if event.truncated else "false"
+            self._write(f"{_FINISHED % event[:-1]}{truncated}}}\n")
+        elif isinstance(event, Scored):
+            self._write(_SCORED % (event.at, event.rollout, float(event.reward)))  # whatever number a reward is
         else:
             self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
 
@@ -257,10 +292,73 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
     kept: list[Event] = []
     for event in events:
         if isinstance(event, RolledBack):
-            del kept[len(kept) - event.events :]
+            del kept[max(0, len(kept) - event.events) :]  # a damaged log may hold fewer
         else:
             kept.append(event)
     return kept
+
+
+class Damage(NamedTuple):
+    """A line of a log that cannot be read; `line` counts from 1."""
+
+    line: int
+    why: str
+
+
+def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
+    """What a damaged log still says: the events that count, and the lines among them that cannot be read.
+
+    A line that cannot be read keeps its place until all is read: it was an event, and `RolledBack` counts events.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        found: list[Any] = [_decoded_or_damage(number, line) for number, line in enumerate(file, start=1)]
+    intact: list[Event] = []
+    damage: list[Damage] = []
+    counting: list[Any] = [*without_rolled_back(found)]
+    for line in counting:
+        (damage if isinstance(line, Damage) else intact).append(line)
+    return intact, damage
+
+
+def _decoded_or_damage(number: int, line: str) -> Event | Damage:
+    if not line.endswith("\n"):
+        return Damage(number, "the line is torn: the log ends within it")
+    try:
+        event = decode(line)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Damage(number, "not an event")
+    for value, fits in zip(event, _checks()[type(event)], strict=True):
+        if not fits(value):
+            return Damage(number, f"{type(event).__name__} with a wrong value")
+    if not math.isfinite(event.at):
+        return Damage(number, f"{type(event).__name__} without a time")
+    if isinstance(event, Updated) and len({len(column) for column in event[4:]}) != 1:
+        return Damage(number, "Updated with columns of different lengths")
+    return event
+
+
+@cache
+def _checks() -> dict[type, tuple[Callable[[Any], bool], ...]]:
+    """For each kind of event a test of each field."""
+    return {kind: tuple(map(_check_of, get_type_hints(kind).values())) for kind in _TYPES.values()}
+
+
+def _check_of(hint: Any) -> Callable[[Any], bool]:
+    """A test of a decoded value against a field's type."""
+    if hint is float:
+        return lambda value: type(value) in (float, int)
+    if hint is Any:
+        return lambda value: True
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        options = [_check_of(option) for option in inner]
+        return lambda value: any(fits(value) for fits in options)
+    if origin is tuple:
+        fits = _check_of(inner[0])
+        count = None if inner[1:] == (...,) else len(inner)
+        return lambda value: type(value) is tuple and (count is None or len(value) == count) and all(map(fits, value))
+    plain = origin or hint
+    return lambda value: type(value) is plain
 
 
 def _frozen(value: Any) -> Any:

@@ -25,6 +25,21 @@ _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
 @dataclass(frozen=True, slots=True)
+class Glance:
+    """The figures that cost nothing to ask for, however long the run: for what is shown or written all the time."""
+
+    wall_seconds: float
+    bubble: float
+    bubble_now: float  # of the newest harvest, so far
+    idle: float
+    goodput: float
+    waste: float
+    rejected: int
+    staleness_mean: float
+    staleness_max: int
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Times in seconds on the engine's clock, goodput and kept in tokens a second; shares between 0 and 1."""
 
@@ -131,6 +146,17 @@ class Metrics:
         return self
 
     # Time
+
+    def pass_time_to(self, at: float) -> None:
+        """Nothing changed until `at`: for whoever looks at the figures between two events."""
+        if at > self._time and self.slots:
+            self._pass_time(at)
+
+    def slot_seconds(self) -> dict[str, float]:
+        """Where the slot-time went so far: busy, the parts of the bubble, the phases in which the engine rests."""
+        busy = self.slots * self._harvest_seconds - sum(self._empty.values())
+        resting = {phase: self.slots * seconds for phase, seconds in self._resting.items()}
+        return {"busy": busy} | self._empty | resting
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
@@ -256,30 +282,50 @@ class Metrics:
 
     # The figures
 
-    def figures(self) -> Figures:
+    def glance(self) -> Glance:
         count = self._count
         wall = self._time - self._began
         empty = sum(self._empty.values())
-        capacity, wall_capacity = self.slots * self._harvest_seconds, self.slots * wall
+        seconds_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
+        return Glance(
+            wall_seconds=wall,
+            bubble=_ratio(empty, self.slots * self._harvest_seconds),
+            bubble_now=_ratio(empty - empty_before, self.slots * (self._harvest_seconds - seconds_before)),
+            idle=sum(self._idle_parts().values()),
+            goodput=_ratio(count["trained_tokens"], self._harvest_seconds),
+            waste=_ratio(count["dropped"], count["generated"]),
+            rejected=count["rejected"],
+            staleness_mean=_ratio(sum(age * n for age, n in self._staleness.items()), count["trained_tokens"]),
+            staleness_max=max(self._staleness, default=0),
+        )
+
+    def _idle_parts(self) -> dict[str, float]:
+        wall_capacity = self.slots * (self._time - self._began)
+        parts = {part: _ratio(value, wall_capacity) for part, value in self._empty.items()}
+        return parts | {phase: _ratio(s * self.slots, wall_capacity) for phase, s in self._resting.items()}
+
+    def figures(self) -> Figures:
+        count = self._count
+        now = self.glance()
+        wall = now.wall_seconds
+        capacity = self.slots * self._harvest_seconds
         cached = count["generated"] - count["dropped"] - count["trained_tokens"]
         updates = len(self._groups)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
         uncut = self._uncut_mean_length()
-        idle_parts = {part: _ratio(value, wall_capacity) for part, value in self._empty.items()}
-        idle_parts |= {phase: _ratio(seconds * self.slots, wall_capacity) for phase, seconds in self._resting.items()}
         return Figures(
             mode=self.mode,
             slots=self.slots,
             seconds=self._harvest_seconds,
             wall_seconds=wall,
-            bubble=_ratio(empty, capacity),
+            bubble=now.bubble,
             bubble_parts={part: _ratio(value, capacity) for part, value in self._empty.items()},
             bubble_per_harvest=self._bubble_per_harvest(),
-            idle=sum(idle_parts.values()),
-            idle_parts=idle_parts,
-            goodput=_ratio(count["trained_tokens"], self._harvest_seconds),
+            idle=now.idle,
+            idle_parts=self._idle_parts(),
+            goodput=now.goodput,
             kept=_ratio(count["trained_tokens"] + cached, self._harvest_seconds),
-            waste=_ratio(count["dropped"], count["generated"]),
+            waste=now.waste,
             generated_tokens=count["generated"],
             trained_tokens=count["trained_tokens"],
             dropped_tokens=count["dropped"],
@@ -289,7 +335,7 @@ class Metrics:
             preemptions=count["preemptions"],
             loaded=count["loaded"],
             trained=count["trained"],
-            rejected=count["rejected"],
+            rejected=now.rejected,
             failures=count["failures"],
             redone=count["redone"],
             truncated=count["truncated"],
@@ -299,8 +345,8 @@ class Metrics:
             updates_per_hour=3600 * _ratio(updates, wall),
             trained_rollouts_per_hour=3600 * _ratio(count["trained"], wall),
             trained_tokens_per_hour=3600 * _ratio(count["trained_tokens"], wall),
-            staleness_mean=_ratio(sum(age * n for age, n in self._staleness.items()), count["trained_tokens"]),
-            staleness_max=max(self._staleness, default=0),
+            staleness_mean=now.staleness_mean,
+            staleness_max=now.staleness_max,
             staleness_histogram=dict(sorted(self._staleness.items())),
             segments_histogram=dict(sorted(self._segments.items())),
             sortedness=_sortedness(self._groups),

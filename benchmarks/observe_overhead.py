@@ -1,0 +1,118 @@
+"""What logging and the console cost a training run, by a clock around our code.
+
+python benchmarks/observe_overhead.py --updates 20
+
+Trains as `make train` does, with the panel drawn into a pseudo-terminal, and puts a clock around every place where the
+run hands something to be logged or shown: the event log with all its sinks, the line of each update, the progress of
+evaluations, and the thread that draws. The clocks' own cost is in the figures.
+
+Two clocks: the wall's, and the CPU time of the thread that does the work. On a quiet machine they agree; on a busy one
+the wall counts what others take, so the share that is judged (more than 1 % is exit code 1) is made of CPU times: over
+the CPU time of the training thread, which is what the run would take alone, and for drawing, which is paced by the
+wall's clock and not by the run, over the wall's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import pty
+import struct
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.live import Live
+
+from sortedrl import app
+from sortedrl.config import Train
+from sortedrl.core.events import EventLog
+from sortedrl.observe.console import PanelConsole
+
+LIMIT = 0.01
+DRAWING = "drawing"
+PARTS: tuple[tuple[type, str, str], ...] = (
+    (EventLog, "append", "event log: figures, state, file"),
+    (app.TrainingRun, "_record", "lines of updates, sample of rollouts"),
+    (PanelConsole, "evaluating", "progress of evaluations"),
+    (PanelConsole, "say", "lines that are said"),
+    (Live, "refresh", DRAWING),
+)
+
+
+class Clocks:
+    """Seconds and calls by part. Only the outermost of nested parts runs, in each thread."""
+
+    def __init__(self) -> None:
+        self.wall: Counter[str] = Counter()
+        self.cpu: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._inside = threading.local()
+
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "now", False):
+                return function(*args, **kwargs)
+            self._inside.now = True
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.cpu[part] += time.thread_time() - cpu
+                self.wall[part] += time.perf_counter() - wall
+                self.calls[part] += 1
+                self._inside.now = False
+
+        return timed
+
+
+def terminal(columns: int) -> Terminal:
+    """One end of a pseudo-terminal; what arrives at the other is thrown away."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+
+    def swallow() -> None:
+        while os.read(master, 65536):
+            pass
+
+    threading.Thread(target=swallow, daemon=True).start()
+    return Terminal(file=os.fdopen(slave, "w"), force_terminal=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=0)
+    arguments = parser.parse_args()
+    clocks = Clocks()
+    for owner, name, part in PARTS:
+        setattr(owner, name, clocks.around(part, getattr(owner, name)))
+    console = PanelConsole(terminal(100))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Train(updates=arguments.updates, threads=arguments.threads, out=Path(folder) / "run")
+        wall, cpu = time.perf_counter(), time.thread_time()
+        app.train(settings, console.say, console)
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    print(f"{'':<40} {'calls':>8} {'wall':>9} {'share':>8} {'CPU':>9} {'share':>8}")
+    whole = 0.0
+    for part, spent in clocks.cpu.most_common():
+        share = spent / (wall if part == DRAWING else cpu)
+        whole += share
+        print(
+            f"{part:<40} {clocks.calls[part]:>8,} {clocks.wall[part]:>7.3f} s {clocks.wall[part] / wall:>8.3%} "
+            f"{spent:>7.3f} s {share:>8.3%}"
+        )
+    print(f"in all {whole:.2%} of a run of {wall:.1f} s, {cpu:.1f} s of CPU in the thread that trains")
+    return int(whole > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

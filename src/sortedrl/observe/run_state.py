@@ -1,0 +1,218 @@
+"""How a run stands at this moment: a fold over its event log and over the lines of its metrics file.
+
+`RunState` is fed every event (after the `Metrics` that it looks at) and every line of metrics.jsonl. `view()` is an
+immutable picture of all that a display shows, so that another thread may draw it. A live console and one that follows
+the files of a run in another process are fed the same and therefore show the same.
+
+What holds after every event: loaded = trained + rejected + the rollouts in all places.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from sortedrl.core import events
+from sortedrl.core.events import Event
+from sortedrl.observe.metrics import Glance, Metrics
+
+REWARDS_SHOWN = 60  # updates
+
+WAITING, RESUMABLE, QUEUED, RUNNING, FINISHED, READY = "waiting", "resumable", "queued", "running", "finished", "ready"
+
+
+class Lengths(NamedTuple):
+    """Of the responses of one update, in tokens."""
+
+    mean: float
+    shortest: int
+    longest: int
+
+
+class Places(NamedTuple):
+    """Rollouts that are neither trained nor rejected, by where they are."""
+
+    waiting: int = 0  # without a token: never started, or dropped
+    resumable: int = 0  # stopped with its tokens kept
+    queued: int = 0  # in the engine, without a slot
+    running: int = 0
+    finished: int = 0  # and not scored
+    ready: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Times are on the clock of whoever feeds the state: `began_at + glance.wall_seconds` is the newest event's."""
+
+    name: str
+    mode: str
+    phase: str
+    updates: int  # that the learner has done
+    updates_in_all: int | None
+    began_at: float
+    ends_at: float | None
+    seen_at: float  # when the newest event was seen
+    glance: Glance
+    rewards: tuple[float, ...]  # means of the newest updates, the newest last
+    correct: float | None  # of the newest update
+    mismatch: float | None
+    lengths: Lengths | None
+    held_out: tuple[float, ...]  # scores, the newest last
+    evaluated: tuple[int, int] | None  # samples of the evaluation that runs, and how many it takes
+    slots: int
+    places: Places
+
+
+class RunState:
+    def __init__(self, metrics: Metrics, name: str, updates_in_all: int | None) -> None:
+        self.metrics = metrics
+        self.name = name
+        self.updates_in_all = updates_in_all
+        self.evaluated: tuple[int, int] | None = None
+        self.phase = "start"
+        self._places = RolloutPlaces()
+        self._handed_out = self._done = 0
+        self._rewards: deque[float] = deque(maxlen=REWARDS_SHOWN)
+        self._lengths: Lengths | None = None
+        self._lines = LineHistory()
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            **self._places.handlers,
+            events.Phase: self._on_phase,
+            events.Updated: self._on_updated,
+            events.Published: self._on_published,
+        }
+
+    def __call__(self, event: Event) -> None:
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def _on_phase(self, event: events.Phase) -> None:
+        self.phase = event.phase
+        self.evaluated = None
+
+    def _on_updated(self, event: events.Updated) -> None:
+        self._places.forget(event.rollouts)
+        self._handed_out = event.update + 1
+        self._rewards.append(fmean(event.rewards))
+        self._lengths = Lengths(fmean(event.lengths), min(event.lengths), max(event.lengths))
+
+    def _on_published(self, event: events.Published) -> None:
+        self._done = self._handed_out
+
+    def add_line(self, line: dict[str, Any], seen_at: float) -> None:
+        """A line of metrics.jsonl: an update or an evaluation."""
+        self._lines.add(line, seen_at)
+        self.updates_in_all = line.get("updates_in_all", self.updates_in_all)
+
+    def remaining_seconds(self) -> float | None:
+        """Until the last update, as of the newest line."""
+        return self._lines.remaining_seconds(self.updates_in_all)
+
+    def view(self, seen_at: float) -> RunView:
+        glance = self.metrics.glance()
+        lines, remaining = self._lines, self.remaining_seconds()
+        return RunView(
+            name=self.name,
+            mode=self.metrics.mode,
+            phase=self.phase,
+            updates=self._done,
+            updates_in_all=self.updates_in_all,
+            began_at=seen_at - glance.wall_seconds,
+            ends_at=None if remaining is None else lines.seen_at + remaining,
+            seen_at=seen_at,
+            glance=glance,
+            rewards=tuple(self._rewards),
+            correct=lines.newest.get("correct"),
+            mismatch=lines.newest.get("mismatch_kl"),
+            lengths=self._lengths,
+            held_out=tuple(lines.held_out),
+            evaluated=self.evaluated,
+            slots=self.metrics.slots,
+            places=self._places.counts(),
+        )
+
+
+class LineHistory:
+    """What is kept of the lines of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, Any] = {}  # of the updates
+        self.held_out: list[float] = []
+        self.seen_at = 0.0
+        self._first: tuple[int, float] | None = None  # (update, seconds)
+        self._last = (0, 0.0)
+
+    def add(self, line: dict[str, Any], seen_at: float) -> None:
+        self.seen_at = seen_at
+        self._last = (line["update"], line["seconds"])
+        self._first = self._first or self._last
+        if is_update(line):
+            self.newest = line
+        else:
+            self.held_out.append(line["held_out"]["value"])
+
+    def remaining_seconds(self, updates_in_all: int | None) -> float | None:
+        """At the mean pace of all updates so far, evaluations and checkpoints between them included."""
+        if self._first is None or updates_in_all is None:
+            return None
+        done, seconds = self._last
+        updates, span = done - self._first[0], seconds - self._first[1]
+        return span / updates * max(0, updates_in_all - done) if updates else None
+
+
+def is_update(line: dict[str, Any]) -> bool:
+    """The other lines of metrics.jsonl are evaluations."""
+    return "reward" in line
+
+
+class RolloutPlaces:
+    """Where every rollout is that is neither trained nor rejected."""
+
+    def __init__(self) -> None:
+        self._place: dict[int, str] = {}
+        self._kept: dict[int, int] = {}  # tokens that a submitted rollout had before
+        self._count = dict.fromkeys(Places._fields, 0)
+        self.handlers: dict[type, Callable[[Any], None]] = {  # what moves a rollout
+            events.Loaded: self._on_loaded,
+            events.Submitted: self._on_submitted,
+            events.Started: lambda event: self._move(event.rollout, RUNNING),
+            events.Preempted: lambda event: self._move(event.rollout, QUEUED),
+            events.Finished: lambda event: self._move(event.rollout, FINISHED),
+            events.Stopped: lambda event: self._put_back(event.rollout, event.length - event.dropped),
+            events.Failed: self._on_failed,
+            events.Redone: lambda event: self._move(event.rollout, WAITING),
+            events.Scored: lambda event: self._move(event.rollout, READY),
+            events.Rejected: lambda event: self.forget((event.rollout,)),
+        }
+
+    def counts(self) -> Places:
+        return Places(**self._count)
+
+    def _on_loaded(self, event: events.Loaded) -> None:
+        self._place.update(dict.fromkeys(range(event.first, event.first + event.rollouts), WAITING))
+        self._count[WAITING] += event.rollouts
+
+    def _on_submitted(self, event: events.Submitted) -> None:
+        self._kept[event.rollout] = event.kept
+        self._move(event.rollout, QUEUED)
+
+    def _on_failed(self, event: events.Failed) -> None:
+        self._put_back(event.rollout, self._kept.get(event.rollout, 0) + event.made - event.dropped)
+
+    def _put_back(self, rollout: int, kept: int) -> None:
+        self._move(rollout, RESUMABLE if kept else WAITING)
+
+    def _move(self, rollout: int, place: str) -> None:
+        self._count[self._place[rollout]] -= 1
+        self._count[place] += 1
+        self._place[rollout] = place
+
+    def forget(self, rollouts: Iterable[int]) -> None:
+        """They were trained on or rejected."""
+        for rollout in rollouts:
+            self._count[self._place.pop(rollout)] -= 1
+            self._kept.pop(rollout, None)

@@ -1,0 +1,276 @@
+"""Follows a run from another process, by the files that it writes: events.jsonl and metrics.jsonl as they grow.
+
+    run --kept_readable--> files --Follower.catch_up--> RunConsole
+
+A log says by itself how a run ended: behind the phase `end` stand an evaluation, and a summary beside it, or (it was
+interrupted) a checkpoint alone. A killed run says nothing more, and neither does one that works for long without an
+event, so watching goes on until the silence is out of the ordinary.
+
+What holds: only whole lines are read; what a roll-back made void is forgotten, in both files; nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from sortedrl.core import events
+from sortedrl.core.events import Event, RolledBack, Sink, decode, without_rolled_back
+from sortedrl.observe.console import PlainConsole, RunConsole
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_state import is_update
+
+POLL_SECONDS = 0.25
+NOTED_SILENCE_SECONDS = 10.0
+END_SILENCE_SECONDS = 5.0  # after the phase `end`, where nothing else follows
+UNUSUAL_SILENCE = 3  # times the longest one before it
+
+RUNS, ENDED, INTERRUPTED, STOPPED = "runs", "ended", "interrupted", "stopped growing"
+
+
+def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
+    """A sink that lets others read a log soon: it is flushed at every change of phase, else once in this time."""
+    due = 0.0
+
+    def sink(event: Event) -> None:
+        nonlocal due
+        if event.at >= due or type(event) is events.Phase:
+            stream.flush()
+            due = event.at + seconds
+
+    return sink
+
+
+class DamagedLog(ValueError):
+    """A whole line of the event log is not an event."""
+
+    def __init__(self, path: Path, line: int) -> None:
+        super().__init__(f"line {line} of {path} is not an event")
+
+
+class Watched(NamedTuple):
+    """How watching ended. `silent_seconds`: since the run last wrote something."""
+
+    outcome: str
+    phase: str
+    silent_seconds: float
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / "events.jsonl").is_file()
+
+
+def newest_run(runs: Path) -> Path | None:
+    """The run folder in `runs` that was written to last."""
+    folders = [folder for folder in runs.iterdir() if is_run(folder)] if runs.is_dir() else []
+    return max(folders, key=lambda folder: -_silence_of(folder), default=None)
+
+
+def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -> Watched:
+    """Show the run until it ends or, most likely, was killed."""
+    follower = Follower(folder, console)
+    while True:
+        follower.catch_up()
+        watched = follower.watched(stopped_after_seconds)
+        silent = watched.silent_seconds
+        console.note = f"no event for {silent:.0f} s" if silent >= NOTED_SILENCE_SECONDS else ""
+        if watched.outcome != RUNS:
+            console.note = ""
+            return watched
+        time.sleep(POLL_SECONDS)
+
+
+def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
+    """How the run stands, once, as plain data."""
+    console = PlainConsole(lambda line: None)
+    watched = Follower(folder, console).watched(stopped_after_seconds)
+    view = console.state.view(0.0)
+    plain = asdict(view) | {"places": view.places._asdict(), "lengths": view.lengths and view.lengths._asdict()}
+    for moment in ("began_at", "ends_at", "seen_at"):  # they mean something to a display alone
+        del plain[moment]
+    return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
+
+
+def verdict(folder: Path, watched: Watched) -> str:
+    """How the run ended, in a sentence."""
+    if watched.outcome == STOPPED:
+        return (
+            f"stopped growing: the last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}. "
+            f"If it was killed, go on with: sortedrl train --resume {folder}"
+        )
+    if watched.outcome == INTERRUPTED:
+        return f"interrupted and saved. Go on with: sortedrl train --resume {folder}"
+    summary = _read(folder / "summary.json")
+    if "gain" not in summary:
+        return "ended"
+    before, after, gain = (summary[key] for key in ("score_before", "score_after", "gain"))
+    return (
+        f"ended: score {before['value']:.3f} -> {after['value']:.3f}, "
+        f"gain {gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s"
+    )
+
+
+class Follower:
+    """Feeds a console from the folder of a run."""
+
+    def __init__(self, folder: Path, console: RunConsole) -> None:
+        self._folder = folder
+        self._console = console
+        self._event_file = GrowingFile(folder / "events.jsonl")
+        self._metrics_file = GrowingFile(folder / "metrics.jsonl")
+        self._read_all(announce_newest=True)
+
+    def catch_up(self) -> None:
+        """Read what is new and show it."""
+        first_line = self._event_file.lines_read + 1
+        new_events, new_lines = self._event_file.new(), self._metrics_file.new()
+        if new_events is None or new_lines is None:
+            self._read_all()
+            return
+        log = self._decoded(new_events, first_line)
+        if any(isinstance(event, RolledBack) for event in log):
+            self._read_all()
+            return
+        self._feed(log)
+        for line in _parsed(new_lines):
+            self._console.line(line, seen_at=self._seen_at())
+        self._console.look(self._seen_at())
+
+    def watched(self, stopped_after_seconds: float) -> Watched:
+        silent = _silence_of(self._folder)
+        return Watched(self._outcome(silent, stopped_after_seconds), self._phases[-1], silent)
+
+    def _read_all(self, *, announce_newest: bool = False) -> None:
+        """From the beginning, which a roll-back asks for: a fold cannot take an event back."""
+        self._metrics = Metrics()
+        self._sink = self._console.begin(self._metrics, str(self._folder), _updates_in_settings(self._folder))
+        self._phases = ["start"]  # since the newest harvest began, or since the run was resumed
+        self._updates = 0
+        self._last_at: float | None = None
+        self._longest_silence = 0.0
+        log = self._decoded(self._event_file.all(), 1)
+        resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
+        self._feed(without_rolled_back(log[:resumed]))
+        if resumed:
+            self._phases = ["start"]
+        self._feed(log[resumed:])
+        lines = _parsed(self._metrics_file.all())
+        newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
+        for place, line in enumerate(lines):
+            self._console.line(line, seen_at=self._seen_at(), old=place != newest or not announce_newest)
+        self._console.look(self._seen_at())
+
+    def _feed(self, log: Sequence[Event]) -> None:
+        for event in log:
+            self._metrics(event)
+            self._sink(event)
+            if self._last_at is not None:
+                self._longest_silence = max(self._longest_silence, event.at - self._last_at)
+            self._last_at = event.at
+            if isinstance(event, events.Phase):
+                self._phases = [event.phase] if event.phase == "harvest" else [*self._phases, event.phase]
+            elif isinstance(event, events.Updated):
+                self._updates = event.update + 1
+
+    def _decoded(self, lines: Sequence[str], first_line: int) -> list[Event]:
+        log: list[Event] = []
+        for number, line in enumerate(lines, start=first_line):
+            try:
+                log.append(decode(line))
+            except (ValueError, KeyError, TypeError):
+                raise DamagedLog(self._event_file.path, number) from None
+        return log
+
+    def _seen_at(self) -> float:
+        """When the run wrote last, on this process's clock."""
+        return time.monotonic() - _silence_of(self._folder)
+
+    def _outcome(self, silent: float, stopped_after_seconds: float) -> str:
+        if "end" in self._phases:
+            after = self._phases[self._phases.index("end") + 1 :]
+            if "evaluation" in after:
+                if _updates_in_summary(self._folder) == self._updates:
+                    return ENDED
+            elif after:
+                return INTERRUPTED
+            elif silent > END_SILENCE_SECONDS:
+                return ENDED
+        too_long = max(stopped_after_seconds, UNUSUAL_SILENCE * self._longest_silence)
+        return STOPPED if silent > too_long else RUNS
+
+
+class GrowingFile:
+    """The whole lines of a file that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines_read = 0
+        self._position = 0
+        self._identity: tuple[int, int] | None = None
+
+    def all(self) -> list[str]:
+        """The lines from the beginning."""
+        self._position = self.lines_read = 0
+        self._identity = None
+        return self.new() or []
+
+    def new(self) -> list[str] | None:
+        """The lines since the last call; None where the file is no longer the one that was read then."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if self._position and (identity != self._identity or status.st_size < self._position):
+                    return None
+                self._identity = identity
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.decode(errors="replace").split("\n")[:-1]
+        self._position += len(whole)
+        self.lines_read += len(lines)
+        return lines
+
+
+def _parsed(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl. One that a crash has torn says nothing that the event log does not say."""
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def _silence_of(folder: Path) -> float:
+    """Seconds since the run last wrote to its log, or since it was made."""
+    for name in ("events.jsonl", "config.json"):
+        try:
+            return max(0.0, time.time() - (folder / name).stat().st_mtime)
+        except FileNotFoundError:
+            continue
+    return 0.0
+
+
+def _updates_in_settings(folder: Path) -> int | None:
+    return _read(folder / "config.json").get("updates")
+
+
+def _updates_in_summary(folder: Path) -> int | None:
+    return _read(folder / "summary.json").get("updates")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,404 @@
+"""The console: what it counts is what the scheduler holds, what it prints is what the folds say, and it behaves in a
+terminal. Training runs are real ones, of the toy model, in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console as Terminal
+
+import toy
+from sortedrl import Schedule
+from sortedrl.core import events
+from sortedrl.core.controller import Controller
+from sortedrl.core.engine import Sampling
+from sortedrl.core.events import Batched, Event, EventLog, read_events, without_rolled_back
+from sortedrl.core.prompts import Prompts
+from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.simulated import SimulatedScorer
+from sortedrl.engines.step_time import PRESETS
+from sortedrl.observe.console import (
+    REDRAW_SECONDS,
+    PanelConsole,
+    PlainConsole,
+    RunPanel,
+    clock,
+    panel_rows,
+    run_console,
+    shown,
+    sparkline,
+)
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_state import RunState
+from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine
+from sortedrl.tasks.task import Verdict
+from terminal import ENVIRONMENT, Session, in_terminal, panel_of, train_command
+
+MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+lookahead", "partial+elevator")
+
+
+def small_controller(mode: str, *sinks: Any, **workload_settings: Any) -> Controller:
+    workload = Workload(
+        lengths=LognormalLengths(limit=512),
+        slots=8,
+        prompts=64,
+        prompt_tokens=8,
+        step_time=PRESETS["h200-8b"],
+        **workload_settings,
+    )
+    schedule = Schedule(
+        mode=mode,
+        rollouts_per_update=8,
+        prompts_per_cohort=16,
+        rollouts_per_prompt=2,
+        compare_siblings=True,
+        max_response_tokens=512,
+    )
+    engine = simulated_engine(workload)
+    return Controller(
+        engine,
+        Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=1, seed=0),
+        SimulatedScorer(engine, seconds_of=lambda rollout: workload.score_seconds),
+        schedule,
+        log=EventLog(*sinks),
+    )
+
+
+def simulated_state(mode: str = "partial+elevator", **workload_settings: Any) -> RunState:
+    metrics = Metrics()
+    state = RunState(metrics, "a-run", 12)
+    controller = small_controller(mode, metrics, state, **workload_settings)
+    for _ in controller:
+        controller.publish()
+    return state
+
+
+# The fold
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workload", [{}, {"kv_tokens": 1500}, {"score_seconds": 0.5}], ids=["plain", "kv", "scores"])
+def test_the_console_counts_what_the_scheduler_holds(mode: str, workload: dict[str, Any]) -> None:
+    metrics = Metrics()
+    state = RunState(metrics, "a-run", None)
+    compared = 0
+
+    def compare(event: Event) -> None:
+        nonlocal compared
+        if isinstance(event, events.Submitted | events.HarvestBegan | events.Updated):
+            compared += 1
+            places, buffer = state.view(0.0).places, controller.situation.buffer
+            updated = event.rollouts if isinstance(event, events.Updated) else ()
+            waiting = [r for r in buffer.live.values() if r.state.name == "WAITING"]
+            assert places.resumable == sum(bool(rollout.segments) for rollout in waiting)
+            assert places.waiting == sum(not rollout.segments for rollout in waiting)
+            assert places.queued + places.running == len(buffer.running)
+            assert places.finished == buffer.finished
+            assert places.ready == buffer.ready - len(updated)
+            in_all = sum(places)
+            assert in_all + len(updated) == buffer.loaded - buffer.trained - buffer.rejected
+
+    controller = small_controller(mode, metrics, state, compare, **workload)
+    for _ in controller:
+        controller.publish()
+    assert compared > 100
+    assert sum(state.view(0.0).places) == 0
+    assert state.view(0.0).updates == metrics.figures().updates
+
+
+def test_a_glance_is_the_figures() -> None:
+    metrics = simulated_state().metrics
+    glance, figures = metrics.glance(), metrics.figures()
+    for name in ("wall_seconds", "bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
+        assert getattr(glance, name) == getattr(figures, name), name
+    assert glance.bubble_now == figures.bubble_per_harvest[-1]
+
+
+def test_the_time_left_is_the_pace_so_far_times_what_is_left() -> None:
+    state = RunState(Metrics(), "a-run", 10)
+    assert state.remaining_seconds() is None
+    state.add_line({"update": 0, "seconds": 5.0, "held_out": {"value": 0.5}}, seen_at=0.0)
+    assert state.remaining_seconds() is None
+    state.add_line({"update": 4, "seconds": 13.0, "reward": 0.0}, seen_at=100.0)
+    assert state.remaining_seconds() == pytest.approx(6 * 2.0)
+    assert state.view(100.0).ends_at == pytest.approx(112.0)
+    state.add_line({"update": 5, "seconds": 15.0, "reward": 0.0, "updates_in_all": 5}, seen_at=0.0)
+    assert state.remaining_seconds() == 0
+
+
+def test_batches_hand_on_every_event_once_in_order_and_soon() -> None:
+    log: list[Event] = []
+    seen: list[Event] = []
+    batched = Batched(seen.append, most=40, seconds=5.0)
+
+    def follow(event: Event) -> None:
+        batched(event)
+        log.append(event)
+        assert seen == log[: len(seen)]
+        assert len(log) - len(seen) < 40
+        if isinstance(event, events.Phase):
+            assert len(seen) == len(log)
+        assert event.at - seen[-1].at < 5.0
+
+    controller = small_controller("partial", follow)
+    for _ in controller:
+        controller.publish()
+    batched.settle()
+    assert seen == log and len(log) > 400
+
+
+# The drawing
+
+
+def test_every_line_fits_every_width() -> None:
+    state = simulated_state(kv_tokens=1500)
+    for update in range(1, 9):
+        state.add_line(
+            {"update": update, "seconds": 3.0 * update, "reward": 0.1, "correct": 0.5, "mismatch_kl": 1e-7}, 0.0
+        )
+    state.add_line({"update": 8, "seconds": 30.0, "held_out": {"value": 0.448}}, 0.0)
+    view = state.view(0.0)
+    for width in range(24, 140):
+        for ascii_only in (False, True):
+            rows = panel_rows(view, 5.0, width, ascii_only=ascii_only)
+            assert max(cell_len(row.plain) for row in rows) <= width
+            assert not ascii_only or all(row.plain.isascii() for row in rows)
+        printed = Terminal(width=width + 4, file=io.StringIO(), record=True, force_terminal=True)
+        printed.print(RunPanel(view, 5.0, note="no event for 20 s"))
+        lines = printed.export_text().splitlines()
+        assert {cell_len(line) for line in lines} == {min(width + 4, 84)}
+        assert len(lines) == len(rows) + 3
+    wide = "\n".join(row.plain for row in panel_rows(view, 5.0, 80))
+    for word in ("ETA", "phase", "reward", "held-out", "running", "waiting", "resumable", "ready", "bubble", "goodput"):
+        assert word in wide
+    narrow = [row.plain for row in panel_rows(view, 5.0, 56)]  # a terminal of 60 columns shows all of it, too
+    for words in (("now", "run"), ("mean", "max", "mismatch"), ("waiting", "resumable", "ready"), ("tok/s", "waste")):
+        assert any(all(word in row for word in words) for row in narrow), words
+    assert re.search(r"[▁▂▃▄▅▆▇█]{8}", "\n".join(narrow))
+
+
+def test_a_run_that_has_done_nothing_yet_can_be_drawn() -> None:
+    rows = panel_rows(RunState(Metrics(), "a-run", None).view(0.0), 0.0, 56)
+    assert rows[0].plain.split() == ["update", "0", "ETA", "-"]
+
+
+def test_a_sparkline_spans_least_to_greatest_and_shows_the_newest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([9, 9, -1, 1], 2) == "▁█"
+    assert sparkline([3.0, 3.0], 5) == "▁▁"
+    assert sparkline([1, 2], 0) == "" == sparkline([], 5)
+    assert sparkline([0, 1], 5, ascii_only=True) == "_#"
+
+
+def test_a_clock_shows_hours_only_where_there_are_any() -> None:
+    assert [clock(s) for s in (0, 59.9, 61, 3600 + 62)] == ["0:00", "0:59", "1:01", "1:01:02"]
+
+
+def test_pipes_get_lines_and_terminals_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(run_console(io.StringIO()), PlainConsole)
+    assert isinstance(run_console(Tty()), PanelConsole)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # means colours, not a cursor that moves
+    assert isinstance(run_console(io.StringIO()), PlainConsole)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(run_console(Tty()), PlainConsole)
+
+
+def test_the_panel_is_redrawn_at_most_four_times_a_second() -> None:
+    file = io.StringIO()
+    console = PanelConsole(Terminal(file=file, force_terminal=True, width=80))
+    log: list[Event] = []
+    for _ in small_controller("partial", log.append):
+        pass
+    began = time.monotonic()
+    with console:
+        while time.monotonic() - began < 1.5:  # far more events a second than a run has
+            metrics = Metrics()
+            sink = console.begin(metrics, "a-run", 12)
+            for event in log:
+                metrics(event)
+                sink(event)
+    seconds = time.monotonic() - began
+    drawn = file.getvalue().count("sortedrl")
+    assert 3 <= drawn <= seconds / REDRAW_SECONDS + 2  # and the first and the last
+
+
+def test_a_terminal_that_goes_away_stops_no_run() -> None:
+    class Gone(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    file = Gone()
+    console = PanelConsole(Terminal(file=file, force_terminal=True, width=80))
+    with console:
+        file.gone = True
+        time.sleep(3 * REDRAW_SECONDS)
+        console.evaluating(1, 2)
+        console.say("a line")
+
+
+def test_an_evaluation_shows_how_far_it_is() -> None:
+    from sortedrl.app import evaluate  # imports PyTorch
+
+    file = io.StringIO()
+    console = PanelConsole(Terminal(file=file, force_terminal=True, width=80))
+    sink = console.begin(Metrics(), "a-run", 12)
+    told: list[tuple[int, int]] = []
+
+    def on_progress(done: int, total: int) -> None:
+        console.evaluating(done, total)
+        told.append((done, total))
+        if done == 7:
+            console.look(time.monotonic())
+            time.sleep(4 * REDRAW_SECONDS)
+
+    with console:
+        sink(events.Phase(0.0, "evaluation"))
+        evaluate(
+            simulated_engine(Workload(slots=4)),
+            list(map(SimulatedPrompts(10, 4).__getitem__, range(10))),
+            lambda rollout: Verdict(1.0, correct=True),
+            samples=2,
+            budget=64,
+            sampling=Sampling(),
+            seed=0,
+            on_progress=on_progress,
+        )
+    assert told == [(done, 20) for done in range(1, 21)]
+    assert "evaluation 7/20" in file.getvalue()
+
+
+# Real runs in a real terminal
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def live(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Session]:
+    run = tmp_path_factory.mktemp("live") / "run"
+    words = train_command(model, run, "--updates", "12", "--eval-every", "6")
+    return run, in_terminal(words, ENVIRONMENT, columns=80)
+
+
+def test_a_run_in_a_terminal_leaves_one_panel_and_its_lines(live: tuple[Path, Session]) -> None:
+    run, session = live
+    assert session.code == 0, session.output
+    assert session.screen.cursor_is_shown
+    text = [line.rstrip() for line in session.screen.lines if line.strip()]
+    held_out = [line for line in text if line.startswith("held-out score after")]
+    assert len(held_out) == 4  # after 0, 6 and 12 updates, and at the end
+    assert text[-2].startswith("score ") and text[-1] == f"model in {run}/model"
+    assert text.index(held_out[-1]) < min(i for i, line in enumerate(text) if line.startswith("╭"))
+    panel = panel_of(session)
+    assert panel["update"].startswith("12/12")
+    assert "Traceback" not in session.output
+    assert not any(line.startswith("update 1/") for line in text)
+    assert session.output.count("╭") <= session.seconds / REDRAW_SECONDS + 8  # each line that is said draws it anew
+
+
+def test_every_number_of_the_panel_is_that_of_the_log_and_of_the_metrics_file(live: tuple[Path, Session]) -> None:
+    run, session = live
+    panel = panel_of(session)
+    log = without_rolled_back(read_events(run / "events.jsonl"))
+    figures = Metrics().fold(log).figures()
+    summary = json.loads((run / "summary.json").read_text())["figures"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "reward" in line]
+    held_out = [line["held_out"]["value"] for line in lines if "held_out" in line]
+    last = updates[-1]
+    newest = [event for event in log if isinstance(event, events.Updated)][-1]
+    assert panel["bubble"].split() == [
+        "now", shown("bubble", figures.bubble_per_harvest[-1]), "run", shown("bubble", figures.bubble),
+    ]  # fmt: skip
+    assert panel["goodput"].split("   ") == [shown("goodput", figures.goodput), f"waste {figures.waste:.0%}"]
+    assert panel["staleness"].split("   ") == [
+        f"mean {figures.staleness_mean:.2f}", f"max {figures.staleness_max}",
+        f"mismatch {shown('mismatch', last['mismatch_kl'])}",
+    ]  # fmt: skip
+    assert panel["length"].split("   ") == [
+        f"mean {last['length']:.0f}", f"shortest {min(newest.lengths)}", f"longest {max(newest.lengths)}"
+    ]  # fmt: skip
+    reward, curve, correct = panel["reward"].split("   ")
+    assert (reward, correct) == (f"{last['reward']:+.2f}", f"correct {last['correct']:.0%}")
+    assert curve == sparkline([line["reward"] for line in updates], 60)
+    assert panel["held-out"] == f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"
+    assert clock(figures.wall_seconds) in panel["phase"]
+    for name in ("bubble", "goodput", "waste", "staleness_mean", "staleness_max", "wall_seconds"):
+        assert summary[name] == getattr(figures, name), name
+    assert panel["rollouts"].split()[1::2] == [str(n) for n in waiting_resumable_ready(log)]
+
+
+def waiting_resumable_ready(log: list[Event]) -> tuple[int, int, int]:
+    """Straight from the definitions, one rollout at a time."""
+    tokens: dict[int, int] = {}
+    last: dict[int, Event] = {}
+    for event in log:
+        if isinstance(event, events.Loaded):
+            last |= dict.fromkeys(range(event.first, event.first + event.rollouts), event)
+        elif isinstance(event, events.Updated):
+            for rollout in event.rollouts:
+                del last[rollout]
+        elif isinstance(event, events.Stopped | events.Scored):
+            last[event.rollout] = event
+            if isinstance(event, events.Stopped):
+                tokens[event.rollout] = event.length - event.dropped
+    stopped = [rollout for rollout, event in last.items() if isinstance(event, events.Stopped)]
+    resumable = sum(tokens[rollout] > 0 for rollout in stopped)
+    ready = sum(isinstance(event, events.Scored) for event in last.values())
+    return len(last) - resumable - ready, resumable, ready
+
+
+def test_a_narrow_terminal_without_colours(model: Path, tmp_path: Path) -> None:
+    words = train_command(model, tmp_path / "run", "--updates", "2")
+    session = in_terminal(words, ENVIRONMENT | {"NO_COLOR": "1"}, columns=60)
+    assert session.code == 0, session.output
+    assert panel_of(session)["update"].startswith("2/2")
+    styles = {number for match in re.findall(r"\x1b\[([0-9;]*)m", session.output) for number in match.split(";")}
+    assert styles <= {"", "0", "1", "2"}  # bold and dim are no colours
+    in_panel = [line for line in session.screen.lines if line.startswith(("╭", "│", "╰"))]
+    assert {cell_len(line) for line in in_panel} == {60}
+
+
+def has_done_some_updates(output: str) -> bool:
+    return bool(re.search(r"m([3-9]|1\d)/30", output))
+
+
+@pytest.mark.slow
+def test_a_terminal_that_shrinks_while_a_run_goes_on(model: Path, tmp_path: Path) -> None:
+    words = train_command(model, tmp_path / "run", "--updates", "30")
+    session = in_terminal(words, ENVIRONMENT, columns=100, resize_to=60, when=has_done_some_updates)
+    assert session.code == 0, session.output
+    assert session.has_acted
+    assert panel_of(session)["update"].startswith("30/30")
+    in_panel = [line for line in session.screen.lines if line.startswith(("╭", "│", "╰"))]
+    assert {cell_len(line) for line in in_panel} == {60}
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_terminal_in_order(model: Path, tmp_path: Path) -> None:
+    words = train_command(model, tmp_path / "run", "--updates", "30")
+    session = in_terminal(words, ENVIRONMENT, columns=100, interrupt=True, when=has_done_some_updates)
+    assert session.code == 130, session.output
+    assert session.screen.cursor_is_shown
+    updates = int(panel_of(session)["update"].split("/")[0])
+    assert 3 <= updates < 30
+    said = [line for line in session.screen.lines if line.strip()][-1]
+    assert "interrupted; saved. Go on with" in session.output and said.strip().endswith("run")

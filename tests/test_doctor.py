@@ -1,0 +1,98 @@
+"""`sortedrl doctor`: what it says is installed is, what is missing has its command, and the self-test can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sortedrl.cli import main
+from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.studies import doctor
+from sortedrl.studies.doctor import Package, Requirement, extra_named, requirements
+from terminal import ENVIRONMENT
+
+
+def test_requirements_are_read_with_their_extras() -> None:
+    lines = ["rich>=14", "torch>=2.11; extra == 'train'", 'math-verify>=0.9 ; extra == "math"', "plain; extra == 'x'"]
+    assert requirements(lines) == [
+        Requirement("rich", "14", None),
+        Requirement("torch", "2.11", "train"),
+        Requirement("math-verify", "0.9", "math"),
+        Requirement("plain", None, "x"),
+    ]
+
+
+def test_an_extra_misses_what_is_absent_or_too_old() -> None:
+    packages = [
+        Package("torch", "2.9.1+cpu", "2.11", "train"),
+        Package("transformers", "5.17.0", "5.17", "train"),
+        Package("safetensors", None, "0.5", "train"),
+        Package("peft", None, "0.18", "lora"),
+    ]
+    assert extra_named("train", packages) == doctor.Extra(
+        "train", ("torch", "safetensors"), "pip install 'sortedrl[train]'"
+    )
+
+
+def test_versions_are_those_of_the_installed_packages_and_nothing_heavy_is_imported() -> None:
+    code = (
+        "import json, sys\n"
+        "from sortedrl.studies import doctor\n"
+        "found = doctor.installation()\n"
+        "heavy = sorted({'torch', 'transformers', 'datasets', 'peft', 'numpy'} & sys.modules.keys())\n"
+        "print(json.dumps([{p.name: p.version for p in found.packages}, heavy, found.cpu_cores]))\n"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=True)
+    versions, heavy, cores = json.loads(done.stdout)
+    assert heavy == []
+    assert cores >= 1
+    for name in ("torch", "transformers", "rich"):
+        assert versions[name] == metadata.version(name)
+    assert {"vllm", "sglang", "verl", "trl", "ray", "peft", "datasets", "math-verify"} <= versions.keys()
+
+
+def test_the_self_test_passes_here_within_its_time() -> None:
+    words = [sys.executable, "-m", "sortedrl", "doctor", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads(done.stdout)["self_test"]
+    assert [check["name"] for check in checks] == list(doctor.SELF_TESTS)
+    assert all(check["passed"] for check in checks)
+    assert sum(check["seconds"] for check in checks) < 60  # 10 on a machine of one's own
+
+
+def test_a_part_that_fails_is_said_and_gives_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sortedrl.models.BUILT_IN_MODEL", tmp_path / "no-model-here")
+    assert main(["doctor", "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["self_test"]
+    assert [check["passed"] for check in checks] == [True, False, None]
+    assert "no-model-here" in checks[1]["detail"]
+    doctor.show_checks(Console(width=160), [doctor.Check(**check) for check in checks])
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "skipped" in printed
+
+
+def test_a_mismatch_of_engine_and_learner_is_found() -> None:
+    """The engine's log-probabilities are shifted on their way to the learner."""
+    micro_run = doctor.MicroRun(BUILT_IN_MODEL)
+    micro_run.sample()
+    segment = micro_run._batch.rollouts[0].segments[0]
+    segment.logprobs[0] -= 0.5  # type: ignore[index]
+    check = doctor.checked("learner step", micro_run.learn)
+    assert check.failed and "differ by" in check.detail
+
+
+def test_without_pytorch_the_rest_is_skipped_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "torch" else "1.0")
+    checks = doctor.self_test(BUILT_IN_MODEL)
+    assert [check.passed for check in checks] == [True, None, None]
+    assert "pip install 'sortedrl[train]'" in checks[1].detail

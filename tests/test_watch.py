@@ -1,0 +1,204 @@
+"""`sortedrl watch` on real runs: growing, finished, interrupted, killed, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import toy
+from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.observe import watch
+from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.watch import Follower
+from terminal import ENVIRONMENT, in_terminal, panel_of, train_command
+
+
+def watch_command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "sortedrl", "watch", *words]
+
+
+def watched(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(watch_command(*words), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+
+
+def wait_for_update(run: Path, update: int, process: subprocess.Popen[str]) -> None:
+    """Until the metrics file of a run that another process writes has that update."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run / "metrics.jsonl"
+        if path.exists() and f'"update": {update},' in path.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"update {update} was not written: {process.communicate()}")
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after its sixth update; its last checkpoint is that of the fourth."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    with started(train_command(model, run, "--updates", "300", "--checkpoint-every", "4")) as process:
+        wait_for_update(run, 6, process)
+        process.kill()
+    return run
+
+
+@pytest.fixture(scope="module")
+def resumed(killed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, gone on with to its end: its log has a part that was rolled back."""
+    run = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(killed, run)
+    words = [sys.executable, "-m", "sortedrl", "train", "--resume", str(run), "--updates", "12"]
+    subprocess.run(words, env=ENVIRONMENT, check=True, capture_output=True, timeout=240)
+    return run
+
+
+def test_watching_a_growing_run_prints_its_lines_until_it_ends(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(train_command(model, run, "--updates", "10")) as process:
+        wait_for_update(run, 1, process)
+        seen = watched(str(run))
+        trained, _ = process.communicate(timeout=120)
+    assert seen.returncode == 0, seen.stderr
+    lines = [line for line in seen.stdout.splitlines() if line.startswith("update ")]
+    assert lines == [line for line in trained.splitlines() if line.startswith("update ")][-len(lines) :]
+    assert len(lines) > 1, "it saw the end only"
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    figures = [progress_line(line, None).rpartition("ETA")[0] for line in written if "reward" in line]
+    assert [line.rpartition("ETA")[0] for line in trained.splitlines() if line.startswith("update ")] == figures
+    score = next(line for line in trained.splitlines() if line.startswith("score "))
+    assert seen.stdout.splitlines()[-1].startswith("ended: " + score.split(":")[0])
+
+
+def test_a_finished_run_shows_its_final_state_in_a_terminal_and_as_json(resumed: Path) -> None:
+    session = in_terminal(watch_command(str(resumed)), ENVIRONMENT, columns=80)
+    assert session.code == 0, session.output
+    panel = panel_of(session)
+    figures = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).figures()
+    assert panel["update"].startswith("12/12")
+    assert f"run {figures.bubble:.1%}" in panel["bubble"]
+    assert session.screen.lines[-2].startswith("ended: score ")
+    state = json.loads(watched(str(resumed), "--json").stdout)
+    assert state["outcome"] == "ended"
+    assert state["glance"]["goodput"] == figures.goodput
+    assert state["updates"] == state["updates_in_all"] == 12
+
+
+def test_a_killed_run_is_said_to_have_stopped_growing(killed: Path) -> None:
+    done = watched(str(killed), "--stopped-after-seconds", "0.5")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("stopped growing: the last event is ") and f"--resume {killed}" in last
+    said = float(last.split(" is ")[1].split(" s ")[0])
+    assert said == pytest.approx(time.time() - (killed / "events.jsonl").stat().st_mtime, abs=30)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_what_watches_it(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(train_command(model, run, "--updates", "500")) as process:
+        wait_for_update(run, 2, process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    done = watched(str(run))
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == f"interrupted and saved. Go on with: sortedrl train --resume {run}"
+
+
+def test_ctrl_c_ends_watching_without_a_word(killed: Path) -> None:
+    os.utime(killed / "events.jsonl")  # as if it had been written to just now
+    with started(watch_command(str(killed))) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("update ")
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (stdout, stderr) == ("", "")
+
+
+def test_a_log_that_grows_byte_by_byte_and_is_rolled_back_gives_the_view_of_the_whole(
+    killed: Path, resumed: Path, tmp_path: Path
+) -> None:
+    """The real log of a resumed run, in pieces that end anywhere, and its metrics file replaced as a resume does."""
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(resumed / "config.json", run)
+    content = (resumed / "events.jsonl").read_bytes()
+    mark = content.index(b'"RolledBack"')
+    said: list[str] = []
+    console = PlainConsole(said.append)
+    follower = Follower(run, console)
+    shutil.copy(killed / "metrics.jsonl", run)
+    log = (run / "events.jsonl").open("wb")
+    with log:
+        for start in range(0, len(content), 7001):
+            log.write(content[start : start + 7001])
+            log.flush()
+            if start <= mark < start + 7001:
+                shutil.copy(resumed / "metrics.jsonl", run / ".metrics.jsonl")
+                (run / ".metrics.jsonl").replace(run / "metrics.jsonl")
+            follower.catch_up()
+    at_once = PlainConsole(said.append)
+    Follower(resumed, at_once)
+    assert rows_of(console) == rows_of(at_once)
+    figures = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).figures()
+    assert console.state.metrics.figures() == figures
+    assert follower.watched(1e9).outcome == watch.RUNS  # no summary is there
+    shutil.copy(resumed / "summary.json", run)
+    assert follower.watched(1e9).outcome == watch.ENDED
+
+
+def rows_of(console: PlainConsole) -> list[str]:
+    """Without the time of day in them."""
+    view = replace(console.state.view(0.0), ends_at=None)
+    return [row.plain for row in panel_rows(view, view.seen_at, 80)]
+
+
+def test_a_run_that_is_resumed_after_its_end_has_not_ended(resumed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(resumed, run)
+    events = (run / "events.jsonl").read_text().splitlines()
+    last_time = json.loads(events[-1])["at"]
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps({"event": "RolledBack", "at": last_time, "events": 0}) + "\n")
+    assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.RUNS
+
+
+def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Path) -> None:
+    nowhere = watched(str(tmp_path / "nowhere"))
+    assert nowhere.returncode == 2
+    assert "no run is there" in nowhere.stderr and "Traceback" not in nowhere.stderr
+    run = tmp_path / "damaged"
+    shutil.copytree(killed, run)
+    lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    lines[9] = "{half a li\n"
+    (run / "events.jsonl").write_text("".join(lines))
+    damaged = watched(str(run))
+    assert damaged.returncode == 1
+    assert "line 10 of" in damaged.stderr and len(damaged.stderr.splitlines()) == 1
+
+
+def test_the_newest_run_is_watched_where_none_is_named(killed: Path, tmp_path: Path) -> None:
+    assert watch.newest_run(tmp_path / "runs") is None
+    for name, age in (("old", 500), ("new", 5), ("older", 900)):
+        shutil.copytree(killed, tmp_path / "runs" / name)
+        os.utime(tmp_path / "runs" / name / "events.jsonl", (time.time() - age,) * 2)
+    assert watch.newest_run(tmp_path / "runs") == tmp_path / "runs" / "new"
