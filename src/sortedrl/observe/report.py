@@ -1,0 +1,233 @@
+"""The report: one self-contained HTML page about one run or several, from their event logs.
+
+Every number on it is a `Figures` of the one fold (metrics.py), or a fold next to it (report_folds.py, timeline.py);
+`as_json` gives the same figures. The page asks nothing of any network and is usable without a server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe import report_charts as charts
+from sortedrl.observe import report_tables as tables
+from sortedrl.observe import report_words as words
+from sortedrl.observe.report_runs import Run
+from sortedrl.observe.report_series import Series, run_names, series_of
+
+PAGE = Path(__file__).parent / "page"
+# plotly.js as its authors bundle it for lines and bars alone. The Python package has only the whole of it, which is
+# four times as large and takes ten times as long to start: too long for a page that is to be usable at once.
+PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
+
+
+# The page
+
+
+def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> str:
+    """The HTML. `commands[i]` reproduces `runs[i]`, where that is known; `version` is that of the program."""
+    environment = _environment()
+    from markupsafe import Markup
+
+    series = series_of(runs)
+    content = _content(runs, commands, series)
+    drawn = content["charts"]
+    payload = {
+        "charts": [_plain(chart) for chart in _flat(drawn)],
+        "timelines": content["timelines"],
+        "outcomes": {outcome[0]: outcome for outcome in charts.WORK},
+        "outcomeColours": {outcome[0]: colour for outcome, colour in charts.WORK.items()},
+    }
+    html: str = environment.get_template("report.html.j2").render(
+        **content,
+        version=version,
+        css=Markup(_asset("report.css")),
+        payload=Markup(_script_safe(payload)),
+        plotly=Markup(_asset(PLOTLY)),
+        script=Markup(_asset("report.js")),
+    )
+    return html
+
+
+def write(path: Path, runs: Sequence[Run], commands: Sequence[str | None], version: str) -> None:
+    """The page, whole or not at all. An earlier page there is replaced."""
+    text = page(runs, commands, version)
+    temporary = path.with_name(f".{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigurationError("out", str(path), f"{error.strerror}", "Name a file that can be written.") from None
+
+
+def default_page(paths: Sequence[Path]) -> Path:
+    """In the folder of the one run; here for several, or for a bare log."""
+    return paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+    """The figures of every run, as on the page."""
+    label_of = {run.name: one.label for one in series_of(runs) for run in one.runs}
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "path": str(run.path),
+                "series": label_of[run.name],
+                "seed": run.seed,
+                "figures": asdict(run.figures),
+                "slot_time": charts.slot_time_parts(run),
+                "held_out": [{"update": h.mark.updates, **h.score} for h in run.held_out],
+                "notices": list(run.notices),
+            }
+            for run in runs
+        ],
+        "verdict": words.verdict(series_of(runs), runs)["sentence"],
+    }
+
+
+def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequence[Series]) -> dict[str, Any]:
+    longest = max(run.ended - run.began for run in runs)
+    unit = charts.time_unit(longest)
+    drawn = _charts(runs, series, unit, longest)
+    responses = [
+        (one.label, one.colour, tables.responses(one)) for one in series if any(run.responses for run in one.runs)
+    ]
+    sections = [
+        ("figures", "Figures"),
+        ("slot-time", "Slot-time"),
+        ("timeline", "Slot by slot"),
+        ("lengths", "Lengths"),
+        ("staleness", "Staleness"),
+        *([("learning", "Reward and score")] if drawn["learning"] else []),
+        *([("learner", "Learner")] if drawn["learner"] else []),
+        *([("rollouts", "Rollouts to read")] if responses else []),
+        ("configuration", "Configuration"),
+    ]
+    names = run_names(series)
+    by_outcome = [
+        (name, colour) for name, colour in charts.WORK.items() if any(name in r.occupancy.parts for r in runs)
+    ]
+    return {
+        "title": f"SortedRL: {', '.join(one.label for one in series)}",
+        "subtitle": words.subtitle(runs),
+        "verdict": words.verdict(series, runs),
+        "notices": [(run.name, run.notices) for run in runs if run.notices],
+        "sections": sections,
+        "figures_lead": words.figures_lead(series),
+        "headline": tables.headline(series),
+        "all_figures": {"names": [names[run.name] for run in runs], "rows": tables.all_figures(runs)},
+        "glossary": words.GLOSSARY,
+        "legend": _legend(runs),
+        "outcomes": by_outcome,
+        "occupancy_lead": words.occupancy_lead(series, longest, unit),
+        "timeline_lead": words.timeline_lead(series),
+        "timeline_label": "Which rollout was in which slot over time. Arrows move, plus and minus zoom, 0 shows all.",
+        "timelines": [shown for one in series for shown in charts.timelines(one.runs[0], one.label, unit)],
+        "lengths_lead": words.lengths_lead(series),
+        "staleness_lead": words.staleness_lead(series),
+        "learning_lead": words.learning_lead(series),
+        "learner_lead": "From the learner's own figures in metrics.jsonl, one point for each update.",
+        "responses": responses,
+        "responses_lead": tables.responses_lead(runs),
+        "differences": {"names": [names[run.name] for run in runs], "rows": tables.differences(runs)},
+        "reproduction": [
+            (names[run.name], command, [(key, tables.shown(value)) for key, value in run.settings.items()])
+            for run, command in zip(runs, commands, strict=True)
+        ],
+        "has_folders": any(run.has_configuration for run in runs),
+        "series": series,
+        "charts": drawn,
+    }
+
+
+def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit, longest: float) -> dict[str, Any]:
+    names = run_names(series)
+    firsts = [one.runs[0] for one in series]
+    top = charts.highest_length(firsts)
+    rewarded = [one for one in series if any(p.reward for run in one.runs for p in run.points)]
+    scored = [one for one in series if any(run.held_out for run in one.runs)]
+    learning = []
+    if rewarded:
+        learning.append(charts.learning("reward", "Reward of each update", "mean reward", series, unit, held_out=False))
+    if scored:
+        learning.append(
+            charts.learning("held-out", "Held-out score", "share of problems solved", scored, unit, held_out=True)
+        )
+    return {
+        "shares": charts.slot_time_shares(runs, [names[run.name] for run in runs]),
+        "occupancy": [charts.occupancy(r, i, names[r.name], unit, longest) for i, r in enumerate(firsts)],
+        "bubble": charts.bubble_per_harvest(series),
+        "lengths": [charts.lengths(r, i, names[r.name], top) for i, r in enumerate(firsts)],
+        "staleness": charts.histogram(
+            "staleness-histogram",
+            "Staleness of trained tokens",
+            "staleness (versions)",
+            "share of trained tokens (%)",
+            series,
+            lambda run: run.figures.staleness_histogram,
+        ),
+        "segments": charts.histogram(
+            "segments-histogram",
+            "Segments of trained rollouts",
+            "segments",
+            "share of trained rollouts (%)",
+            series,
+            lambda run: run.figures.segments_histogram,
+        ),
+        "staleness_of_updates": charts.staleness_of_updates(series),
+        "learning": learning,
+        "learner": charts.learner_panels(series),
+    }
+
+
+def _flat(drawn: dict[str, Any]) -> list[charts.Chart]:
+    """In the order of the page."""
+    found: list[charts.Chart] = []
+    for part in drawn.values():
+        found += [part] if isinstance(part, charts.Chart) else part
+    return found
+
+
+def _plain(chart: charts.Chart) -> dict[str, Any]:
+    return {"id": chart.id, "height": chart.height, "views": chart.views}
+
+
+def _legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
+    found = charts.legend(runs)
+    headings = (("work", "Work"), ("bubble", "Bubble"), ("rest", "Rest of wall-clock"))
+    grouped = [(heading, [(name, colour) for kind, name, colour in found if kind == key]) for key, heading in headings]
+    return [(heading, items) for heading, items in grouped if items]
+
+
+# Small things
+
+
+def _environment() -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise ConfigurationError(
+            "report", "jinja2", "this package is not installed", "pip install 'sortedrl[report]'"
+        ) from None
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def _asset(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

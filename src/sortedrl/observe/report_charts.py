@@ -1,0 +1,476 @@
+"""The report's charts as plotly figures in plain data, from what report_runs.py has read.
+
+One colour for one thing on the whole page: outcomes and parts of slot-time have theirs, each series has its own.
+Fonts, grid and background are the page's business (page/report.js), so that they follow light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from sortedrl.observe.report_folds import UpdatePoint
+from sortedrl.observe.report_runs import Run
+from sortedrl.observe.report_series import Series
+from sortedrl.observe.timeline import Slice
+
+# Bottom to top in every stack: work first, then what the schedule left empty, then what the run did besides.
+WORK = {
+    "trained": "#2b7fb8",
+    "kept": "#86bde0",
+    "lookahead": "#8470c9",
+    "dropped": "#c8413b",
+    "preempted": "#9c6b3f",
+    "failed": "#93205c",
+    "running": "#7d9db1",
+}
+BUBBLE = {"drain": "#eba23a", "held_back": "#f2cc74", "refill": "#d9772b", "kv_limited": "#b98a1f"}
+REST = {
+    "learner": "#7d8794",
+    "weights": "#98a1ac",
+    "scores": "#b0b7bf",
+    "evaluation": "#8b9a8f",
+    "checkpoint": "#a7b3aa",
+    "start": "#c3c8cd",
+    "end": "#d2d6da",
+}
+PART_COLOURS = WORK | BUBBLE | REST
+SMALLEST_IN_LEGEND = 0.0005  # of slot-time: less cannot be seen
+FEW_POINTS = 30  # of a curve that shows each as a dot
+Curve = list[tuple[float, float]]
+UNITS = ((1.0, "s"), (60.0, "min"), (3600.0, "h"))
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`views`: the same chart against other x axes, by name; the first is shown."""
+
+    id: str
+    title: str
+    views: dict[str, dict[str, Any]]  # each with plotly's data and layout
+    height: int = 300
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUnit:
+    seconds: float
+    name: str
+
+    def of(self, seconds: float) -> float:
+        return rounded(seconds / self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What a curve is drawn against."""
+
+    name: str
+    title: str
+    of: Callable[[Any], float] = field(repr=False)
+
+
+def time_unit(longest_seconds: float) -> TimeUnit:
+    fitting = [unit for unit in UNITS if longest_seconds >= 10 * unit[0]] or [UNITS[0]]
+    return TimeUnit(*fitting[-1])
+
+
+def rounded(value: float) -> float:
+    """To seven digits: finer cannot be seen, and a page of such numbers is half as large."""
+    return float(f"{value:.7g}")
+
+
+# Slot-time
+
+
+def slot_time_shares(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+    """Where all slot-time went, one bar for each run."""
+    shares = [slot_time_parts(run) for run in runs]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part_name(part),
+            "y": list(names),
+            "x": [rounded(100 * share.get(part, 0.0)) for share in shares],
+            "marker": {"color": colour},
+            "hovertemplate": "%{x:.1f} %",
+        }
+        for part, colour in _ordered({part for share in shares for part, value in share.items() if value > 0})
+    ]
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.35,
+        "xaxis": {"title": {"text": "share of slot-time, wall-clock (%)"}, "range": [0, 100]},
+        "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": "  "},
+        "hovermode": "y unified",
+        "showlegend": False,
+    }
+    return Chart("shares", "Where all slot-time went", _view(data, layout), height=84 + 38 * len(runs))
+
+
+def slot_time_parts(run: Run) -> dict[str, float]:
+    """Shares of wall-clock slot-time: work by its outcome, the parts of the bubble, and the rest. They add up to 1."""
+    slot_bins = (len(run.occupancy.edges) - 1) * run.figures.slots
+    work = {part: math.fsum(run.occupancy.parts.get(part, ())) / max(1, slot_bins) for part in WORK}
+    return {part: share for part, share in (work | run.figures.idle_parts).items() if share > 0}
+
+
+def occupancy(run: Run, place: int, title: str, unit: TimeUnit, until: float) -> Chart:
+    """Slots in each part over time, stacked up to all slots."""
+    edges = [unit.of(edge) for edge in run.occupancy.edges]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": part_name(part),
+            "x": edges,
+            "y": [rounded(value) for value in (*values, *values[-1:])],
+            "stackgroup": "slots",
+            "line": {"width": 0, "shape": "hv", "color": colour},
+            "fillcolor": colour,
+            "hovertemplate": "%{y:.1f}",
+        }
+        for part, colour in _ordered(run.occupancy.parts)
+        for values in [run.occupancy.parts[part]]
+    ]
+    layout = {
+        "xaxis": {"title": {"text": f"time ({unit.name})"}, "range": [0, unit.of(until)]},
+        "yaxis": {"title": {"text": "slots"}, "range": [0, run.figures.slots]},
+        "hovermode": "x unified",
+        "showlegend": False,
+    }
+    return Chart(f"occupancy-{place}", title, _view(data, layout), height=230)
+
+
+def bubble_per_harvest(series: Sequence[Series]) -> Chart:
+    data: list[dict[str, Any]] = []
+    for one in series:
+        curves: list[Curve] = [
+            [(i + 1, 100 * value) for i, value in enumerate(run.figures.bubble_per_harvest)] for run in one.runs
+        ]
+        data += _curve(one, _thinned(curves))
+    layout = {
+        "xaxis": {"title": {"text": "harvest"}},
+        "yaxis": {"title": {"text": "bubble (%)"}, "rangemode": "tozero"},
+    }
+    return Chart("bubble", "Bubble of each harvest", _view(data, layout))
+
+
+# Lengths, staleness
+
+
+def lengths(run: Run, place: int, title: str, top: float) -> Chart:
+    """How long the responses of each update are: the middle 50 % and 90 % of them, and the median."""
+    x = [point.updates for point in run.points]
+    p5, p25, p50, p75, p95 = ([rounded(p.length_quantiles[i]) for p in run.points] for i in range(5))
+    band = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}}
+    outer, inner = {"fillcolor": "rgba(43,127,184,0.18)"}, {"fillcolor": "rgba(43,127,184,0.35)"}
+    data = [
+        band | {"name": "5 %", "y": p5},
+        band | {"name": "95 %", "y": p95, "fill": "tonexty"} | outer,
+        band | {"name": "25 %", "y": p25},
+        band | {"name": "75 %", "y": p75, "fill": "tonexty"} | inner,
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "median",
+            "x": x,
+            "y": p50,
+            "line": {"color": "#2b7fb8", "width": 2},
+        },
+    ]
+    layout = {
+        "xaxis": {"title": {"text": "update"}},
+        "yaxis": {"title": {"text": "length (tokens)"}, "range": [0, top]},
+        "hovermode": "x unified",
+        "showlegend": False,
+    }
+    return Chart(f"lengths-{place}", title, _view(data, layout), height=250)
+
+
+def staleness_of_updates(series: Sequence[Series]) -> Chart:
+    data: list[dict[str, Any]] = []
+    for one in series:
+        data += _curve(one, [[(point.updates, point.staleness) for point in run.points] for run in one.runs])
+    layout = {
+        "xaxis": {"title": {"text": "update"}},
+        "yaxis": {"title": {"text": "mean staleness (versions)"}, "rangemode": "tozero"},
+        "showlegend": False,
+    }
+    return Chart("staleness-updates", "Staleness of each update", _view(data, layout), height=270)
+
+
+def histogram(
+    id: str, title: str, x_title: str, y_title: str, series: Sequence[Series], of: Callable[[Run], dict[int, int]]
+) -> Chart:
+    data = []
+    keys = sorted({key for one in series for run in one.runs for key in of(run)})
+    for one in series:
+        rows = [[_percent(of(run).get(key, 0), sum(of(run).values())) for key in keys] for run in one.runs]
+        columns = list(zip(*rows, strict=True))
+        means = [fmean(column) for column in columns]
+        bars: dict[str, Any] = {
+            "type": "bar",
+            "name": one.label,
+            "x": keys,
+            "y": [rounded(mean) for mean in means],
+            "marker": {"color": one.colour},
+            "hovertemplate": "%{y:.1f} %",
+        }
+        if len(one.runs) > 1:
+            bars["error_y"] = {
+                "type": "data",
+                "symmetric": False,
+                "array": [rounded(max(c) - m) or None for c, m in zip(columns, means, strict=True)],
+                "arrayminus": [rounded(m - min(c)) or None for c, m in zip(columns, means, strict=True)],
+                "thickness": 1,
+                "width": 2,
+            }
+        data.append(bars)
+    layout = {
+        "barmode": "group",
+        "xaxis": {"title": {"text": x_title}, "dtick": max(1, math.ceil(len(keys) / 12))},
+        "yaxis": {"title": {"text": y_title}, "rangemode": "tozero"},
+        "hovermode": "x unified",
+        "showlegend": False,
+    }
+    return Chart(id, title, _view(data, layout), height=270)
+
+
+# Learning
+
+
+def learning(id: str, title: str, y_title: str, series: Sequence[Series], unit: TimeUnit, *, held_out: bool) -> Chart:
+    """Reward of each update, or the held-out score, against trained rollouts, wall-clock and updates."""
+    axes = (
+        Axis("rollouts", "rollouts trained on", lambda at: at.rollouts),
+        Axis("wall-clock", f"wall-clock ({unit.name})", lambda at: unit.of(at.seconds)),
+        Axis("updates", "update", lambda at: at.updates),
+    )
+    views = {}
+    for axis in axes:
+        data: list[dict[str, Any]] = []
+        for one in series:
+            if held_out:
+                data += _held_out_curve(one, axis)
+            else:
+                data += _curve(one, [[(axis.of(p), p.reward) for p in run.points] for run in one.runs])
+        views[axis.name] = {
+            "data": data,
+            "layout": {
+                "xaxis": {"title": {"text": axis.title}, "rangemode": "tozero"},
+                "yaxis": {"title": {"text": y_title}},
+            },
+        }
+    return Chart(id, title, views, height=320)
+
+
+def _held_out_curve(one: Series, axis: Axis) -> list[dict[str, Any]]:
+    """Over seeds: mean, least and greatest. One run: its score with the evaluation's own 95 % interval."""
+    if len(one.runs) > 1:
+        curves = [[(axis.of(h.mark), h.score["value"]) for h in run.held_out] for run in one.runs]
+        return _curve(one, curves, marks=True)
+    found = one.runs[0].held_out
+    if not found:
+        return []
+    values = [h.score["value"] for h in found]
+    return [
+        _line(one, [axis.of(h.mark) for h in found], values, marks=True)
+        | {
+            "error_y": {
+                "type": "data",
+                "symmetric": False,
+                "array": [rounded(h.score["high"] - h.score["value"]) for h in found],
+                "arrayminus": [rounded(h.score["value"] - h.score["low"]) for h in found],
+                "thickness": 1,
+                "width": 3,
+            }
+        }
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerPanel:
+    key: str
+    title: str
+    y_title: str
+    percent: bool = False
+    from_zero: bool = False
+
+
+LEARNER_PANELS = (
+    LearnerPanel("stale_ratio_mean", "Importance ratio, mean", "ratio, stale tokens"),
+    LearnerPanel("stale_ratio_max", "Importance ratio, greatest", "ratio, stale tokens"),
+    LearnerPanel("importance_weight_mean", "Importance weight, mean", "weight in the loss"),
+    LearnerPanel("clipped_share", "Clip share", "tokens clipped (%)", percent=True, from_zero=True),
+    LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True),
+    LearnerPanel("stale_kl", "Distance of stale tokens", "KL, stale tokens (nats)", from_zero=True),
+    LearnerPanel("entropy", "Entropy", "nats a token", from_zero=True),
+    LearnerPanel("gradient_norm", "Gradient norm", "norm", from_zero=True),
+)
+LOGARITHMIC_FROM = 100.0  # greatest over least value of a panel that gets a logarithmic axis
+
+
+def learner_panels(series: Sequence[Series]) -> list[Chart]:
+    return [chart for panel in LEARNER_PANELS for chart in _learner_panel(panel, series)]
+
+
+def _learner_panel(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Chart]:
+    factor = 100 if panel.percent else 1
+    data: list[dict[str, Any]] = []
+    for one in series:
+        curves = [
+            [(line["update"], factor * line[panel.key]) for line in run.learner if _is_number(line.get(panel.key))]
+            for run in one.runs
+        ]
+        data += _curve(one, _thinned(curves))
+    if data:
+        values = [value for trace in data for value in trace["y"]]
+        yaxis: dict[str, Any] = {"title": {"text": panel.y_title}}
+        if min(values) > 0 and max(values) > LOGARITHMIC_FROM * min(values):
+            yaxis |= {"type": "log", "tickformat": "~g"}
+        elif panel.from_zero:
+            yaxis |= {"rangemode": "tozero"} | ({"range": [0, 1]} if not any(values) else {})
+        layout = {"xaxis": {"title": {"text": "update"}}, "yaxis": yaxis, "showlegend": False}
+        yield Chart(f"learner-{panel.key.replace('_', '-')}", panel.title, _view(data, layout), height=240)
+
+
+# The slot timeline, which the page draws itself
+
+
+def timelines(run: Run, label: str, unit: TimeUnit) -> list[dict[str, Any]]:
+    """Every stay of the run; of a large one every stay of its beginning, then the whole of it as a grid."""
+    source = run.timeline
+    if not source.grid:
+        return [_timeline(run, label, unit, source.slices, (), run.ended)]
+    updates = sum(at <= source.until for at in source.updates)
+    return [
+        _timeline(run, f"{label}: first {updates} updates, every stay", unit, source.slices, (), source.until),
+        _timeline(run, f"{label}: whole run, aggregated", unit, (), source.grid, run.ended),
+    ]
+
+
+def _timeline(
+    run: Run, label: str, unit: TimeUnit, pieces: Sequence[Slice], grid: Sequence[str], until: float
+) -> dict[str, Any]:
+    """Times in millionths of what is shown; a letter of `outcomes` and `grid` is the first of an outcome."""
+    seconds = until - run.began or 1.0
+
+    def tick(at: float) -> int:
+        return round((min(at, until) - run.began) / seconds * 1e6)
+
+    return {
+        "label": label,
+        "slots": run.figures.slots,
+        "duration": unit.of(seconds),
+        "unit": unit.name,
+        "updates": [tick(at) for at in run.timeline.updates if at <= until],
+        "slot": [piece.slot for piece in pieces],
+        "start": [tick(piece.start) for piece in pieces],
+        "end": [tick(piece.end) for piece in pieces],
+        "outcomes": "".join(piece.outcome[0] for piece in pieces),
+        "rollout": [piece.rollout for piece in pieces],
+        "made": [piece.made for piece in pieces],
+        "version": [piece.version for piece in pieces],
+        "grid": list(grid),
+    }
+
+
+# Small things
+
+
+def part_name(part: str) -> str:
+    return {"kv_limited": "KV-limited"}.get(part, part.replace("_", " "))
+
+
+def _ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
+    """Parts with their colours, in the order of the stacks; unknown phases last."""
+    known = list(PART_COLOURS)
+    present = sorted(parts, key=lambda part: (known.index(part) if part in PART_COLOURS else len(known), part))
+    return [(part, PART_COLOURS.get(part, "#bcc1c7")) for part in present]
+
+
+def legend(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """Kind, name and colour of every part that appears in these runs."""
+    kinds = dict.fromkeys(WORK, "work") | dict.fromkeys(BUBBLE, "bubble")
+    present = {part for run in runs for part, share in slot_time_parts(run).items() if share >= SMALLEST_IN_LEGEND}
+    return [(kinds.get(part, "rest"), part_name(part), colour) for part, colour in _ordered(present)]
+
+
+def _view(data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"": {"data": data, "layout": layout}}
+
+
+def _curve(one: Series, curves: Sequence[Curve], *, marks: bool = False) -> list[dict[str, Any]]:
+    """One run: its line. Several: their mean, and a band from the least to the greatest, as far as all runs go."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    if len(curves) == 1:
+        return [_line(one, [x for x, _ in curves[0]], [y for _, y in curves[0]], marks=marks)]
+    columns = list(zip(*curves, strict=False))
+    x = [fmean(at for at, _ in column) for column in columns]
+    low, high = ([pick(y for _, y in column) for column in columns] for pick in (min, max))
+    edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [rounded(at) for at in x],
+        "line": {"width": 0},
+        "legendgroup": one.label,
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
+    return [
+        edge | {"name": f"{one.label}, least", "y": [rounded(y) for y in low]},
+        edge
+        | {"name": f"{one.label}, greatest", "y": [rounded(y) for y in high]}
+        | {"fill": "tonexty", "fillcolor": _translucent(one.colour)},
+        _line(one, x, [fmean(y for _, y in column) for column in columns], marks=marks)
+        | {"name": f"{one.label}, mean of {len(curves)}"},
+    ]
+
+
+def _line(one: Series, x: Sequence[float], y: Sequence[float], *, marks: bool) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if marks or len(x) <= FEW_POINTS else "lines",
+        "name": one.label,
+        "legendgroup": one.label,
+        "x": [rounded(value) for value in x],
+        "y": [rounded(value) for value in y],
+        "line": {"color": one.colour, "width": 2},
+        "marker": {"size": 7 if marks else 5},
+    }
+
+
+def _thinned(curves: Sequence[Curve], most: int = 600) -> list[Curve]:
+    """Means over as many neighbours as it takes."""
+    every = max(1, math.ceil(max(map(len, curves), default=0) / most))
+    return [
+        [
+            (curve[min(i + every, len(curve)) - 1][0], fmean(y for _, y in curve[i : i + every]))
+            for i in range(0, len(curve), every)
+        ]
+        for curve in curves
+    ]
+
+
+def _translucent(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.2)"
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def highest_length(runs: Sequence[Run]) -> float:
+    points: list[UpdatePoint] = [point for run in runs for point in run.points]
+    return 1.05 * max((point.length_quantiles[-1] for point in points), default=1.0)

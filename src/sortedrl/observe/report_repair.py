@@ -1,0 +1,141 @@
+"""An event log with lines missing, made consistent, so that every fold can read it.
+
+A fold may rely on what the controller guarantees: a run begins, a rollout is loaded before it is submitted, submitted
+before it starts, and leaves its slot before another takes it. Where a damaged line broke such a chain, the missing link
+is put back if what follows tells what it was, and the orphan is left out if not. An intact log comes back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sortedrl.core import events
+from sortedrl.core.events import Event
+
+UNKNOWN_MODE = "unknown mode"
+EMPTY_PHASES = ("weights", "end")  # nothing is in the engine then, even with overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """`put_back`: events inferred from later ones; `left_out`: events that follow from nothing."""
+
+    log: list[Event]
+    put_back: int
+    left_out: int
+
+
+def repaired(log: Sequence[Event]) -> Repair:
+    repairer = _Repairer(log)
+    for event in log:
+        repairer.take(event)
+    return Repair(repairer.out, repairer.put_back, repairer.left_out)
+
+
+class _Repairer:
+    def __init__(self, log: Sequence[Event]) -> None:
+        self.out: list[Event] = []
+        self.put_back = self.left_out = 0
+        self._overlap = False
+        self._phase = ""
+        self._learns_since: float | None = None  # an update whose learner phase has not been seen yet
+        self._firsts = [event.first for event in log if isinstance(event, events.Loaded)]
+        self._ids = 1 + max((e.rollout for e in log if isinstance(e, events.Submitted)), default=-1)
+        self._loaded = 0  # rollouts below this number are loaded
+        self._cohort = -1
+        self._kept: dict[int, int] = {}  # of rollouts in the engine: tokens that they came with
+        self._slot_of: dict[int, int] = {}
+        self._holder: dict[int, int] = {}  # rollout by slot
+        if log and not isinstance(log[0], events.RunBegan):
+            slots = 1 + max((e.slot for e in log if isinstance(e, events.Started)), default=0)
+            self._put_back(events.RunBegan(log[0].at, slots, UNKNOWN_MODE, {}))
+
+    def take(self, event: Event) -> None:
+        self._mend_phase(event)
+        if isinstance(event, events.RunBegan):
+            self._overlap = bool(event.settings.get("overlap"))
+        elif isinstance(event, events.Loaded):
+            self._load_up_to(event.first, event.at)
+            self._loaded, self._cohort = event.first + event.rollouts, event.cohort
+        elif isinstance(event, events.Phase):
+            self._phase = event.phase
+            if event.phase in EMPTY_PHASES or (event.phase != "harvest" and not self._overlap):
+                self._end_all(event.at, self._kept)
+        elif isinstance(event, events.Submitted):
+            self._load_up_to(event.rollout + 1, event.at)
+            if event.rollout in self._kept:
+                self._end(event.rollout, event.at, event.kept)
+            self._kept[event.rollout] = event.kept
+        elif isinstance(event, events.Started):
+            if event.rollout not in self._kept or event.rollout in self._slot_of:
+                self.left_out += 1
+                return
+            self._end_all(event.at, [self._holder[event.slot]] if event.slot in self._holder else [])
+            self._slot_of[event.rollout] = event.slot
+            self._holder[event.slot] = event.rollout
+        elif isinstance(event, events.Preempted):
+            if event.rollout not in self._slot_of:
+                self.left_out += 1
+                return
+            del self._holder[self._slot_of.pop(event.rollout)]
+        elif isinstance(event, events.Finished | events.Stopped | events.Failed):
+            if event.rollout not in self._kept:
+                self.left_out += 1
+                return
+            self._leave(event.rollout)
+        elif isinstance(event, events.Updated):
+            for rollout, length in zip(event.rollouts, event.lengths, strict=True):
+                if rollout in self._kept:
+                    self._finish(rollout, event.at, length)
+            if self._phase != "learner" and not self._overlap:
+                self._learns_since = event.at
+        self.out.append(event)
+
+    def _mend_phase(self, event: Event) -> None:
+        """The learner steps after an update, and only a harvest submits and starts."""
+        if self._learns_since is not None and not isinstance(event, events.Phase):
+            self._enter("learner", self._learns_since)
+        self._learns_since = None
+        if isinstance(event, events.HarvestBegan | events.Submitted | events.Started) and self._phase != "harvest":
+            self._enter("harvest", event.at)
+
+    def _enter(self, phase: str, at: float) -> None:
+        self._phase = phase
+        if phase != "harvest":
+            self._end_all(at, self._kept)
+        self._put_back(events.Phase(at, phase))
+
+    def _put_back(self, event: Event) -> None:
+        self.put_back += 1
+        self.out.append(event)
+
+    def _load_up_to(self, count: int, at: float) -> None:
+        """Rollouts are numbered as they are loaded: a gap in the numbers is a load whose line is missing."""
+        if count > self._loaded:
+            end = min((first for first in self._firsts if first > self._loaded), default=max(self._ids, count))
+            self._cohort += 1
+            self._put_back(events.Loaded(at, self._cohort, self._loaded, end - self._loaded, ()))
+            self._loaded = end
+            self._load_up_to(count, at)
+
+    def _end_all(self, at: float, rollouts: Iterable[int]) -> None:
+        for rollout in list(rollouts):
+            self._end(rollout, at, self._kept[rollout])
+
+    def _end(self, rollout: int, at: float, length: int) -> None:
+        """Its end is missing: it was stopped by now. `length` is what it is known to have had then."""
+        made = max(0, length - self._kept[rollout])
+        self._leave(rollout)
+        self._put_back(events.Stopped(at, rollout, made, length, 0))
+
+    def _finish(self, rollout: int, at: float, length: int) -> None:
+        made = max(0, length - self._kept[rollout])
+        self._leave(rollout)
+        self._put_back(events.Finished(at, rollout, made, length, False))
+
+    def _leave(self, rollout: int) -> None:
+        del self._kept[rollout]
+        slot = self._slot_of.pop(rollout, None)
+        if slot is not None:
+            del self._holder[slot]

@@ -1,0 +1,244 @@
+"""Reads what a report is made of: one `Run` for each run folder or bare event log, however damaged.
+
+The event log is enough. What only a run folder has (learner figures, held-out scores, responses, configuration) is
+empty for a bare log. Nothing here raises for damaged content; `Run.notices` says what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.events import Damage, Event, Phase, RunBegan, Updated, read_intact
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe.metrics import Figures
+from sortedrl.observe.report_folds import (
+    Mark,
+    Occupancy,
+    UpdatePoint,
+    evaluation_marks,
+    slot_grid,
+    slot_time,
+    staleness_floor,
+    update_points,
+)
+from sortedrl.observe.report_repair import repaired
+from sortedrl.observe.timeline import Slice, slices
+
+EVENTS = "events.jsonl"
+MOST_SLICES = 12_000  # that a slot timeline draws one by one
+EXCERPT_SLICES = 5_000  # that it draws of a larger run, beside the grid
+GRID_CELLS = 200_000  # of a timeline that is drawn as a grid
+MOST_GRID_BINS = 2_000
+# Settings that do not make two runs different things to compare.
+INCIDENTAL = frozenset({"seed", "out", "resume", "threads", "keep_checkpoints", "checkpoint_every", "save_rollouts"})
+_FIX = "Name a run folder, as in runs/NAME, a folder of runs, or an events.jsonl."
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Who was in which slot: every slice; for large runs those that begin before `until`, and a grid of all."""
+
+    slices: tuple[Slice, ...]
+    until: float  # seconds on the engine's clock
+    grid: tuple[str, ...]
+    slice_count: int
+    updates: tuple[float, ...]  # when they were made
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    mark: Mark
+    score: dict[str, float]  # value, low, high
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    name: str
+    path: Path
+    began: float
+    ended: float
+    figures: Figures
+    occupancy: Occupancy
+    timeline: Timeline
+    points: tuple[UpdatePoint, ...]
+    floor: tuple[float, float] | None
+    settings: dict[str, Any]
+    has_configuration: bool
+    learner: tuple[dict[str, Any], ...]  # lines of metrics.jsonl, one for each update
+    held_out: tuple[HeldOut, ...]
+    responses: tuple[dict[str, Any], ...]
+    notices: tuple[str, ...]
+
+    @property
+    def mode(self) -> str:
+        return self.figures.mode
+
+    @property
+    def seed(self) -> Any:
+        return self.settings.get("seed", 0)
+
+    @property
+    def is_aggregated(self) -> bool:
+        return bool(self.timeline.grid) or any(point.pooled > 1 for point in self.points)
+
+    def comparable_settings(self) -> dict[str, Any]:
+        return {key: value for key, value in self.settings.items() if key not in INCIDENTAL}
+
+
+def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None) -> list[Run]:
+    """All runs that the paths name; a folder of run folders stands for each of them."""
+    logs = list(dict.fromkeys(log for path in paths for log in _logs_of(path)))
+    runs: list[Run] = []
+    for log, name in zip(logs, _names(logs), strict=True):
+        on_progress(len(runs), len(logs))
+        runs.append(_read_run(log, name))
+    return runs
+
+
+def _logs_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / EVENTS).is_file():
+        return [path / EVENTS]
+    inside = sorted(path.glob(f"*/{EVENTS}"))
+    if not inside:
+        why = f"no {EVENTS} is there or one folder below" if path.is_dir() else "no such file or folder"
+        raise ConfigurationError("runs", str(path), why, _FIX)
+    return inside
+
+
+def _names(logs: Sequence[Path]) -> list[str]:
+    short = [log.resolve().parent.name if log.name == EVENTS else log.stem for log in logs]
+    return [name if short.count(name) == 1 else str(log) for name, log in zip(short, logs, strict=True)]
+
+
+def _read_run(path: Path, name: str) -> Run:
+    try:
+        intact, damage = read_intact(path)
+    except OSError as error:
+        raise ConfigurationError("runs", str(path), f"{error.strerror}", _FIX) from None
+    repair = repaired(intact)
+    log = repair.log
+    if not log:
+        raise ConfigurationError("runs", str(path), "not one line of it is an event", _FIX)
+    folder = path.parent if path.name == EVENTS else None
+    stays = slices(log)
+    figures, occupancy = slot_time(log, stays)
+    lines, lost_metrics = _lines(folder, "metrics.jsonl")
+    responses, lost_responses = _lines(folder, "rollouts.jsonl")
+    settings, configuration = _settings(folder, log)
+    notices = [
+        *_damage_notices(damage, repair.put_back, repair.left_out),
+        *_ending_notices(log, folder),
+        *_lost_lines("metrics.jsonl", lost_metrics),
+        *_lost_lines("rollouts.jsonl", lost_responses),
+    ]
+    return Run(
+        name=name,
+        path=folder or path,
+        began=log[0].at,
+        ended=log[-1].at,
+        figures=figures,
+        occupancy=occupancy,
+        timeline=_timeline(stays, figures.slots, log),
+        points=tuple(update_points(log)),
+        floor=staleness_floor(log, figures.slots),
+        settings=settings,
+        has_configuration=configuration,
+        learner=tuple(line for line in lines if "reward" in line and "update" in line),
+        held_out=_held_out(lines, evaluation_marks(log)),
+        responses=tuple(line for line in responses if "response" in line),
+        notices=tuple(notices),
+    )
+
+
+def _held_out(lines: Iterable[dict[str, Any]], marks: dict[int, Mark]) -> tuple[HeldOut, ...]:
+    """One for each update that was followed by an evaluation, the last where there were two."""
+    scores = {line["update"]: line["held_out"] for line in lines if _is_score(line) and line.get("update") in marks}
+    return tuple(HeldOut(marks[update], score) for update, score in sorted(scores.items()))
+
+
+def _is_score(line: dict[str, Any]) -> bool:
+    score = line.get("held_out")
+    return isinstance(score, dict) and all(type(score.get(key)) in (int, float) for key in ("value", "low", "high"))
+
+
+def _timeline(stays: Sequence[Slice], slots: int, log: Sequence[Event]) -> Timeline:
+    updates = tuple(event.at for event in log if isinstance(event, Updated))
+    if len(stays) <= MOST_SLICES:
+        return Timeline(tuple(stays), log[-1].at, (), len(stays), updates)
+    bins = min(MOST_GRID_BINS, GRID_CELLS // slots)
+    grid = slot_grid(stays, slots, log[0].at, log[-1].at, bins)
+    most = stays[EXCERPT_SLICES].start
+    until = max((at for at in updates if at <= most), default=most)
+    excerpt = tuple(stay for stay in stays[:EXCERPT_SLICES] if stay.start < until)
+    return Timeline(excerpt, until, tuple(grid), len(stays), updates)
+
+
+def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any], bool]:
+    """The configuration, or at least the schedule's settings; and whether it is the configuration."""
+    try:
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
+    except (OSError, ValueError):
+        saved = None
+    if isinstance(saved, dict):
+        return saved, True
+    began = log[0]
+    return (dict(began.settings) | {"slots": began.slots} if isinstance(began, RunBegan) else {}), False
+
+
+def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
+    """The lines that can be read, and how many cannot."""
+    if folder is None or not (folder / name).is_file():
+        return [], 0
+    found: list[dict[str, Any]] = []
+    lost = 0
+    with (folder / name).open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if isinstance(line, dict):
+                found.append(line)
+            else:
+                lost += 1
+    return found, lost
+
+
+def _lost_lines(name: str, lost: int) -> Iterable[str]:
+    if lost:
+        yield f"{name}: {_counted(lost, 'line')} that cannot be read, left out."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _damage_notices(damage: Sequence[Damage], put_back: int, left_out: int) -> Iterable[str]:
+    if damage:
+        shown = ", ".join(f"line {d.line} ({d.why})" for d in damage[:5])
+        more = f", and {len(damage) - 5} more" if len(damage) > 5 else ""
+        yield f"Event log: {_counted(len(damage), 'line')} that cannot be read, left out: {shown}{more}."
+    if left_out:
+        yield f"Event log: {_counted(left_out, 'event')} left out: what must come before is missing."
+    if put_back:
+        yield (
+            f"Event log: {_counted(put_back, 'missing event')} inferred from what follows: figures there are estimates."
+        )
+
+
+def _ending_notices(log: Sequence[Event], folder: Path | None) -> Iterable[str]:
+    last = next((event for event in reversed(log) if isinstance(event, Updated | Phase) and _is_turn(event)), None)
+    if isinstance(last, Updated | None) and not (folder is not None and (folder / "summary.json").is_file()):
+        seconds = log[-1].at - log[0].at
+        yield f"The log ends at {seconds:,.1f} s without the run's end: it was killed, or it still runs."
+
+
+def _is_turn(event: Updated | Phase) -> bool:
+    """An update, or the end of the run: evaluations and checkpoints come after either."""
+    return isinstance(event, Updated) or event.phase == "end"

@@ -1,0 +1,80 @@
+"""Series: runs that differ in their seed alone, with the name and the colour that they have all over the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from sortedrl.observe.report_runs import Run
+
+MODE_COLOURS = {
+    "baseline": "#d9772b",
+    "on-policy": "#b5477f",
+    "on-policy+planned": "#8b5fbf",
+    "partial": "#2f9e8f",
+    "partial+elevator": "#2b7fb8",
+}
+OTHER_COLOURS = ("#6a8f2f", "#a0522d", "#4c6fd1", "#c25450", "#66788a", "#b8912a", "#3f8f63", "#9a4fb0")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    colour: str
+    runs: tuple[Run, ...]
+
+    def mean(self, field: str) -> float:
+        """Of a figure, over the runs."""
+        return fmean(getattr(run.figures, field) for run in self.runs)
+
+
+def series_of(runs: Sequence[Run]) -> list[Series]:
+    groups: list[list[Run]] = []
+    for run in runs:
+        for group in groups:
+            if run.mode == group[0].mode and run.comparable_settings() == group[0].comparable_settings():
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    labels = _labels([group[0] for group in groups])
+    spare = iter(OTHER_COLOURS * (1 + len(groups) // len(OTHER_COLOURS)))
+    used: set[str] = set()
+    found = []
+    for group, label in zip(groups, labels, strict=True):
+        colour = MODE_COLOURS.get(group[0].mode, "")
+        if not colour or colour in used:
+            colour = next(spare)
+        used.add(colour)
+        found.append(Series(label, colour, tuple(group)))
+    return found
+
+
+def _labels(firsts: Sequence[Run]) -> list[str]:
+    """The mode; where two series share it, with the settings that tell them apart."""
+    labels = []
+    for run in firsts:
+        others = [other for other in firsts if other.mode == run.mode and other is not run]
+        apart = [
+            f"{key} {value}"
+            for key, value in run.comparable_settings().items()
+            if any(other.settings.get(key) != value for other in others)
+        ]
+        labels.append(f"{run.mode} ({', '.join(apart[:2])})" if apart else run.mode)
+    return [
+        label if labels.count(label) == 1 else f"{label}: {run.name}" for label, run in zip(labels, firsts, strict=True)
+    ]
+
+
+def run_names(series: Sequence[Series]) -> dict[str, str]:
+    """What a run is called on the page: its series, and its seed or its own name where the series has several."""
+    found = {}
+    for one in series:
+        seeds = [run.seed for run in one.runs]
+        for run in one.runs:
+            own = f"seed {run.seed}" if seeds.count(run.seed) == 1 else run.name
+            found[run.name] = one.label if len(one.runs) == 1 else f"{one.label}, {own}"
+    return found

@@ -1,0 +1,192 @@
+"""The report's tables: figures as they are printed, configurations side by side, responses to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from sortedrl.observe.metrics import Figures
+from sortedrl.observe.report_charts import part_name
+from sortedrl.observe.report_runs import Run
+from sortedrl.observe.report_series import Series
+
+RESPONSES_OF_A_KIND = 2
+MOST_CHARACTERS = 20_000  # of a response on the page
+Line = dict[str, Any]
+Kind = tuple[str, Callable[[Line], Any], Callable[[Line], bool]]  # tag, order, and whether it can be of that kind
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure as it is printed: `form` formats it, after multiplication by 100 where it is a share."""
+
+    field: str
+    name: str
+    unit: str
+    meaning: str
+    form: str
+    is_share: bool = False
+
+    def text(self, value: float) -> str:
+        return f"{self._number(value)} %" if self.is_share else self._number(value)
+
+    def range(self, least: float, greatest: float) -> str:
+        dash = " to " if "+" in self.form else "–"
+        return f"{self._number(least)}{dash}{self._number(greatest)}{' %' if self.is_share else ''}"
+
+    def _number(self, value: float) -> str:
+        return format(100 * value if self.is_share else value, self.form)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+HEADLINE = (
+    Column("bubble", "bubble", "", "empty slot-time while the engine may run", ".1f", is_share=True),
+    Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f", is_share=True),
+    Column("goodput", "goodput", "tokens/s", "tokens trained on, for each second of harvests", ",.0f"),
+    Column("waste", "waste", "", "share of generated tokens thrown away", ".1f", is_share=True),
+    Column("staleness_mean", "staleness", "mean", "of trained tokens, in versions", ".2f"),
+    Column("staleness_max", "", "greatest", "greatest staleness of a trained token", ",.0f"),
+    Column("sortedness", "sortedness", "", "log-length variance that the update explains", ".2f"),
+    Column(
+        "length_bias", "length bias", "", "mean trained length against the uncut one, less 1", "+.1f", is_share=True
+    ),
+    Column("mean_reward", "reward", "mean", "over all trained rollouts", "+.2f"),
+    Column("updates", "updates", "", "made", ",.0f"),
+    Column("wall_seconds", "wall-clock", "s", "from the first event to the last", ",.1f"),
+)
+
+
+def headline(series: Sequence[Series]) -> dict[str, Any]:
+    """A row for each series. Rewards are left out where a log has none, as simulated ones."""
+    has_rewards = any(run.figures.mean_reward for one in series for run in one.runs)
+    columns = [column for column in HEADLINE if has_rewards or column.field != "mean_reward"]
+    return {"columns": columns, "rows": [_headline_row(one, columns) for one in series]}
+
+
+def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
+    several = len(one.runs) > 1
+    cells = []
+    for column in columns:
+        values = [getattr(run.figures, column.field) for run in one.runs]
+        spread = column.range(min(values), max(values)) if several else ""
+        shown = max(values) if column.field == "staleness_max" else fmean(values) if several else values[0]
+        cells.append({"text": column.text(shown), "range": "" if len(set(values)) == 1 else spread})
+    sub = f"{len(one.runs)} runs, seeds {', '.join(str(run.seed) for run in one.runs)}" if several else ""
+    return {"label": one.label, "colour": one.colour, "sub": sub, "cells": cells}
+
+
+def all_figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    columns = [dict(_flattened(run.figures)) for run in runs]
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    return [(key, [_number(column.get(key)) for column in columns]) for key in keys]
+
+
+def _flattened(figures: Figures) -> Iterable[tuple[str, Any]]:
+    for name, value in asdict(figures).items():
+        if isinstance(value, dict):
+            yield from ((f"{name}, {part_name(str(key))}", item) for key, item in value.items())
+        elif not isinstance(value, tuple):
+            yield name, value
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def differing_keys(runs: Sequence[Run]) -> list[str]:
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    return [key for key in keys if len({shown(run.settings.get(key)) for run in runs}) > 1]
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    keys = [key for key in differing_keys(runs) if key not in ("out", "resume")]
+    return [(key, [shown(run.settings.get(key)) for run in runs]) for key in keys]
+
+
+def shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# Responses
+
+
+def responses(one: Series) -> list[dict[str, Any]]:
+    """The best, worst, longest and most-resumed responses that were written down, each once, later updates first."""
+    written = [line for run in one.runs for line in run.responses if isinstance(line.get("reward"), int | float)]
+    least, most = (pick((line["reward"] for line in written), default=0) for pick in (min, max))
+    kinds: tuple[Kind, ...] = (
+        ("Best", lambda line: (-line["reward"], -line.get("update", 0)), lambda line: line["reward"] > least),
+        ("Worst", lambda line: (line["reward"], -line.get("update", 0)), lambda line: line["reward"] < most),
+        ("Longest", lambda line: (-_tokens(line), -line.get("update", 0)), lambda line: True),
+        (
+            "Most resumed",
+            lambda line: (-len(_segments(line)), -line.get("update", 0)),
+            lambda line: len(_segments(line)) > 1,
+        ),
+    )
+    tags: dict[int, list[str]] = {}
+    for tag, order, qualifies in kinds:
+        for line in sorted(filter(qualifies, written), key=order)[:RESPONSES_OF_A_KIND]:
+            tags.setdefault(id(line), []).append(tag)
+    by_id = {id(line): line for line in written}
+    return [_response(by_id[key], names) for key, names in tags.items()]
+
+
+def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
+    segments = _segments(line)
+    pieces = _pieces(line)
+    facts = [
+        f"reward {line['reward']:+.2f}",
+        f"{_tokens(line):,} tokens" + (" (cut at the limit)" if line.get("truncated") else ""),
+        f"{len(segments)} segment{'s' if len(segments) != 1 else ''}",
+        f"update {line.get('update')}",
+        f"rollout {line.get('rollout')}",
+        *([f"first {MOST_CHARACTERS:,} characters"] if len(line["response"]) > MOST_CHARACTERS else []),
+    ]
+    boundaries = ""
+    if len(pieces) > 1:
+        boundaries = "segments are shaded, each with the version that made it"
+    elif len(segments) > 1:
+        made = ", ".join(f"{tokens} tokens by version {version}" for version, tokens in segments)
+        boundaries = f"{made}; where one ends was not written down"
+    return {
+        "tags": ", ".join(tags),
+        "facts": " · ".join(facts),
+        "prompt": line.get("prompt"),
+        "question": line.get("question", ""),
+        "pieces": pieces,
+        "boundaries": boundaries,
+    }
+
+
+def _pieces(line: dict[str, Any]) -> list[tuple[Any, str]]:
+    """The response cut where its segments end, if that was written down."""
+    text, segments, ends = str(line["response"])[:MOST_CHARACTERS], line.get("segments") or [], line.get("segment_ends")
+    if not isinstance(ends, list) or len(ends) != len(segments):
+        return [("", text)]
+    edges = pairwise([0, *(min(end, len(text)) for end in ends[:-1]), len(text)])
+    return [
+        (version, text[start:end]) for (version, _), (start, end) in zip(segments, edges, strict=True) if end > start
+    ]
+
+
+def _segments(line: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(version, tokens) for version, tokens in line.get("segments") or [] if tokens]
+
+
+def _tokens(line: dict[str, Any]) -> int:
+    return sum(tokens for _, tokens in _segments(line))
+
+
+def responses_lead(runs: Sequence[Run]) -> str:
+    written = sum(len(run.responses) for run in runs)
+    return f"Chosen among the {written:,} responses that the runs wrote down (--save-rollouts for each update)."

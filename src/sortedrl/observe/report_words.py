@@ -1,0 +1,171 @@
+"""What the report says in words: the verdict, and how each section is to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from sortedrl.observe import report_charts as charts
+from sortedrl.observe.metrics import BUBBLE_PARTS
+from sortedrl.observe.report_runs import INCIDENTAL, Run
+from sortedrl.observe.report_series import Series
+from sortedrl.observe.report_tables import differing_keys, percent
+
+GLOSSARY = (
+    ("slot", "one place in the engine's running batch"),
+    ("bubble", "empty slot-time / (slots x T), where T is the time of all harvests, prefill included"),
+    ("drain", "a part of the bubble: nothing is left to start in this cohort"),
+    ("held back", "a part of the bubble: the schedule starts nothing more for this harvest"),
+    ("refill", "a part of the bubble: a freed slot waits for the controller"),
+    ("KV-limited", "a part of the bubble: the engine has work but no memory for it, or has not yet begun it"),
+    ("idle", "the same as bubble, over wall-clock: learner, weights, scores, evaluation and checkpoints count too"),
+    ("goodput", "tokens trained on / T"),
+    ("kept", "(tokens trained on + cached for resume when the run ends) / T: the fair figure for few cohorts"),
+    ("waste", "share of generated tokens thrown away"),
+    ("staleness", "the learner's version at the update, less the version that sampled the token"),
+    ("segment", "a run of tokens made by one weight version; a response that was stopped and resumed has several"),
+    ("sortedness", "share of the variance of log length that the update's index explains: 0 random, 1 sorted"),
+    ("length bias", "mean trained length against what it had been if nothing had been cut, estimated from the redos"),
+    ("trained, kept, dropped", "the fate of a stay in a slot: ended and trained on; stopped, to resume; thrown away"),
+)  # fmt: skip
+
+
+def verdict(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
+    asides = []
+    if len(series) == 1:
+        sentence = _verdict_of_one(series[0])
+    else:
+        sentence = _verdict_of_several(series)
+        apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
+        if apart:
+            asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare with that in mind.")
+    scores = [score for one in series for score in _score(one)]
+    if scores:
+        asides.append(f"Held-out score: {'; '.join(scores)}.")
+    if any(run.is_aggregated for run in runs):
+        asides.append("Large runs are drawn aggregated; the figures count every rollout.")
+    return {"sentence": sentence, "asides": asides}
+
+
+def _verdict_of_one(one: Series) -> str:
+    bubble, goodput = one.mean("bubble"), one.mean("goodput")
+    part, share = max(
+        ((part, fmean(run.figures.bubble_parts[part] for run in one.runs)) for part in BUBBLE_PARTS),
+        key=lambda pair: pair[1],
+    )
+    mostly = f", mostly {charts.part_name(part)}" if bubble >= 0.005 and share > bubble / 2 else ""
+    return (
+        f"{one.label} left {percent(bubble)} of slot-time empty while the engine could run{mostly}, and trained on "
+        f"{goodput:,.0f} tokens a second{_waste_clause(one)}; {_staleness_clause(one)}."
+    )
+
+
+def _verdict_of_several(series: Sequence[Series]) -> str:
+    reference = next((one for one in series if one.label == "baseline"), series[0])
+    best = max(series, key=lambda one: one.mean("goodput"))
+    if best is reference:
+        second = max((one for one in series if one is not reference), key=lambda one: one.mean("goodput"))
+        return (
+            f"No schedule here beats {reference.label}: it trained on {reference.mean('goodput'):,.0f} tokens a second "
+            f"with {percent(reference.mean('bubble'))} of slot-time empty, {second.label} on "
+            f"{second.mean('goodput'):,.0f} with {percent(second.mean('bubble'))}."
+        )
+    before, after = reference.mean("goodput"), best.mean("goodput")
+    gain = f"{after / before:.2f} x the tokens a second of {reference.label}" if before else "the most tokens a second"
+    return (
+        f"{best.label} trained on {gain} ({after:,.0f} against {before:,.0f}): it left "
+        f"{percent(best.mean('bubble'))} of slot-time empty instead of {percent(reference.mean('bubble'))}"
+        f"{_waste_clause(best)}; {_staleness_clause(best)}."
+    )
+
+
+def _waste_clause(one: Series) -> str:
+    waste = one.mean("waste")
+    return f", throwing away {percent(waste)} of what it generated" if waste >= 0.0005 else ", throwing nothing away"
+
+
+def _staleness_clause(one: Series) -> str:
+    if not max(run.figures.staleness_max for run in one.runs):
+        return "every token was fresh"
+    greatest = max(run.figures.staleness_max for run in one.runs)
+    return f"the price is tokens {one.mean('staleness_mean'):.2f} versions old on average, {greatest} at most"
+
+
+def _score(one: Series) -> Iterable[str]:
+    runs = [run for run in one.runs if len(run.held_out) > 1]
+    if runs:
+        before = fmean(run.held_out[0].score["value"] for run in runs)
+        after = [run.held_out[-1].score["value"] for run in runs]
+        spread = f" ({min(after):.3f}–{max(after):.3f} over {len(after)} runs)" if len(after) > 1 else ""
+        yield f"{one.label} {before:.3f} → {fmean(after):.3f}{spread}"
+
+
+def subtitle(runs: Sequence[Run]) -> str:
+    trained = sum(run.figures.trained for run in runs)
+    what = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    slots = sorted({run.figures.slots for run in runs})
+    return f"{what} · {' / '.join(map(str, slots))} slots · {trained:,} rollouts trained on"
+
+
+def figures_lead(series: Sequence[Series]) -> str:
+    several = any(len(one.runs) > 1 for one in series)
+    return "A gain in goodput stands next to the staleness and the waste that it costs." + (
+        " Over seeds: the mean, and below it the least and the greatest." if several else ""
+    )
+
+
+def occupancy_lead(series: Sequence[Series], longest: float, unit: charts.TimeUnit) -> str:
+    bins = max(len(one.runs[0].occupancy.edges) - 1 for one in series)
+    first = " One run of each series is drawn." if any(len(one.runs) > 1 for one in series) else ""
+    return (
+        "Dark blue is a stay in a slot that ended and was trained on, light blue one that was stopped with its tokens "
+        "kept, red one thrown away. Yellow to orange is bubble: slots that stood empty while the engine could run. "
+        "Grey is the rest of wall-clock, in which the engine rests. Each stack is all slots; a step is the mean over "
+        f"1/{bins} of the run, {unit.of(longest / max(1, bins)):.2g} {unit.name} in the longest.{first}"
+    )
+
+
+def timeline_lead(series: Sequence[Series]) -> str:
+    text = (
+        "Every stay in a slot, coloured by what became of it; vertical lines are updates. Drag to zoom, double-click "
+        "to see all, Ctrl + wheel zooms in place; with the keyboard, arrows, + and −."
+    )
+    merged = [one for one in series if one.runs[0].timeline.grid]
+    if merged:
+        counts = ", ".join(f"{one.label}: {one.runs[0].timeline.slice_count:,}" for one in merged)
+        bins = len(merged[0].runs[0].timeline.grid[0])
+        text += (
+            f" Aggregated where there are too many stays to draw one by one ({counts}): the whole run is a grid, in "
+            f"which each slot is cut into {bins:,} equal times and each shows its longest stay."
+        )
+    return text
+
+
+def lengths_lead(series: Sequence[Series]) -> str:
+    sortedness = ", ".join(f"{one.label} {one.mean('sortedness'):.2f}" for one in series)
+    pooled = max((point.pooled for one in series for point in one.runs[0].points), default=1)
+    note = f" Aggregated: each point pools {pooled} updates." if pooled > 1 else ""
+    return (
+        "The line is the median, the bands hold the middle 50 % and 90 % of an update's responses. A sawtooth is the "
+        f"micro-curriculum: short responses first, cohort after cohort. Sortedness: {sortedness}.{note}"
+    )
+
+
+def staleness_lead(series: Sequence[Series]) -> str:
+    floors = [
+        f"{one.label} {one.mean('staleness_mean'):.2f}, floor {run.floor[0]:.2f} unsorted and {run.floor[1]:.2f} sorted"
+        for one in series
+        for run in one.runs[:1]
+        if run.floor and one.mean("staleness_mean") > 0
+    ]
+    text = "How old tokens were when they were trained on, and in how many pieces a response was made."
+    if floors:
+        text += f" Mean against the least that full slots allow where tokens are kept: {'; '.join(floors)}."
+    return text
+
+
+def learning_lead(series: Sequence[Series]) -> str:
+    if any(len(one.runs) > 1 for one in series):
+        return "Over seeds: the mean, and a band from the least to the greatest run, as far as all runs go."
+    return "Bars on held-out scores are 95 % intervals of the evaluation."

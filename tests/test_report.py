@@ -1,0 +1,442 @@
+"""The report without a browser: what it reads, what it says, and what it makes of a damaged log."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scenarios import MODES, run
+from sortedrl.cli import main
+from sortedrl.config import Train, as_json, parsed, train_command
+from sortedrl.core import Schedule, events
+from sortedrl.core.events import Event, JsonLines, read_events, read_intact
+from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.observe import report, report_charts
+from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.report_folds import quantile, slot_grid, slot_time, staleness_floor, update_points
+from sortedrl.observe.report_repair import UNKNOWN_MODE, repaired
+from sortedrl.observe.report_runs import read_runs
+from sortedrl.observe.report_series import series_of
+from sortedrl.observe.timeline import OUTCOMES, slices
+from sortedrl.studies.workload import Workload
+from sortedrl.studies.workload import run as simulate
+
+SMALL = Workload(
+    lengths=LognormalLengths(mu=4.0, between=0.8, within=0.6, limit=400),
+    slots=8,
+    prompts=64,
+    prompt_tokens=4,
+    learner_seconds_per_update=3.0,
+    weights_seconds=0.5,
+)
+NEEDS: dict[str, dict[str, Any]] = {"async-pool": {"max_staleness": 2, "overlap": True}}
+SCHEDULE = Schedule(mode="baseline", rollouts_per_update=8, prompts_per_cohort=32, max_response_tokens=400)
+
+
+def simulated_log(path: Path, mode: str = "partial", *, seed: int = 0, workload: Workload = SMALL) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        simulate(workload, replace(SCHEDULE, mode=mode, seed=seed, **NEEDS.get(mode, {})), JsonLines(file))
+    return path
+
+
+def events_of(mode: str, lengths: Sequence[int] = (3, 9, 2, 17, 5, 8, 1, 12), **knobs: Any) -> list[Event]:
+    return run(mode, list(lengths), rollouts_per_update=2, **NEEDS.get(mode, {}), **knobs).events
+
+
+def figures_of(log: Sequence[Event]) -> Figures:
+    return Metrics().fold(log).figures()
+
+
+# Folds
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_charts_slot_time_adds_up_to_the_figures(mode: str) -> None:
+    log = events_of(mode, learner_seconds=2.0, load_seconds=1.0)
+    figures, occupancy = slot_time(log, slices(log), bins=7)
+    assert figures == figures_of(log)
+    wall = figures.wall_seconds
+    for place in range(7):
+        assert sum(values[place] for values in occupancy.parts.values()) == pytest.approx(figures.slots)
+    for part, share in figures.idle_parts.items():
+        shown = math.fsum(occupancy.parts.get(part, ())) * wall / 7
+        assert shown == pytest.approx(share * wall * figures.slots, abs=1e-9)
+    busy = sum(math.fsum(occupancy.parts.get(outcome, ())) for outcome in OUTCOMES)
+    assert busy * wall / 7 == pytest.approx((1 - figures.idle) * wall * figures.slots)
+
+
+def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:
+    log = events_of("partial", range(1, 25))
+    updates = [event for event in log if isinstance(event, events.Updated)]
+    assert len(updates) > 4
+    points = update_points(log)
+    assert [point.updates for point in points] == list(range(1, len(updates) + 1))
+    assert [point.length_quantiles[2] for point in points] == [quantile(sorted(u.lengths), 0.5) for u in updates]
+    assert points[-1].rollouts == figures_of(log).trained
+    pooled = update_points(log, most=3)
+    assert len(pooled) <= 3
+    assert pooled[-1].rollouts == points[-1].rollouts
+    assert sum(point.pooled for point in pooled) == len(updates)
+
+
+def test_the_staleness_floor_is_the_formula_of_full_slots() -> None:
+    """Two slots, updates of two, lengths 2 and 6: (2 / 2) x 20 / (2 x 16), and 2 / (2 x 2)."""
+    row = events.Updated(1.0, 0, 0, 0, (0, 1), (2, 6), (1.0, 1.0), (((0, 2),), ((0, 6),)), (0, 0))
+    assert staleness_floor([row], slots=2) == pytest.approx((20 / 32, 0.5))
+    assert staleness_floor([], slots=2) is None
+
+
+def test_a_slot_grid_shows_the_longest_stay_of_each_cell() -> None:
+    log = events_of("on-policy")
+    stays = slices(log)
+    grid = slot_grid(stays, 4, log[0].at, log[-1].at, 50)
+    assert len(grid) == 4 and {len(row) for row in grid} == {50}
+    width = (log[-1].at - log[0].at) / 50
+    for stay in stays:
+        first, last = math.ceil((stay.start - log[0].at) / width), math.floor((stay.end - log[0].at) / width)
+        assert set(grid[stay.slot][first:last]) <= {stay.outcome[0]}
+    assert len({outcome[0] for outcome in OUTCOMES}) == len(OUTCOMES), "a letter stands for one outcome"
+
+
+# Damaged logs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_intact_log_is_not_changed_by_repair(mode: str) -> None:
+    log = events_of(mode, kv_tokens=40)
+    repair = repaired(log)
+    assert repair.log == list(log)
+    assert repair.put_back == repair.left_out == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_lines_may_be_missing(tmp_path: Path, seed: int) -> None:
+    """Whatever was lost: the log is read, every fold works, and shares stay shares."""
+    chance = random.Random(seed)
+    mode = chance.choice(MODES)
+    path = simulated_log(tmp_path / "log.jsonl", mode)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for _ in range(chance.choice((1, 3, 30))):
+        place = chance.randrange(len(lines))
+        kind = chance.choice(("lost", "garbage", "cut", "flipped"))
+        if kind == "lost":
+            lines[place] = b""
+        elif kind == "garbage":
+            lines[place] = bytes(chance.randrange(256) for _ in range(40)) + b"\n"
+        elif kind == "cut":
+            lines[place] = lines[place][: len(lines[place]) // 2]
+        else:
+            lines[place] = lines[place].replace(b":", b";", 1)
+    path.write_bytes(b"".join(lines))
+    (read,) = read_runs([path])
+    figures = read.figures
+    assert 0 <= figures.bubble <= figures.idle + 1e-9 <= 1 + 2e-9
+    assert sum(figures.bubble_parts.values()) == pytest.approx(figures.bubble)
+    assert sum(report_charts.slot_time_parts(read).values()) == pytest.approx(1)
+    assert "<html" in report.page([read], [None], "0")
+
+
+def test_damage_is_named_with_its_line_and_figures_stay_near(tmp_path: Path) -> None:
+    whole = figures_of(list(read_events(simulated_log(tmp_path / "whole.jsonl"))))
+    path = simulated_log(tmp_path / "damaged.jsonl")
+    lines = path.read_text().splitlines()
+    broken = next(i for i, line in enumerate(lines) if '"Finished"' in line)
+    lines[broken] = lines[broken][:-9] + "#"
+    path.write_text("\n".join(lines) + "\n")
+    (read,) = read_runs([path])
+    assert f"line {broken + 1} (not an event)" in read.notices[0]
+    assert read.figures.updates == whole.updates
+    assert read.figures.trained_tokens == whole.trained_tokens
+    assert read.figures.bubble == pytest.approx(whole.bubble, abs=0.05)
+    assert read.notices[0] in report.page([read], [None], "0")
+
+
+def test_a_log_cut_in_mid_line_is_shown_up_to_there(tmp_path: Path) -> None:
+    path = simulated_log(tmp_path / "log.jsonl")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    intact = list(read_events(path))
+    (read,) = read_runs([path])
+    assert read.figures == figures_of(intact)
+    assert any("torn" in notice and f"line {len(intact) + 1} " in notice for notice in read.notices)
+    assert any("killed, or it still runs" in notice for notice in read.notices)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 21, 34, 55])
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, count: int) -> None:
+    path = simulated_log(tmp_path / "log.jsonl", "partial+elevator")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    (read,) = read_runs([path])
+    assert read.figures == figures_of(list(read_events(path)))
+    assert "it still runs" in report.page([read], [None], "0")
+
+
+def test_lost_loads_and_a_lost_beginning_are_inferred(tmp_path: Path) -> None:
+    path = simulated_log(tmp_path / "log.jsonl", "partial")
+    lines = path.read_text().splitlines(keepends=True)
+    whole = list(read_events(path))
+    path.write_text("".join(line for line in lines[1:] if '"Loaded"' not in line))
+    (read,) = read_runs([path])
+    assert read.mode == UNKNOWN_MODE
+    assert read.figures.slots == 8
+    assert read.figures.loaded == figures_of(whole).loaded
+    assert replace(read.figures, mode="partial") == figures_of(whole)
+
+
+def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    good = '{"event":"Phase","at":1.0,"phase":"harvest"}'
+    bad = [
+        '{"event":"Phase","at":"late","phase":"harvest"}',
+        '{"event":"Phase","at":NaN,"phase":"harvest"}',
+        '{"event":"Phase","at":1.0}',
+        '{"event":"Nonsense","at":1.0}',
+        "[1,2]",
+        "7",
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":[2,3],"rewards":[1.0],'
+        '"segments":[[[0,2]]],"waited":[0]}',
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":["x"],"rewards":[1.0],'
+        '"segments":[[[0,2]]],"waited":[0]}',
+    ]
+    path.write_text("\n".join([good, *bad, good]) + "\n")
+    read, damage = read_intact(path)
+    assert len(read) == 2
+    assert [d.line for d in damage] == list(range(2, 2 + len(bad)))
+
+
+def test_a_damaged_line_counts_for_the_roll_back_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    phase = '{"event":"Phase","at":%s,"phase":"harvest"}'
+    path.write_text("\n".join([phase % 1.0, phase % 2.0, "#", '{"event":"RolledBack","at":3.0,"events":2}']) + "\n")
+    read, damage = read_intact(path)
+    assert [event.at for event in read] == [1.0]
+    assert damage == [], "what is void may be damaged"
+
+
+# Several runs
+
+
+def test_seeds_of_one_mode_are_one_series(tmp_path: Path) -> None:
+    paths = [
+        simulated_log(tmp_path / f"{mode}-{seed}.jsonl", mode, seed=seed)
+        for mode in ("baseline", "partial")
+        for seed in (0, 1, 2)
+    ]
+    runs = read_runs(paths)
+    series = series_of(runs)
+    assert [one.label for one in series] == ["baseline", "partial"]
+    assert [len(one.runs) for one in series] == [3, 3]
+    goodputs = [figures_of(list(read_events(path))).goodput for path in paths[3:]]
+    assert series[1].mean("goodput") == pytest.approx(sum(goodputs) / 3)
+    chart = report_charts.learning("reward", "", "", series, report_charts.TimeUnit(1.0, "s"), held_out=False)
+    low, high, mean = chart.views["updates"]["data"][3:6]
+    rewards = [[point.reward for point in run.points] for run in series[1].runs]
+    columns = list(zip(*rewards, strict=False))
+    assert low["y"] == pytest.approx([min(column) for column in columns])
+    assert high["y"] == pytest.approx([max(column) for column in columns])
+    assert mean["y"] == pytest.approx([sum(column) / 3 for column in columns])
+
+
+def test_runs_of_one_mode_with_other_settings_are_told_apart(tmp_path: Path) -> None:
+    one = simulated_log(tmp_path / "one.jsonl")
+    other = tmp_path / "other.jsonl"
+    with other.open("w", encoding="utf-8") as file:
+        simulate(SMALL, replace(SCHEDULE, mode="partial", max_staleness=2), JsonLines(file))
+    runs = read_runs([one, other])
+    assert [series.label for series in series_of(runs)] == ["partial (max_staleness None)", "partial (max_staleness 2)"]
+    page = report.page(runs, [None, None], "0")
+    assert "differ in more than the mode: max_staleness" in page
+
+
+def test_the_verdict_says_what_the_gain_costs(tmp_path: Path) -> None:
+    runs = read_runs([simulated_log(tmp_path / f"{mode}.jsonl", mode) for mode in ("baseline", "partial")])
+    base, best = (run.figures for run in runs)
+    assert best.goodput > base.goodput
+    sentence = report.as_json(runs)["verdict"]
+    assert f"{best.goodput / base.goodput:.2f} x the tokens a second of baseline" in sentence
+    assert f"{best.staleness_mean:.2f} versions old on average" in sentence
+    worse = report.as_json(list(reversed([runs[0], replace(runs[1], figures=replace(best, goodput=0.1))])))["verdict"]
+    assert worse.startswith("No schedule here beats baseline")
+
+
+# The command
+
+
+def test_json_has_the_figures_of_the_fold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = simulated_log(tmp_path / "log.jsonl")
+    assert main(["report", str(path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["runs"][0]["figures"] == json.loads(json.dumps(asdict(figures_of(list(read_events(path))))))
+    assert printed["page"] is None
+    assert not list(tmp_path.glob("*.html")), "with --json a page is written only where --out says so"
+
+
+def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = simulated_log(tmp_path / "events.jsonl")
+    for _ in range(2):
+        assert main(["report", str(tmp_path)]) == 0
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "report.html"]
+    assert main(["report", str(path), "--out", str(tmp_path / "deep" / "er.html")]) == 0
+    assert (tmp_path / "deep" / "er.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no such file or folder"),
+        (["empty"], "no events.jsonl is there"),
+        (["noise.jsonl"], "not one line of it is an event"),
+        (["good.jsonl", "--out", "empty"], "a folder, not a file"),
+        (["good.jsonl", "--out", "page.pdf"], "Use page.html"),
+        (["good.jsonl", "--out", "good.jsonl/page.html"], "Name a file that can be written"),
+        ([], "no run is there"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "noise.jsonl").write_text("noise\n")
+    simulated_log(tmp_path / "good.jsonl")
+    assert main(["report", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_a_missing_package_is_one_line_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = simulated_log(tmp_path / "log.jsonl")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
+    assert "pip install 'sortedrl[report]'" in capsys.readouterr().err
+
+
+def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence() -> None:
+    bundle = report.PAGE / report.PLOTLY
+    assert "plotly.js (basic - minified) v4.1.1" in bundle.read_text(encoding="utf-8")[:200]
+    assert "MIT License" in (bundle.parent / "LICENSE").read_text()
+    assert "</script" not in bundle.read_text(encoding="utf-8"), "it can stand inside a page"
+
+
+# What only a run folder has
+
+
+def run_folder(path: Path, *, seed: int = 0) -> Path:
+    """A simulated log with the files of a training run around it."""
+    simulated_log(path / "events.jsonl", "partial", seed=seed)
+    settings = Train(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
+    (path / "config.json").write_text(json.dumps(as_json(settings)))
+    held_out = {"update": 0, "seconds": 0.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}}
+    update = {"update": 1, "reward": 0.5, "clipped_share": 0.02, "mismatch_kl": 1e-4, "stale_ratio_mean": 1.1}
+    lines = [json.dumps(line) for line in (held_out, update, update | {"update": 2})]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"update": 3, "rew')
+    (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RESPONSES))
+    return path
+
+
+RESPONSES: list[dict[str, Any]] = [
+    {
+        "update": 1,
+        "rollout": 3,
+        "prompt": "p3",
+        "question": "Is <b>A</b> a knave?",
+        "response": "one two</script>three",
+        "reward": 1.0,
+        "segments": [[0, 2], [2, 3]],
+        "segment_ends": [7, 21],
+        "truncated": False,
+    },
+    {
+        "update": 2,
+        "rollout": 4,
+        "prompt": "p4",
+        "question": "Who?",
+        "response": "nobody",
+        "reward": -1.0,
+        "segments": [[1, 1]],
+        "truncated": True,
+    },
+]
+
+
+def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) -> None:
+    (read,) = read_runs([run_folder(tmp_path / "a-run")])
+    assert [line["clipped_share"] for line in read.learner] == [0.02, 0.02]
+    assert read.notices[-1] == "metrics.jsonl: 1 line that cannot be read, left out."
+    command = train_command(read.settings)
+    assert command is not None
+    page = report.page([read], [command], "0")
+    assert command in page.replace("&#39;", "'")
+    assert "Is &lt;b&gt;A&lt;/b&gt; a knave?" in page, "what a model or a data set says is text, not markup"
+    assert '<span class="segment" data-version="0">one two</span>' in page
+    assert '<span class="segment" data-version="2">&lt;/script&gt;three</span>' in page
+    assert "<b>Best, Longest, Most resumed</b>" in page
+    assert "<b>Worst, Longest</b>" in page
+    assert "cut at the limit" in page
+
+
+def test_the_command_makes_the_same_settings() -> None:
+    settings = Train(
+        mode="on-policy", seed=7, task_options={"characters": "3"}, shuffle_rewards=True, max_staleness=None, data=None,
+        updates=None, learning_rate=1e-5, model="a model",
+    )  # fmt: skip
+    command = train_command(as_json(settings))
+    assert command is not None and command.startswith("sortedrl train --model 'a model' ")
+    again = parsed(Train, shlex.split(command)[2:], "sortedrl train")
+    assert as_json(again) == as_json(settings)
+    assert train_command({"not": "a training run"}) is None
+
+
+def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run_folder(tmp_path / "compared" / f"partial-seed{seed}", seed=seed)
+    runs = read_runs([tmp_path / "compared"])
+    assert [run.name for run in runs] == ["partial-seed0", "partial-seed1"]
+    (series,) = series_of(runs)
+    assert len(series.runs) == 2
+    page = report.page(runs, [None, None], "0")
+    assert '<th scope="row">seed</th>' in page, "configurations are held side by side"
+
+
+@pytest.mark.slow
+def test_a_trained_run_s_report_and_summary_agree_to_the_last_digit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real run: the log's fold, summary.json and the last line of metrics.jsonl have the same numbers."""
+    folder = tmp_path / "run"
+    flags = ["--updates", "5", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8"]
+    assert main(["train", *flags, "--eval-problems", "10", "--threads", "1", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["report", str(folder), "--json", "--out", str(folder / "report.html")]) == 0
+    (printed,) = json.loads(capsys.readouterr().out)["runs"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert printed["figures"] == summary["figures"]
+    assert printed["held_out"][-1] == {"update": 5, **summary["score_after"]}
+    assert printed["notices"] == []
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (read,) = read_runs([folder])
+    rewards = [line["reward"] for line in lines if "reward" in line]
+    assert [point.reward for point in read.points] == pytest.approx(rewards, rel=1e-12)
+    page = (folder / "report.html").read_text()
+    assert "sortedrl train --slots 16" in page
+    resumed = [line for line in read.responses if len(line["segments"]) > 1]
+    assert resumed, "some response was stopped and resumed"
+    for line in resumed:
+        assert line["segment_ends"][-1] == len(line["response"])
+        assert line["segment_ends"] == sorted(line["segment_ends"])
+    assert '<span class="segment"' in page

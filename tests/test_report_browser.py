@@ -1,0 +1,338 @@
+"""The report as a browser shows it: what its charts hold is what the event log says, nothing is asked of a network,
+nothing goes wrong on the console, and a large run is usable at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from chromium import Chromium, chromium_or_skip
+from sortedrl.cli import main
+from sortedrl.core import Schedule
+from sortedrl.core.events import JsonLines, Updated, read_events
+from sortedrl.engines.step_time import PRESETS
+from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.report_folds import quantile
+from sortedrl.observe.timeline import Slice, slices
+from sortedrl.studies.workload import Workload, run
+
+pytestmark = pytest.mark.slow
+
+MODES = ("baseline", "on-policy", "partial+elevator")
+MOST_BYTES = 8_000_000
+WORKLOAD = Workload(
+    step_time=PRESETS["h200-8b"], slots=32, prompts=256, learner_seconds_per_update=8.0, weights_seconds=1.0
+)
+SCHEDULE = Schedule(mode="baseline", rollouts_per_update=32, prompts_per_cohort=128)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(chromium_or_skip(), tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """The logs of three modes, and the page about them."""
+    folder = tmp_path_factory.mktemp("compared")
+    logs = [write_log(folder / f"{mode}.jsonl", WORKLOAD, replace(SCHEDULE, mode=mode)) for mode in MODES]
+    page = folder / "page.html"
+    assert main(["report", *map(str, logs), "--out", str(page)]) == 0
+    return logs, page
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Path]], Path]:
+    """Really trained: run folders of three modes with two seeds each, and the page about them."""
+    folder = tmp_path_factory.mktemp("trained")
+    sizes = ["--updates", "4", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8"]
+    few = ["--eval-problems", "10", "--eval-every", "2", "--threads", "1"]
+    runs = folder / "runs"
+    assert main(["compare", "--modes", *MODES, "--seeds", "0", "1", *sizes, *few, "--out", str(runs)]) == 0
+    assert main(["report", str(runs), "--out", str(folder / "page.html")]) == 0
+    return {mode: [runs / f"{mode}-seed{seed}" for seed in (0, 1)] for mode in MODES}, folder / "page.html"
+
+
+def write_log(path: Path, workload: Workload, schedule: Schedule) -> Path:
+    with path.open("w", encoding="utf-8") as file:
+        run(workload, schedule, JsonLines(file))
+    return path
+
+
+def drawn(browser: Chromium, chart: str) -> list[dict[str, Any]]:
+    """What plotly has drawn, as it holds it itself."""
+    traces: list[dict[str, Any]] = json.loads(
+        browser.ask(
+            f"JSON.stringify(document.getElementById('{chart}').data.map("
+            "({name, x, y}) => ({name, x: Array.from(x), y: Array.from(y)})))"
+        )
+    )
+    return traces
+
+
+def figures_of(log: Path) -> Figures:
+    return Metrics().fold(read_events(log)).figures()
+
+
+def test_every_chart_holds_what_the_event_log_says(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
+    logs, page = compared
+    browser.open(page)
+    charts = browser.ask("[...document.querySelectorAll('.chart')].map(div => div.id)")
+    checked = {"shares", "bubble", "staleness-histogram", "segments-histogram", "staleness-updates"}
+    checked |= {f"{kind}-{i}" for kind in ("occupancy", "lengths") for i in range(len(MODES))}
+    assert set(charts) == checked, "every chart of the page is checked below"
+    all_figures = [figures_of(log) for log in logs]
+
+    shares = {trace["name"]: trace for trace in drawn(browser, "shares")}
+    for i, figures in enumerate(all_figures):
+        for part, share in figures.idle_parts.items():
+            shown = shares.get(part.replace("_", " ").replace("kv limited", "KV-limited"))
+            assert (shown["x"][i] if shown else 0) == pytest.approx(100 * share, abs=1e-4)
+        assert sum(trace["x"][i] for trace in shares.values()) == pytest.approx(100, abs=1e-3)
+
+    for trace, figures in zip(drawn(browser, "bubble"), all_figures, strict=True):
+        assert trace["y"] == pytest.approx([100 * value for value in figures.bubble_per_harvest], abs=1e-4)
+        assert trace["name"] == figures.mode
+
+    for chart, histogram in (("staleness-histogram", "staleness"), ("segments-histogram", "segments")):
+        for trace, figures in zip(drawn(browser, chart), all_figures, strict=True):
+            counts = getattr(figures, f"{histogram}_histogram")
+            expected = [100 * counts.get(key, 0) / sum(counts.values()) for key in trace["x"]]
+            assert trace["y"] == pytest.approx(expected, abs=1e-4)
+            assert set(counts) <= set(trace["x"])
+
+    for i, log in enumerate(logs):
+        updates = [event for event in read_events(log) if isinstance(event, Updated)]
+        assert drawn(browser, "staleness-updates")[i]["y"] == pytest.approx(
+            list(map(mean_staleness, updates)), rel=1e-6
+        )
+        traces = drawn(browser, f"lengths-{i}")
+        for trace, share in zip(traces, (0.05, 0.95, 0.25, 0.75, 0.5), strict=True):
+            assert trace["x"] == [update.update + 1 for update in updates]
+            assert trace["y"] == pytest.approx([quantile(sorted(u.lengths), share) for u in updates], rel=1e-6)
+
+
+def mean_staleness(update: Updated) -> float:
+    segments = [segment for rollout in update.segments for segment in rollout]
+    ages = sum((update.version - version) * tokens for version, tokens in segments)
+    return ages / sum(tokens for _, tokens in segments)
+
+
+def check_band(traces: list[dict[str, Any]], curves: list[list[float]], x: list[float]) -> None:
+    """Least, greatest and mean over the runs."""
+    columns = list(zip(*curves, strict=True))
+    for trace, expected in zip(traces, ([min(c) for c in columns], [max(c) for c in columns]), strict=False):
+        assert trace["y"] == pytest.approx(expected, rel=1e-6)
+    assert traces[2]["y"] == pytest.approx([fmean(column) for column in columns], rel=1e-6)
+    assert traces[2]["x"] == pytest.approx(x, rel=1e-6)
+
+
+def test_learning_curves_hold_what_the_run_folders_say(
+    browser: Chromium, trained: tuple[dict[str, list[Path]], Path]
+) -> None:
+    folders, page = trained
+    browser.errors.clear()
+    browser.open(page)
+    charts = set(browser.ask("[...document.querySelectorAll('.chart')].map(div => div.id)"))
+    logs = {mode: [list(read_events(path / "events.jsonl")) for path in paths] for mode, paths in folders.items()}
+    updates = {mode: [[e for e in log if isinstance(e, Updated)] for log in of] for mode, of in logs.items()}
+    lines = {
+        mode: [[json.loads(line) for line in (path / "metrics.jsonl").open()] for path in paths]
+        for mode, paths in folders.items()
+    }
+    samples = {mode: list(accumulate(len(u.rollouts) for u in of[0])) for mode, of in updates.items()}
+    for i, mode in enumerate(MODES):
+        rewards = [[fmean(update.rewards) for update in of] for of in updates[mode]]
+        check_band(drawn(browser, "reward")[3 * i : 3 * i + 3], rewards, samples[mode])
+        by_update = [
+            {line["update"]: line["held_out"]["value"] for line in of if "held_out" in line} for of in lines[mode]
+        ]
+        scores = [list(of.values()) for of in by_update]
+        at = [0, samples[mode][1], samples[mode][3]]
+        check_band(drawn(browser, "held-out")[3 * i : 3 * i + 3], scores, at)
+
+    panels = {chart for chart in charts if chart.startswith("learner-")}
+    assert {"learner-clipped-share", "learner-mismatch-kl", "learner-stale-ratio-mean", "learner-entropy"} <= panels
+    for chart in panels:
+        key = chart.removeprefix("learner-").replace("-", "_")
+        factor = 100 if key == "clipped_share" else 1
+        having = [mode for mode in MODES if all(any(key in line for line in of) for of in lines[mode])]
+        traces = drawn(browser, chart)
+        for i, mode in enumerate(having):
+            curves = [[factor * line[key] for line in of if key in line] for of in lines[mode]]
+            if len({len(curve) for curve in curves}) == 1:
+                steps = [line["update"] for line in lines[mode][0] if key in line]
+                check_band(traces[3 * i : 3 * i + 3], curves, steps)
+
+    browser.ask("document.querySelector('input[value=wall-clock]').click()")
+    for i, mode in enumerate(MODES):
+        seconds = [[u.at - log[0].at for u in of] for of, log in zip(updates[mode], logs[mode], strict=True)]
+        unit = 60.0 if "min" in browser.ask("document.getElementById('reward').layout.xaxis.title.text") else 1.0
+        mean = [fmean(column) / unit for column in zip(*seconds, strict=True)]
+        assert drawn(browser, "reward")[3 * i + 2]["x"] == pytest.approx(mean, rel=1e-6)
+    assert browser.errors == []
+    assert page.stat().st_size < MOST_BYTES
+
+
+def test_occupancy_over_time_is_that_of_the_log(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
+    """Counted anew from the slices, at the middle of each step that no slice begins or ends in."""
+    logs, page = compared
+    browser.open(page)
+    for i, log in enumerate(logs):
+        stays = slices(read_events(log))
+        began = next(iter(read_events(log))).at
+        traces = {trace["name"]: trace for trace in drawn(browser, f"occupancy-{i}")}
+        unit = (
+            60.0 if "min" in browser.ask(f"document.getElementById('occupancy-{i}').layout.xaxis.title.text") else 1.0
+        )
+        edges = [began + x * unit for x in traces["trained"]["x"]]
+        quiet = 0
+        for place, (low, high) in enumerate(pairwise(edges)):
+            if not any(low < at < high for stay in stays for at in (stay.start, stay.end)):
+                quiet += 1
+                inside = [stay.outcome for stay in stays if stay.start <= (low + high) / 2 < stay.end]
+                for outcome in ("trained", "kept", "dropped"):
+                    shown = traces[outcome]["y"][place] if outcome in traces else 0
+                    assert shown == pytest.approx(inside.count(outcome), abs=1e-3)
+        assert quiet > 10
+        for place in range(len(edges) - 1):
+            assert sum(trace["y"][place] for trace in traces.values()) == pytest.approx(WORKLOAD.slots, abs=1e-3)
+
+
+def test_the_slot_timeline_is_painted_as_the_slices_say(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
+    """The canvas' own pixels, at the middle of every slice that is wide enough, for each run."""
+    logs, page = compared
+    browser.open(page)
+    colours = browser.ask("JSON.parse(document.getElementById('report-data').textContent).outcomeColours")
+    for i, log in enumerate(logs):
+        browser.ask(
+            "(select => { select.selectedIndex = " + str(i) + "; select.dispatchEvent(new Event('change')) })"
+            "(document.getElementById('timeline-run'))"
+        )
+        stays = slices(read_events(log))
+        times = [event.at for event in read_events(log)]
+        wide = [stay for stay in stays if stay.end - stay.start > (times[-1] - times[0]) / 200]
+        assert len(wide) > 50
+        painted = browser.ask(f"({PIXELS})({json.dumps([position(stay, times[0], times[-1]) for stay in wide])})")
+        assert painted == [colours[stay.outcome[0]] for stay in wide]
+
+
+PIXELS = """(places => {
+  const canvas = document.getElementById("slots"), pen = canvas.getContext("2d");
+  const width = canvas.clientWidth - 60, height = canvas.clientHeight - 48;
+  return places.map(([x, y]) => {
+    const [r, g, b] = pen.getImageData(Math.round(48 + x * width), Math.round(8 + y * height), 1, 1).data;
+    return "#" + [r, g, b].map(value => value.toString(16).padStart(2, "0")).join("");
+  });
+})"""
+
+
+def position(stay: Slice, began: float, ended: float) -> tuple[float, float]:
+    """Where on the canvas: a third into the slice, away from the lines of updates, and amid its row."""
+    return (stay.start + (stay.end - stay.start) / 3 - began) / (ended - began), (stay.slot + 0.5) / WORKLOAD.slots
+
+
+def test_nothing_leaves_the_page_and_nothing_goes_wrong(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
+    _, page = compared
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(page)
+    browser.prefer("dark")
+    browser.resize(390, 800)
+    browser.resize(1366, 900)
+    browser.prefer("light")
+    browser.ask("document.querySelectorAll('details').forEach(details => { details.open = true })")
+    browser.ask("window.dispatchEvent(new Event('beforeprint'))")
+    browser.ask("window.dispatchEvent(new Event('afterprint'))")
+    browser.ask("new Promise(resolve => setTimeout(resolve, 300))")
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("data:", "blob:"))] == [page.resolve().as_uri()]
+    assert page.stat().st_size < MOST_BYTES
+    blocked = browser.ask("fetch('http://127.0.0.1:9/').then(() => 'sent', error => 'refused')")
+    assert blocked == "refused", "the page's own policy refuses any request"
+    assert browser.ask("document.querySelector('[http-equiv=Content-Security-Policy]').content").startswith(
+        "default-src 'none'"
+    )
+    browser.errors.clear()
+
+
+def test_the_page_fits_narrow_and_wide_windows(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
+    _, page = compared
+    for width in (390, 1366):
+        browser.resize(width, 900)
+        browser.open(page)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+    browser.resize(1366, 900)
+
+
+def test_the_keyboard_reaches_everything(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
+    logs, page = compared
+    browser.open(page)
+    browser.press("Tab")
+    assert browser.ask("document.activeElement.className") == "skip"
+    reached = set()
+    for _ in range(80):
+        browser.press("Tab")
+        reached.add(browser.ask("document.activeElement.id || document.activeElement.tagName"))
+    assert {"slots", "timeline-run", "A", "BUTTON", "SUMMARY"} <= reached
+    browser.ask("document.getElementById('slots').focus()")
+    before = browser.ask("document.getElementById('slots').toDataURL()")
+    browser.press("+")
+    assert browser.ask("document.getElementById('slots').toDataURL()") != before, "+ zooms in"
+    browser.press("0")
+    assert browser.ask("document.getElementById('slots').toDataURL()") == before, "0 shows the whole run"
+    browser.ask("(d => { d.open = true })(document.querySelector('details[data-chart=bubble]'))")
+    browser.ask("new Promise(resolve => setTimeout(resolve, 50))")
+    numbers = browser.ask("document.querySelectorAll('details[data-chart=bubble] tbody tr').length")
+    assert numbers in (sum(len(figures_of(log).bubble_per_harvest) for log in logs), figures_of(logs[0]).harvests)
+
+
+def test_what_is_printed_on_the_page_are_the_figures_of_the_fold(
+    browser: Chromium, compared: tuple[list[Path], Path]
+) -> None:
+    logs, page = compared
+    browser.open(page)
+    cells = browser.ask(
+        "[...document.querySelectorAll('.headline tbody tr')]"
+        ".map(row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"
+    )
+    for row, log in zip(cells, logs, strict=True):
+        figures = figures_of(log)
+        assert row[0] == f"{100 * figures.bubble:.1f} %"
+        assert row[2] == f"{figures.goodput:,.0f}"
+        assert row[3] == f"{100 * figures.waste:.1f} %"
+        assert row[4] == f"{figures.staleness_mean:.2f}"
+
+
+def test_a_run_of_50_000_rollouts_is_usable_within_two_seconds(browser: Chromium, tmp_path: Path) -> None:
+    """From the request to the last chart drawn, by the page's own clock; the page says that it is aggregated."""
+    workload = replace(WORKLOAD, slots=128, prompts=50_176)
+    log = write_log(tmp_path / "large.jsonl", workload, Schedule(mode="partial+elevator"))
+    page = tmp_path / "large.html"
+    assert main(["report", str(log), "--out", str(page)]) == 0
+    assert page.stat().st_size < MOST_BYTES
+    browser.errors.clear()
+    milliseconds = []
+    for _ in range(3):  # a busy machine may be slow once
+        browser.open(page)
+        milliseconds.append(int(browser.ask("document.documentElement.dataset.ready")))
+    assert min(milliseconds) < 2000
+    assert "50,176 rollouts trained on" in browser.ask("document.querySelector('.kicker').textContent")
+    assert "aggregated" in browser.ask("document.querySelector('header').textContent")
+    assert "Aggregated" in browser.ask("document.querySelector('#timeline .lead').textContent")
+    assert browser.errors == []
+    moved = browser.ask(
+        "(() => { const began = performance.now(); document.querySelector('[data-move=in]').click();"
+        " return performance.now() - began })()"
+    )
+    assert moved < 200, "a zoom of the slot timeline takes milliseconds"
+    options = browser.ask("[...document.querySelectorAll('#timeline-run option')].map(option => option.textContent)")
+    assert [option.split(", ")[-1] for option in options] == ["every stay", "aggregated"]
