@@ -1,0 +1,43 @@
+"""The README's picture: true to the logs that it is drawn from, and the one that its command makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmarks" / "occupancy_picture.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("occupancy_picture", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_filled_area_is_the_used_slot_time(script: ModuleType) -> None:
+    for panel in script.PANELS:
+        data = script.occupancy(panel)
+        seconds_per_column = data.end / 777
+        columns = script.column_means(data, seconds_per_column)
+        spans = [min(seconds_per_column, max(0.0, data.end - i * seconds_per_column)) for i in range(len(columns))]
+        used = sum(mean * span for mean, span in zip(columns, spans, strict=True))
+        share = used / (data.figures.slots * data.figures.seconds)
+        assert 1 - share == pytest.approx(data.figures.bubble, abs=1e-6)
+
+
+def test_the_picture_is_the_one_that_its_command_makes(tmp_path: Path) -> None:
+    made = tmp_path / "made.svg"
+    subprocess.run([sys.executable, str(SCRIPT), str(made)], check=True, timeout=120)
+    assert made.read_text() == (ROOT / "docs" / "occupancy.svg").read_text()
+    assert ElementTree.parse(made).getroot().tag.endswith("svg")
