@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup test test-slow simulate train lint clean
+.PHONY: setup test test-slow test-verl test-ray simulate train lint clean
 
 setup: $(STAMP)
 
@@ -11,7 +11,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,lora,data,math,puzzles,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,lora,data,math,puzzles,report,http,dev]'
 	touch $(STAMP)
 
 lint: setup
@@ -24,6 +24,28 @@ test: lint
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+# verl wants an older transformers than the rest, so its tests have an environment of their own.
+VERL := .venv-verl/bin
+.venv-verl/.set-up: pyproject.toml constraints-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	$(VERL)/python -m pip install --quiet --upgrade pip
+	$(VERL)/python -m pip install --quiet --constraint constraints-verl.txt --editable '.[verl]' pytest
+	touch $@
+
+test-verl: .venv-verl/.set-up
+	$(VERL)/pytest tests/verl
+
+# Ray is large, and only these tests need it.
+RAY := .venv-ray/bin
+.venv-ray/.set-up: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	$(RAY)/python -m pip install --quiet --upgrade pip
+	$(RAY)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]' pytest hypothesis
+	touch $@
+
+test-ray: .venv-ray/.set-up
+	$(RAY)/pytest tests/test_ray_pool.py
 
 simulate: setup
 	$(BIN)/sortedrl simulate

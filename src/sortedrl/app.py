@@ -6,8 +6,9 @@ import copy
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,34 +16,50 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.config import Compare, Evaluate, ModelSettings, Train
+from sortedrl.config import Compare, Evaluate, ModelSettings, Train, as_json
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.engine import Engine, Failed, Finished, Request, Sampling, Tokens
-from sortedrl.core.events import EventLog, JsonLines, RolledBack
+from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
+from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.strategy import updates_left
-from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engine_choice import server_engine, vllm_engine
+from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
+from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
-from sortedrl.materials import Materials, Say, end_tokens, read_materials
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.materials import Materials, Say, end_tokens, model_path, read_materials
+from sortedrl.observe.console import PlainConsole, RunConsole
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.prometheus import Endpoint
+from sortedrl.observe.trackers import Trackers, open_tracker, require_login
+from sortedrl.observe.watch import kept_readable
 from sortedrl.run_folder import RunFolder, refuse_changes
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, judge
 from sortedrl.tasks.task import Verdict
 
 Judge = Callable[[Rollout], Verdict]
+SHARE_OF_GPU_FOR_VLLM = 0.45  # where learner and engine share one: the learner needs the rest
+PROBES = 4  # prompts whose continuations show after each load whether engine and learner agree
 
 
 # Evaluation
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], score: Judge, *, samples: int, budget: int, sampling: Sampling, seed: int
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    score: Judge,
+    *,
+    samples: int,
+    budget: int,
+    sampling: Sampling,
+    seed: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Samples every problem, with the same noise at every call: two evaluations can be paired."""
     rollouts = {
@@ -59,6 +76,7 @@ def evaluate(
                 rollouts[change.id].append(change.segment)
             elif isinstance(change, Finished | Failed):
                 left -= 1
+                on_progress(len(rollouts) - left, len(rollouts))
                 if isinstance(change, Finished):
                     correct[change.id // samples][change.id % samples] = _is_correct(score, rollouts[change.id])
     return Evaluation(tuple(prompt.id for prompt in prompts), tuple(map(tuple, correct)))
@@ -69,6 +87,25 @@ def _is_correct(score: Judge, rollout: Rollout) -> bool:
         return score(rollout).correct
     except Exception:  # a reward that raises on one response counts as wrong there
         return False
+
+
+def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
+    """The engine that the settings ask for. `model` is what the embedded one decodes with."""
+    if settings.engine == "embedded":
+        return embedded_engine(settings, model, materials.tokenizer)
+    ends = end_tokens(materials.model, materials.tokenizer)
+    if settings.engine != "vllm":
+        return server_engine(settings, eos_token_ids=ends, tokenizer=materials.tokenizer)
+    engine: Engine = vllm_engine(
+        settings,
+        model_path(settings),
+        eos_token_ids=ends,
+        max_length=settings.max_prompt_tokens + settings.max_response_tokens,
+        tokenizer=materials.tokenizer,
+        dtype=str(settings.torch_dtype()).removeprefix("torch."),
+        **vllm_defaults,
+    )
+    return engine
 
 
 def embedded_engine(
@@ -92,20 +129,23 @@ def embedded_engine(
 
 
 class TrainingRun:
-    def __init__(self, settings: Train, folder: RunFolder, materials: Materials, say: Say) -> None:
+    def __init__(self, settings: Train, folder: RunFolder, materials: Materials, console: RunConsole) -> None:
         self.settings = settings
         self.folder = folder
         self.materials = materials
-        self.say = say
+        self.console = console
         self.metrics = Metrics()
         self.sampling = Sampling(temperature=settings.temperature)
         self.judge = judge(materials.task, materials.tokenizer)
-        self.engine_shares_model = settings.lora_rank == 0 and not settings.gradient_checkpointing
-        self.engine_model = materials.model if self.engine_shares_model else copy.deepcopy(materials.model)
+        embedded = settings.engine == "embedded"
+        self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
+        self.engine_shares_model = embedded and not self.has_plain_copy
+        self.plain_model = copy.deepcopy(materials.model) if self.has_plain_copy else materials.model
         self.learner = Learner(materials.model, settings.learner_settings())
-        self.engine = embedded_engine(settings, self.engine_model, materials.tokenizer)
+        self.engine = self._engine()
         self.scorer = self._scorer()
-        self.log = EventLog(self.metrics)
+        self.batched = Batched(console.begin(self.metrics, str(folder.path), self.total_updates()))
+        self.log = EventLog(self.metrics, self.batched)
         self.controller = Controller(
             self.engine,
             Prompts(materials.train, epochs=settings.epochs, seed=settings.seed),
@@ -119,6 +159,31 @@ class TrainingRun:
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
         self.seconds_before = 0.0  # of earlier parts of a resumed run
         self.began = time.perf_counter()
+        self.trackers = Trackers(console.say)
+        require_login(settings.tracker)
+        if settings.prometheus_port is not None:
+            endpoint = Endpoint(settings.prometheus_port)
+            self.trackers.add(endpoint)
+            console.say(f"metrics at {endpoint.url}")
+
+    def _engine(self) -> Engine:
+        """An engine outside of our own model is given the weights, and checked against the learner at every load."""
+        settings, materials = self.settings, self.materials
+        defaults = {"gpu_memory_utilization": SHARE_OF_GPU_FOR_VLLM, "seed": settings.seed}
+        engine = engine_for(settings, materials, self.plain_model, **defaults)
+        if settings.engine == "embedded":
+            return engine
+        probes = [list(prompt.tokens) for prompt in materials.train[:PROBES]]
+        checked = CheckedWeights(engine, self.learner.logprobs_of, probes)
+        checked.load(self.learner.weights(), 0)
+        return checked
+
+    def close(self) -> None:
+        """End what the run has outside of its own process and memory."""
+        self.batched.settle()
+        self.folder.close()
+        if isinstance(self.engine, CheckedWeights):
+            self.engine.close()
 
     def _scorer(self) -> Scorer:
         score: Scorer = (
@@ -136,11 +201,15 @@ class TrainingRun:
         self.engine.load(self._weights(), state["version"])
         void = len(events) - state["events"]
         last_time = max((event.at for event in events), default=0.0)
-        self.metrics.fold(events[: state["events"]])
-        self._write_events()
-        self.log.sinks[-1](RolledBack(last_time, void))
+        for event in events[: state["events"]]:
+            for sink in self.log.sinks:
+                sink(event)
+        write = self._write_events()
+        write(RolledBack(last_time, void))
         self.folder.drop_lines_after("metrics.jsonl", state["updates"])
         self.folder.drop_lines_after("rollouts.jsonl", state["updates"])
+        for line in self.folder.lines("metrics.jsonl"):
+            self.console.line(line, old=True)
         self.controller.restore(state, last_time=last_time)
         self.before = Evaluation(tuple(saved.notes["before_ids"]), tuple(map(tuple, saved.notes["before"])))
         self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
@@ -164,8 +233,12 @@ class TrainingRun:
 
     def _update(self, batch: Batch) -> None:
         settings, done = self.settings, batch.update + 1
+        if isinstance(self.engine, CheckedWeights):
+            self.engine.rest()
         stats = self.learner.step(batch.rollouts, batch.version, batch.update % settings.updates_per_cohort())
         self.controller.publish(self._weights())
+        if isinstance(self.engine, CheckedWeights):
+            stats |= {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
         self._record(batch, stats)
         if settings.eval_every and done % settings.eval_every == 0:
             self._evaluate(done)
@@ -198,15 +271,20 @@ class TrainingRun:
         return summary
 
     def _export(self) -> None:
-        """The trained model in Hugging Face format; LoRA is merged, by way of the engine's plain copy."""
-        self.engine.load(self._weights(), self.controller.situation.version)
-        self.engine_model.save_pretrained(self.folder.path / "model")
+        """The trained model in Hugging Face format; LoRA is merged, by way of the plain copy."""
+        if self.has_plain_copy:
+            copy_weights(self.plain_model, dict(self.learner.weights()))
+        self.plain_model.save_pretrained(self.folder.path / "model")
         self.materials.tokenizer.save_pretrained(self.folder.path / "model")
 
     # What is written down
 
-    def _write_events(self) -> None:
-        self.log.sinks.append(JsonLines(self.folder.stream("events.jsonl")))
+    def _write_events(self) -> JsonLines:
+        stream = self.folder.stream("events.jsonl")
+        write = JsonLines(stream)
+        self.batched.settle()  # what was read from the file is not written again
+        self.batched.sinks += [write, kept_readable(stream)]
+        return write
 
     def _seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began
@@ -222,13 +300,16 @@ class TrainingRun:
             budget=self.settings.max_response_tokens,
             sampling=self.sampling,
             seed=self.settings.eval_seed,
+            on_progress=self.console.evaluating,
         )
         score = mean_at_k(found.correct)
         line: dict[str, Any] = {"update": done, "seconds": self._seconds(), "held_out": score._asdict()}
         if self.settings.eval_samples > 1:
             line["pass_at_k"] = pass_at_k(found.correct, self.settings.eval_samples)._asdict()
         self.folder.append("metrics.jsonl", line)
-        self.say(
+        self.trackers.line(line)
+        self.console.line(line)
+        self.console.say(
             f"held-out score after {done} updates: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
             f" ({len(held_out)} problems)"
         )
@@ -237,11 +318,12 @@ class TrainingRun:
         return found
 
     def _record(self, batch: Batch, stats: dict[str, float]) -> None:
-        figures = self.metrics.figures()
+        figures = self.metrics.glance()
         done = batch.update + 1
         rewards = [rollout.reward or 0.0 for rollout in batch]
         line = {
             "update": done,
+            "updates_in_all": self.total_updates(),
             "seconds": self._seconds(),
             "version": batch.version,
             "rollouts": len(batch),
@@ -250,12 +332,14 @@ class TrainingRun:
             "correct": fmean(float((rollout.detail or {}).get("correct", False)) for rollout in batch),
             "length": batch.tokens / len(batch),
             **{name: getattr(figures, name) for name in ("bubble", "idle", "goodput", "waste")},
+            "run_staleness_mean": figures.staleness_mean,
             "rejected": figures.rejected,
             **stats,
         }
         self.folder.append("metrics.jsonl", line)
         self._write_rollouts(batch, done)
-        self.say(self._progress_line(line, figures))
+        self.trackers.line(line)
+        self.console.line(line)
 
     def _write_rollouts(self, batch: Batch, done: int) -> None:
         wanted = max(1, min(self.settings.save_rollouts, len(batch)))
@@ -273,19 +357,14 @@ class TrainingRun:
                     "detail": rollout.detail,
                     "truncated": rollout.truncated,
                     "segments": [[segment.version, len(segment)] for segment in rollout.segments],
+                    "segment_ends": self._segment_ends(rollout),
                 },
             )
 
-    def _progress_line(self, line: dict[str, Any], figures: Figures) -> str:
-        total = self.total_updates()
-        done = line["update"]
-        eta = (self._seconds() - self.seconds_before) / max(1, done) * (total - done)
-        return (
-            f"update {done}/{total}  reward {line['reward']:+.2f}  correct {line['correct']:.0%}  "
-            f"length {line['length']:.0f}  bubble {figures.bubble:.1%}  goodput {figures.goodput:,.0f} tok/s  "
-            f"waste {figures.waste:.0%}  staleness {figures.staleness_mean:.2f}  "
-            f"mismatch {line.get('mismatch_kl', 0.0):.1e}  ETA {int(eta) // 60}:{int(eta) % 60:02d}"
-        )
+    def _segment_ends(self, rollout: Rollout) -> list[int]:
+        """Where each segment ends in the response, in characters."""
+        ends = accumulate(map(len, rollout.segments))
+        return [len(self.materials.tokenizer.decode(rollout.tokens[:end])) for end in ends]
 
     def total_updates(self) -> int:
         rollouts = len(self.materials.train) * self.settings.epochs * self.settings.rollouts_per_prompt
@@ -294,6 +373,7 @@ class TrainingRun:
 
     def _save(self, done: int) -> None:
         self.controller.mark_phase("checkpoint")
+        self.batched.settle()
         self.folder.flush()
         assert self.before is not None
         notes = {
@@ -359,7 +439,8 @@ def _interruptible(controller: Controller) -> Iterator[Callable[[], bool]]:
 # The commands
 
 
-def train(settings: Train, say: Say) -> dict[str, Any]:
+def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[str, Any]:
+    """`console` shows the run; without one it says a line for each update."""
     torch.manual_seed(settings.seed)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -371,7 +452,7 @@ def train(settings: Train, say: Say) -> dict[str, Any]:
     else:
         folder = RunFolder.unused(settings)
     materials = read_materials(settings, say)
-    run = TrainingRun(settings, folder, materials, say)
+    run = TrainingRun(settings, folder, materials, console or PlainConsole(say))
     if resumed is None:
         folder.create(settings)
     say(f"run folder {folder.path}")
@@ -379,27 +460,35 @@ def train(settings: Train, say: Say) -> dict[str, Any]:
     if resumed is not None:
         run.resume(resumed)
         say(f"resumed after {resumed.controller['updates']} updates, from {resumed.path}")
-    return run.run()
+    for name in settings.tracker:
+        run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
+    try:
+        with run.console, closing(run.trackers), closing(run):
+            return run.run()
+    except (EngineDied, WeightsDiffer) as error:
+        raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
 
 
-def compare(settings: Compare, say: Say) -> list[dict[str, Any]]:
+def compare(settings: Compare, say: Say, console: RunConsole | None = None) -> list[dict[str, Any]]:
     """One run for each mode and seed; modes alternate, so that a slow spell of the machine meets them all."""
     folder = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     summaries = []
     for seed in settings.seeds:
         for mode in settings.modes:
             say(f"--- {mode}, seed {seed}")
-            summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), say))
+            summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), say, console))
             if summaries[-1]["interrupted"]:
                 raise KeyboardInterrupt
     return summaries
 
 
-def evaluate_model(settings: Evaluate, say: Say) -> dict[str, Any]:
+def evaluate_model(
+    settings: Evaluate, say: Say, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
-    engine = embedded_engine(settings, materials.model, materials.tokenizer)
+    engine = engine_for(settings, materials, materials.model)
     began = time.perf_counter()
     found = evaluate(
         engine,
@@ -409,6 +498,7 @@ def evaluate_model(settings: Evaluate, say: Say) -> dict[str, Any]:
         budget=settings.max_response_tokens,
         sampling=Sampling(temperature=settings.temperature),
         seed=settings.eval_seed,
+        on_progress=on_progress,
     )
     return {
         "model": settings.model,

@@ -89,6 +89,7 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
         slots=engine.slots,
         cells=tuple(cells),
         prefill_seconds_per_token=profile.prefill_of(cells),
+        prefill_tokens_per_step=getattr(engine, "prefill_tokens_per_step", None),
         kv_tokens=kv_tokens,
         load_seconds=getattr(engine, "load_seconds", None),
         machine=machine(),

@@ -14,12 +14,19 @@ from typing import Any
 
 from sortedrl import __version__
 
+_TOLD = ("CheckpointError", "EngineDied", "WeightsDiffer")  # by name: the modules of some need PyTorch
 _SUMMARY = {
     "simulate": "what would each schedule give on your lengths",
     "plan": "which schedule to use, and whether you need one",
     "train": "RL-train a model on this machine",
     "eval": "held-out score of a model",
     "compare": "train with several modes, interleaved, and hold them side by side",
+    "bench": "the throughput of every schedule on a real engine, lengths forced equal",
+    "profile": "measure an engine, so that simulate and plan speak about your hardware",
+    "watch": "follow a run from another terminal",
+    "trace": "a run as a timeline for ui.perfetto.dev",
+    "report": "one HTML page about one run or several",
+    "doctor": "what is installed, what is missing, and does it work here",
 }
 
 
@@ -69,7 +76,7 @@ def _guarded(kind: Any, words: Sequence[str], program: str, run: Callable[[Any],
     except ConfigurationError as error:
         return _refuse(located(error, origins(kind, words)))
     except RuntimeError as error:
-        if type(error).__name__ != "CheckpointError":  # its module needs PyTorch
+        if type(error).__name__ not in _TOLD:
             raise
         return _refuse(str(error))
 
@@ -137,7 +144,8 @@ def _run_train(settings: Any) -> int:
     if settings.dry_run:
         return _print_train_plan(settings)
     app = _needs_train_extra()
-    summary = app.train(settings, _say(settings))
+    console = _run_console(settings)
+    summary = app.train(settings, console.say, console)
     if settings.json_output:
         print(json.dumps(summary))
     elif not summary["interrupted"]:
@@ -166,7 +174,9 @@ def _run_eval(settings: Any) -> int:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
         _print_settings(as_json(settings), derived, as_object=settings.json_output)
         return 0
-    result = _needs_train_extra().evaluate_model(settings, _say(settings))
+    app = _needs_train_extra()
+    with _Progress("evaluating", quiet=settings.json_output) as progress:
+        result = app.evaluate_model(settings, _say(settings), progress)
     if settings.json_output:
         print(json.dumps(result))
         return 0
@@ -191,12 +201,214 @@ def _run_compare(settings: Any) -> int:
     if settings.dry_run:
         return _print_train_plan(settings)
     app = _needs_train_extra()
-    summaries = app.compare(settings, _say(settings))
+    console = _run_console(settings)
+    summaries = app.compare(settings, console.say, console)
     if settings.json_output:
         print(json.dumps({"runs": summaries}))
     else:
         tables.show(_console(), [tables.comparison_table(summaries)])
     return 0
+
+
+def _bench(words: Sequence[str]) -> int:
+    from sortedrl.config import Bench
+
+    return _guarded(Bench, words, "sortedrl bench", _run_bench)
+
+
+def _run_bench(settings: Any) -> int:
+    from sortedrl.config import as_json
+    from sortedrl.studies import tables
+
+    schedule = settings.schedule()
+    if settings.dry_run:
+        return _print_dry_run(settings, schedule, settings.cohorts * settings.prompts_per_cohort)
+    from sortedrl.bench_run import run_bench
+
+    found = run_bench(settings, _say(settings))
+    if settings.json_output:
+        print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))
+        return 0
+    tables.show(_console(), [tables.bench_table(found["modes"]), tables.bubble_table(found["modes"])])
+    return 0
+
+
+def _profile(words: Sequence[str]) -> int:
+    from sortedrl.config import ProfileSettings
+
+    return _guarded(ProfileSettings, words, "sortedrl profile", _run_profile)
+
+
+def _run_profile(settings: Any) -> int:
+    from sortedrl.config import as_json
+
+    if settings.dry_run:
+        _print_settings(as_json(settings), {}, as_object=settings.json_output)
+        return 0
+    from sortedrl.bench_run import run_profile
+
+    profile = run_profile(settings, _say(settings))
+    if settings.json_output:
+        print(json.dumps(asdict(profile)))
+    else:
+        print(f"written to {settings.out}; try: sortedrl simulate --step-time {settings.out} --slots {settings.slots}")
+    return 0
+
+
+def _watch(words: Sequence[str]) -> int:
+    from sortedrl.config import Watch
+
+    return _guarded(Watch, words, "sortedrl watch", _run_watch)
+
+
+def _run_watch(settings: Any) -> int:
+    """Exit code 1 where the log stopped growing or is damaged."""
+    from pathlib import Path
+
+    from sortedrl.config import as_json
+    from sortedrl.core.schedule import ConfigurationError
+    from sortedrl.observe import watch
+
+    folder = settings.run or watch.newest_run(Path("runs"))
+    if folder is None or not watch.is_run(folder):
+        raise ConfigurationError("run", str(folder or "runs"), "no run is there", "Name a run folder, as in runs/NAME.")
+    if settings.dry_run:
+        _print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
+        return 0
+    try:
+        if settings.json_output:
+            print(json.dumps(watch.state(folder, settings.stopped_after_seconds)))
+            return 0
+        with _run_console(settings) as console:
+            watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
+    except watch.DamagedLog as error:
+        print(f"sortedrl: {error}; `sortedrl report` shows what is intact", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(watch.verdict(folder, watched))
+    return int(watched.outcome == watch.STOPPED)
+
+
+def _report(words: Sequence[str]) -> int:
+    from sortedrl.config import Report
+
+    return _guarded(Report, words, "sortedrl report", _run_report)
+
+
+def _run_report(settings: Any) -> int:
+    """With --json the page is written only where --out names it."""
+    from pathlib import Path
+
+    from sortedrl.config import as_json, train_command
+    from sortedrl.core.schedule import ConfigurationError
+    from sortedrl.observe import report, report_runs, watch
+
+    newest = watch.newest_run(Path("runs"))
+    paths = settings.runs or ([newest] if newest else [])
+    if not paths:
+        raise ConfigurationError("runs", "runs", "no run is there", "Name a run folder, as in runs/NAME.")
+    page = settings.out or report.default_page(paths)
+    if settings.dry_run:
+        _print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
+        return 0
+    with _Progress("reading runs", quiet=settings.json_output) as progress:
+        runs = report_runs.read_runs(paths, progress)
+    if settings.out is not None or not settings.json_output:
+        commands = [train_command(run.settings) if run.has_configuration else None for run in runs]
+        report.write(page, runs, commands, __version__)
+    if settings.json_output:
+        written = str(page) if settings.out is not None else None
+        print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))
+        return 0
+    print(report.as_json(runs)["verdict"])
+    for run in runs:
+        for notice in run.notices:
+            print(f"{run.name}: {notice}", file=sys.stderr)
+    print(f"report in {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def _trace(words: Sequence[str]) -> int:
+    from sortedrl.config import Trace
+
+    return _guarded(Trace, words, "sortedrl trace", _run_trace)
+
+
+def _run_trace(settings: Any) -> int:
+    from sortedrl.config import as_json
+    from sortedrl.core.events import Started
+
+    source = settings.run / "events.jsonl" if settings.run.is_dir() else settings.run
+    out = settings.out or source.with_name("trace.json")
+    if settings.dry_run:
+        _print_settings(as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output)
+        return 0
+    log, unreadable = _intact_log(source)
+    _write_trace(log, out)
+    slices = sum(isinstance(event, Started) for event in log)
+    if settings.json_output:
+        print(json.dumps({"trace": str(out), "slices": slices, "unreadable_lines": unreadable}))
+        return 0
+    if unreadable:
+        print(f"sortedrl: {unreadable} lines of {source} cannot be read and are left out", file=sys.stderr)
+    print(f"{slices} slices in {out}: open it at https://ui.perfetto.dev, it stays on your machine")
+    return 0
+
+
+def _intact_log(source: Any) -> tuple[list[Any], int]:
+    """What can be read of an event log, and how many lines cannot."""
+    from sortedrl.core.events import read_intact
+    from sortedrl.core.schedule import ConfigurationError
+    from sortedrl.observe.report_repair import repaired
+
+    fix = "Name a run folder, as in runs/NAME, or an event log."
+    try:
+        intact, damage = read_intact(source)
+    except OSError as error:
+        raise ConfigurationError("run", str(source), f"{error.strerror}", fix) from None
+    if not intact:
+        raise ConfigurationError("run", str(source), "there is no event in it", fix)
+    return repaired(intact).log, len(damage)
+
+
+def _write_trace(log: list[Any], out: Any) -> None:
+    """The whole file or none."""
+    from sortedrl.core.schedule import ConfigurationError
+    from sortedrl.observe.trace import write_trace
+
+    temporary = out.with_name(f".{out.name}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            write_trace(log, file)
+        temporary.replace(out)
+    except OSError as error:
+        raise ConfigurationError("out", str(out), f"{error.strerror}", "Name a file in a folder that exists.") from None
+
+
+def _doctor(words: Sequence[str]) -> int:
+    from sortedrl.config import Doctor
+
+    return _guarded(Doctor, words, "sortedrl doctor", _run_doctor)
+
+
+def _run_doctor(settings: Any) -> int:
+    """Exit code 1 where the self-test failed."""
+    from sortedrl.models import BUILT_IN_MODEL
+    from sortedrl.studies import doctor
+
+    if settings.dry_run:
+        _print_settings({}, {"self_test": list(doctor.SELF_TESTS)}, as_object=settings.json_output)
+        return 0
+    installed = doctor.installation()
+    if not settings.json_output:
+        doctor.show_installation(_console(), installed)
+    checks = doctor.self_test(BUILT_IN_MODEL)
+    if settings.json_output:
+        print(json.dumps({**asdict(installed), "self_test": [asdict(check) for check in checks]}))
+    else:
+        doctor.show_checks(_console(), checks)
+    return int(any(check.failed for check in checks))
 
 
 def _print_train_plan(settings: Any) -> int:
@@ -230,6 +442,13 @@ def _say(settings: Any) -> Callable[[str], None]:
     """Progress lines: to stdout, or to stderr where stdout is JSON."""
     stream = sys.stderr if settings.json_output else sys.stdout
     return lambda line: print(line, file=stream, flush=True)
+
+
+def _run_console(settings: Any) -> Any:
+    """The panel on a terminal, else lines; on stderr where stdout is JSON."""
+    from sortedrl.observe.console import run_console
+
+    return run_console(sys.stderr if settings.json_output else sys.stdout)
 
 
 def _print_dry_run(settings: Any, schedule: Any, prompts: int) -> int:
@@ -306,6 +525,12 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "compare": _compare,
+    "bench": _bench,
+    "profile": _profile,
+    "watch": _watch,
+    "trace": _trace,
+    "report": _report,
+    "doctor": _doctor,
 }
 
 

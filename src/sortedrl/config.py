@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from sortedrl.core.catalogue import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, read_lengths
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
+from sortedrl.observe.trackers import require_packages
 from sortedrl.studies.plan import Allowed
 from sortedrl.studies.simulate import MODES
 from sortedrl.studies.workload import Workload
@@ -79,7 +81,10 @@ class WorkloadSettings(Settings):
     max_staleness: Annotated[int | None, Field(description="bound in versions, partial modes; kept by waiting")] = None
     keep_seed: Annotated[bool, Field(description="a redo draws the length of the attempt that was cut")] = False
     step_time: Annotated[
-        str, Field(description=f"{', '.join(PRESETS)}, or a CSV of running,cached_tokens,seconds to fit")
+        str,
+        Field(
+            description=f"{', '.join(PRESETS)}, a file of sortedrl profile, or a CSV of running,cached_tokens,seconds"
+        ),
     ] = "memory-bound"
     prefill_seconds_per_token: Annotated[float | None, Field(ge=0, description="default: the step time's own")] = None
     kv_tokens: Annotated[
@@ -136,7 +141,7 @@ class WorkloadSettings(Settings):
         found = PRESETS.get(self.step_time)
         if found is None:
             try:
-                found = fit(read_points(Path(self.step_time)), source=f"fit to {self.step_time}")
+                found = _fitted(Path(self.step_time))
             except (OSError, ValueError) as error:
                 near = difflib.get_close_matches(self.step_time, PRESETS, n=1)
                 hint = f"Did you mean {near[0]}? " if near else ""
@@ -193,7 +198,23 @@ class PlanSettings(WorkloadSettings):
         return Allowed(self.max_length_bias, self.max_staleness_mean, self.max_cohort_updates)
 
 
-class ModelSettings(Settings):
+class EngineChoice(Settings):
+    """Which engine makes the tokens."""
+
+    engine: Annotated[
+        Literal["embedded", "vllm", "vllm-server", "sglang"],
+        Field(description="embedded and vllm: in this process; vllm-server and sglang: servers that run already"),
+    ] = "embedded"
+    engine_urls: Annotated[tuple[str, ...], Field(description="of running servers; several are used as one pool")] = ()
+    engine_options: Annotated[
+        dict[str, str], Field(description="for the engine, as KEY VALUE pairs, such as gpu_memory_utilization 0.5")
+    ] = {}
+
+    def resolved_engine_options(self) -> dict[str, Any]:
+        return {key: _literal(value) for key, value in self.engine_options.items()}
+
+
+class ModelSettings(EngineChoice):
     """A model, a task and how responses are sampled."""
 
     model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
@@ -280,6 +301,13 @@ class Train(ModelSettings):
     ] = "at-once"
     score_limit_seconds: Annotated[float, Field(gt=0)] = 30.0
     shuffle_rewards: Annotated[bool, Field(description="a control: nothing to learn, the score must not rise")] = False
+    tracker: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        Field(description="where the metrics of docs/metrics.md go too; metrics.jsonl is always written"),
+    ] = ()
+    prometheus_port: Annotated[
+        int | None, Field(ge=0, le=65535, description="serve the metrics on this port of the loopback; 0: a free one")
+    ] = None
     seed: int = 0
     out: Annotated[Path | None, Field(description="run folder; default: runs/TIME-MODE-SEED")] = None
     resume: Annotated[Path | None, Field(description="run folder to go on with")] = None
@@ -339,6 +367,7 @@ class Train(ModelSettings):
             )
         if self.temperature == 0:
             raise ConfigurationError("temperature", 0, "greedy responses have nothing to learn from", "Use 1.0.")
+        require_packages(self.tracker)
 
 
 class Compare(Train):
@@ -359,14 +388,125 @@ class Compare(Train):
             self.of(mode, 0, Path()).check()
 
 
+class Bench(WorkloadSettings, EngineChoice):
+    """The paper's throughput experiment on a real engine: schedules on equal, forced lengths."""
+
+    model: Annotated[
+        str,
+        Field(
+            description="folder or hub name, or built-in; a config.json is enough for vllm with "
+            "--engine-options load_format dummy"
+        ),
+    ] = "built-in"
+    modes: Annotated[
+        tuple[str, ...], Field(min_length=1, description="each mode[@cold|warm|oracle][*OVERSUBSCRIBE]")
+    ] = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
+    cohorts: Annotated[int, Field(ge=1)] = 1
+    updates: Annotated[int | None, Field(ge=1, description="stop each mode after this many updates")] = None
+    limit: Annotated[
+        Literal["simulated", "measured", "none"],
+        Field(description="simulated: by the step time; measured: every slot turns over three times on the engine"),
+    ] = "none"
+    step_time: Annotated[
+        str, Field(description="profile (or preset) to predict each mode with; without it nothing is predicted")
+    ] = ""
+    out: Annotated[Path | None, Field(description="JSON file, written after every mode")] = None
+    events: Annotated[Path | None, Field(description="folder for the event logs, one a mode")] = None
+
+    def cases(self) -> list[Any]:
+        from sortedrl.studies.bench import Case
+
+        return [Case.parsed(text) for text in self.modes]
+
+    def resolved_step_time(self) -> StepTime:
+        return super().resolved_step_time() if self.step_time else PRESETS["memory-bound"]
+
+    def check(self) -> None:
+        for case in self.cases():
+            strategy_named(case.mode).check(case.schedule(self.schedule(case.mode)))
+        if self.limit == "simulated" and not self.step_time:
+            raise ConfigurationError("limit", "simulated", "there is no step time to simulate with", "--step-time FILE")
+
+
+class ProfileSettings(EngineChoice):
+    """Measure an engine's step time, prefill, KV capacity and weight load; `simulate --step-time FILE` uses it."""
+
+    model: Annotated[str, Field(description="as in bench")] = "built-in"
+    slots: Annotated[int, Field(ge=3, description="requests that the engine runs at once")] = 64
+    max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt and response together")] = 1024
+    steps: Annotated[int, Field(ge=1, description="decode steps of a measurement")] = 48
+    repeats: Annotated[int, Field(ge=1, description="the median counts")] = 3
+    out: Annotated[Path, Field(description="file to write")] = Path("profile.json")
+
+    def check(self) -> None:
+        """Whether the contexts fit shows when the model is read."""
+
+
+class Watch(Settings):
+    """Follow a run from another terminal, or see how one ended."""
+
+    run: Annotated[tyro.conf.Positional[Path | None], Field(description="run folder; default: the newest in runs/")] = (
+        None
+    )
+    stopped_after_seconds: Annotated[
+        float, Field(gt=0, description="a run that wrote nothing for so long is taken for dead")
+    ] = 600.0
+
+    def check(self) -> None:
+        """Whether there is a run shows when its folder is read."""
+
+
+class Trace(Settings):
+    """A run as Chrome-trace JSON: one track for each slot. Open it at ui.perfetto.dev."""
+
+    run: Annotated[tyro.conf.Positional[Path], Field(description="run folder, or an event log")]
+    out: Annotated[Path | None, Field(description="file to write; default: trace.json beside the event log")] = None
+
+    def check(self) -> None:
+        """Whether there is a run shows when its log is read."""
+
+
+class Doctor(Settings):
+    """What is installed, what is missing, and whether it works here."""
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+
+class Report(Settings):
+    """One self-contained HTML page about one run or several."""
+
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        Field(description="run folders, folders of runs, or event logs; default: the newest in runs/"),
+    ] = ()
+    out: Annotated[
+        Path | None, Field(description="the page; default: report.html in the run's folder, here for several runs")
+    ] = None
+
+    def check(self) -> None:
+        if self.out is not None and self.out.is_dir():
+            raise ConfigurationError("out", str(self.out), "a folder, not a file", f"Use {self.out / 'report.html'}.")
+        if self.out is not None and self.out.suffix not in (".html", ".htm"):
+            raise ConfigurationError("out", str(self.out), "the page is HTML", f"Use {self.out.with_suffix('.html')}.")
+
+
 # Settings that a resumed run may change: they extend it or say where things are.
 EXTENDING_KEYS = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
-    | {"resume", "out", "score_limit_seconds"}
+    | {"resume", "out", "score_limit_seconds", "tracker", "prometheus_port"}
 )
 
 S = TypeVar("S", bound=Settings)
 _LENGTHS_FIX = 'Write one number a line, or objects such as {"prompt": "id", "length": 812}.'
+
+
+def _fitted(path: Path) -> StepTime:
+    if path.suffix == ".json":
+        from sortedrl.studies import profile
+
+        return profile.read(path).step_time()
+    return fit(read_points(path), source=f"fit to {path}")
 
 
 def origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
@@ -398,6 +538,29 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
         return settings
     except _Refused as refused:
         raise _first_error(refused.error) from None
+
+
+def train_command(saved: dict[str, Any]) -> str | None:
+    """The command that starts a training run with these settings, or None where they are not such a run's.
+
+    It has every setting that is not the default, and always mode and seed.
+    """
+    try:
+        settings = as_json(Train.model_validate(saved))
+    except _Refused:
+        return None
+    usual = as_json(Train())
+    words = ["sortedrl", "train"]
+    for key, value in settings.items():
+        if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{_flag(key)}")
+        elif isinstance(value, dict):
+            words += [f"--{_flag(key)}", *(str(word) for pair in value.items() for word in pair)]
+        else:
+            words += [f"--{_flag(key)}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return shlex.join(words)
 
 
 def located(error: ConfigurationError, origin: dict[str, str]) -> str:

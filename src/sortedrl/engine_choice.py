@@ -13,9 +13,14 @@ COMMON_VOCABULARY = 1000  # ids that any real model knows
 
 
 class EngineSettings(Protocol):
-    engine: str
-    engine_urls: tuple[str, ...]
-    slots: int
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]: ...
+
+    @property
+    def slots(self) -> int: ...
 
     def resolved_engine_options(self) -> dict[str, Any]: ...
 
@@ -100,7 +105,7 @@ def _bare_embedded(settings: Any, model: str, max_length: int) -> tuple[Engine, 
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigurationError("model", model, reason, "Name a folder with config.json and weights.") from None
-    module = module.to("cuda" if on_gpu else "cpu").eval()
+    module = module.to("cuda" if on_gpu else "cpu").eval()  # type: ignore[arg-type]
     try:
         engine = EmbeddedEngine(module, slots=settings.slots, eos_token_ids=(), max_length=max_length)
     except ValueError as error:
