@@ -209,9 +209,16 @@ class SimulatedEngine:
                 self._undelivered.append(Failed(run.request.id, at, self._too_large(context)))
                 continue
             self._queue.popleft()
-            self._start(run, at)
+            self._start(run, at + self._prefill_wait(prefill))
             prefill += context
         self._clock += prefill * self._step_time.per_prefill_token
+
+    def _prefill_wait(self, ahead: int) -> float:
+        """Seconds until a request takes its slot, with so many tokens to prefill before it in whole steps."""
+        at_once = self._step_time.prefill_tokens_per_step
+        if at_once is None:
+            return 0.0
+        return ahead // at_once * at_once * self._step_time.per_prefill_token
 
     def _fits(self, context: int) -> bool:
         if self._kv_tokens is None:

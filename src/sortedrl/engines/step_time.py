@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class StepTime:
     per_cached_token: float = 0.0
     per_prefill_token: float = 0.0
     source: str = ""
+    prefill_tokens_per_step: int | None = None  # what the engine prefills at once; the rest waits outside the slots
     _memo: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class StepTime:
         return self._memo[running]
 
     def scaled(self, *, per_prefill_token: float) -> StepTime:
-        return StepTime(self.steps, self.per_cached_token, per_prefill_token, self.source)
+        return replace(self, per_prefill_token=per_prefill_token)
 
 
 def linear(

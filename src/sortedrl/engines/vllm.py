@@ -77,7 +77,7 @@ class VllmEngine:
         self._seeded = seeded
         self._rests = rests
         self._keep_old_keys = keep_old_keys
-        self._asleep = False
+        self._asleep: list[str] = []  # parts of memory that were given away
         self._died: str | None = None
         self._made = 0  # requests so far: vLLM's names must not repeat
         self._inside: dict[str, _Inside] = {}  # by vLLM's name
@@ -148,7 +148,7 @@ class VllmEngine:
             raise RuntimeError(f"rest while {len(self._inside)} requests are in: stop them first")
         self._drain()
         self._core.sleep(1)
-        self._asleep = True
+        self._asleep = ["weights", "kv_cache"]
 
     def close(self) -> None:
         self._core.shutdown()
@@ -156,6 +156,10 @@ class VllmEngine:
     @property
     def vocabulary(self) -> int:
         return self._vocabulary
+
+    @property
+    def prefill_tokens_per_step(self) -> int:
+        return int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def kv_tokens(self) -> int:
@@ -247,8 +251,12 @@ class VllmEngine:
         inside = self._inside.get(output.request_id)
         if inside is None:  # stopped while the step ran
             return False
-        if output.new_token_ids:
-            inside.tokens += output.new_token_ids
+        made = output.new_token_ids
+        if len(made) == 1:  # this line runs once a token
+            inside.tokens.append(made[0])
+            inside.logprobs.append(output.new_logprobs.logprobs.item(0))
+        elif made:
+            inside.tokens += made
             inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         if output.finish_reason is not None:
             return True
@@ -323,9 +331,10 @@ class VllmEngine:
             yield "lm_head.weight", embedding
 
     def _wake(self, *, weights_only: bool = False) -> None:
-        if self._asleep:
-            self._core.wake_up(["weights"] if weights_only else None)
-            self._asleep = weights_only
+        """Take the memory back: each part once, vLLM breaks if it is woken twice."""
+        for part in [part for part in self._asleep if part == "weights" or not weights_only]:
+            self._core.wake_up([part])
+            self._asleep.remove(part)
 
 
 def _started_vllm(model: str, *, slots: int, max_length: int, rests: bool, options: Mapping[str, Any]) -> Any:
@@ -336,6 +345,7 @@ def _started_vllm(model: str, *, slots: int, max_length: int, rests: bool, optio
     except ImportError:
         raise ImportError("vLLM is not installed: pip install 'sortedrl[vllm]'", name="vllm") from None
     from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     found = tuple(int(part) for part in vllm.__version__.split(".")[:2])
@@ -351,4 +361,5 @@ def _started_vllm(model: str, *, slots: int, max_length: int, rests: bool, optio
         "enable_sleep_mode": rests,
         **options,
     }
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    # The context decides vLLM's default for tokens per step: another one would prefill 2048 at a time on any GPU.
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)

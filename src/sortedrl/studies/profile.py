@@ -1,15 +1,17 @@
 """How fast is this engine on this machine: what the simulator needs to speak about your own hardware.
 
-One cell of the profile: `running + 1` requests with contexts of equal length start together; one of them ends after a
-few tokens, and from then until all others end `running` requests decode side by side. That interval gives the step
-time; what came before it, less its own steps, is the prefill. Works with any engine, however coarsely it delivers.
+One cell of the profile: `running + 1` requests with contexts of equal length. An engine may prefill them over many
+steps, and the first decode long before the last; so the last two are the clock. When the last ends after a few tokens
+all others decode side by side; the one before it ends `steps` tokens later, and until then nobody else does. That
+interval gives the step time; what came before it, less its own steps, is the prefill. The rest is stopped. Works with
+any engine, however coarsely it delivers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +22,7 @@ from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.studies.bench import RandomPrompts
 
 _LEAD_TOKENS = 8  # until the batch runs evenly
+_SMALLEST_PREFILL_STEP = 512  # tokens that any engine prefills in a step at least
 SHORT_CONTEXT = 32
 
 
@@ -41,13 +44,17 @@ class Profile:
     slots: int
     cells: tuple[Cell, ...]
     prefill_seconds_per_token: float
+    prefill_tokens_per_step: int | None
     kv_tokens: int | None
     load_seconds: float | None
     machine: str
 
     def step_time(self) -> StepTime:
         points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in self.cells]
-        return fit_levels(points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}")
+        fitted = fit_levels(
+            points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}"
+        )
+        return replace(fitted, prefill_tokens_per_step=self.prefill_tokens_per_step)
 
     def fit_error(self) -> float:
         """The largest relative error of the fitted step time over the measured cells."""
@@ -65,7 +72,17 @@ def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float) ->
     """(running, context) to measure: few to all slots, short to long contexts, as far as they fit in memory."""
     levels = sorted({1, max(1, slots // 8), max(1, slots // 4), max(1, slots // 2), max(1, slots - 1)})
     contexts = [SHORT_CONTEXT, *(c for c in (longest_context // 4, longest_context // 2) if c > 2 * SHORT_CONTEXT)]
-    return [(r, c) for c in contexts for r in levels if r < slots and (r + 1) * (c + 128) <= cached_tokens_at_most]
+    return [
+        (r, c)
+        for c in contexts
+        for r in levels
+        if r < slots and (r + 1) * (c + 128) <= cached_tokens_at_most and c + _room_for(r, c) <= longest_context
+    ]
+
+
+def _room_for(running: int, context: int) -> int:
+    """Tokens that a request of the cell may make at most, for a generous number of steps."""
+    return 2 * _LEAD_TOKENS + 128 + running + (running + 1) * context // _SMALLEST_PREFILL_STEP
 
 
 def measure(
@@ -90,23 +107,28 @@ def measure(
 
 
 def _measured(engine: Engine, running: int, context: int, vocabulary: int, steps: int, seed: int) -> Cell:
-    lead, whole = _LEAD_TOKENS, _LEAD_TOKENS + steps
-    forced = ForcedLengths(engine, lambda request: lead if request.id == running else whole)
+    first_to_end, second = running, running - 1  # the last two that are submitted
+    prefill_tokens = (running + 1) * context
+    # Nobody else may end before the second: those that were prefilled first are ahead by at most this many steps.
+    ahead = running + prefill_tokens // _SMALLEST_PREFILL_STEP
+    lengths = {first_to_end: _LEAD_TOKENS, second: _LEAD_TOKENS + steps}
+    longest = _LEAD_TOKENS + steps + ahead
+    forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
     first = seed * (running + 1)  # other prompts in every cell: none finds its keys in a cache
     prompts = RandomPrompts(first + running + 1, context, vocabulary)
     began = engine.now()
-    forced.submit([Request(i, prompts[first + i], (), whole, i) for i in range(running + 1)])
+    forced.submit([Request(i, prompts[first + i], (), longest, i) for i in range(running + 1)])
     ended: dict[int, float] = {}
-    while len(ended) <= running:
+    while not ended.keys() >= {first_to_end, second}:
         for change in forced.poll():
             if isinstance(change, Finished):
                 ended[change.id] = change.at
             elif isinstance(change, Failed):
                 raise RuntimeError(f"the engine refused a context of {context} tokens: {change.reason}")
-    at_lead = ended.pop(running)
-    step = (max(ended.values()) - at_lead) / steps
-    prefill = max(0.0, (at_lead - began - lead * step) / ((running + 1) * context))
-    return Cell(running, context, running * (context + lead + steps / 2), step, prefill)
+    forced.stop([id for id in range(running + 1) if id not in ended])
+    step = (ended[second] - ended[first_to_end]) / steps
+    prefill = max(0.0, (ended[first_to_end] - began - _LEAD_TOKENS * step) / prefill_tokens)
+    return Cell(running, context, running * (context + _LEAD_TOKENS + steps / 2), step, prefill)
 
 
 def prefill_of(cells: Sequence[Cell]) -> float:

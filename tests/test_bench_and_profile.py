@@ -1,0 +1,147 @@
+"""Measurements on an engine: forced lengths, the profile, and schedules benched on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_contract import EngineContract, Ledger, resumed
+from sortedrl.cli import main
+from sortedrl.core.engine import Engine, Request
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.step_time import Point, StepTime, fit_levels
+from sortedrl.studies import bench, profile
+from sortedrl.studies.workload import Workload
+
+STEP_TIME = StepTime(((1, 0.004), (8, 0.005), (31, 0.009)), per_cached_token=3e-8, per_prefill_token=2e-5)
+ENDLESS = 1 << 30
+
+
+def endless_engine(slots: int, step_time: StepTime = STEP_TIME, kv_tokens: int | None = None) -> SimulatedEngine:
+    """Responses end by what is imposed on them alone."""
+    return SimulatedEngine(slots=slots, step_time=step_time, length_of=lambda request: ENDLESS, kv_tokens=kv_tokens)
+
+
+class TestForcedLengths(EngineContract):
+    def make_engine(self, slots: int) -> Engine:
+        return ForcedLengths(endless_engine(slots), lambda request: 20 + request.seed % 13)
+
+
+def test_a_forced_length_counts_kept_tokens_and_says_what_was_cut() -> None:
+    ledger = Ledger(ForcedLengths(endless_engine(2), lambda request: 10 if request.id == 0 else 50))
+    requests = [Request(i, Prompt(str(i), [1, 2, 3]), (), 30, i) for i in range(2)]
+    ledger.submit(requests)
+    ledger.run_until_first_end()
+    assert len(ledger.tokens(0)) == 10 and ledger.finished[0] is False
+    ledger.stop([1])
+    first = list(ledger.segments[1])
+    ledger.submit([resumed(requests[1], first)])
+    ledger.run()
+    assert sum(map(len, first)) + len(ledger.tokens(1)) == 30 and ledger.finished[1] is True
+
+
+def test_a_profile_finds_the_step_time_that_an_engine_has() -> None:
+    engine = endless_engine(32)
+    cells = profile.measure(engine, profile.cells_for(32, 2048, math.inf), 1000, steps=40, repeats=1)
+    assert {cell.running for cell in cells} == {1, 4, 8, 16, 31} and len({cell.context for cell in cells}) == 3
+    found = profile.Profile("simulated", "", 32, tuple(cells), profile.prefill_of(cells), None, None, None, "here")
+    fitted = found.step_time()
+    for running in (1, 8, 31):
+        assert fitted.at(running) == pytest.approx(STEP_TIME.at(running), rel=0.02)
+    assert fitted.per_cached_token == pytest.approx(STEP_TIME.per_cached_token, rel=0.05)
+    assert fitted.per_prefill_token == pytest.approx(STEP_TIME.per_prefill_token, rel=0.05)
+    assert found.fit_error() < 0.02
+
+
+def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, capsys: Any) -> None:
+    cells = tuple(profile.measure(endless_engine(8), profile.cells_for(8, 512, math.inf), 100, steps=8, repeats=1))
+    found = profile.Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here")
+    path = tmp_path / "profile.json"
+    found.write(path)
+    assert profile.read(path) == found
+    assert profile.read(path).step_time().prefill_tokens_per_step == 2048
+    arguments = ["simulate", "--step-time", str(path), "--slots", "8", "--rollouts-per-update", "8"]
+    arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
+    assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
+    path.write_text('{"cells": 3}')
+    assert main(arguments) == 2
+    assert "is not a profile" in capsys.readouterr().err
+
+
+def test_levels_are_fitted_as_they_are() -> None:
+    points = [Point(r, c, STEP_TIME.at(r) + 3e-8 * c) for r in (1, 8, 31) for c in (100, 40_000)]
+    fitted = fit_levels(points)
+    assert [fitted.at(r) for r in (1, 8, 31)] == pytest.approx([STEP_TIME.at(r) for r in (1, 8, 31)])
+    with pytest.raises(ValueError, match="two sizes and two contexts"):
+        fit_levels(points[:2])
+
+
+def test_who_waits_for_a_prefill_is_not_in_a_slot() -> None:
+    """One request a prefill step: the second takes its slot when the first's prefill is over."""
+    step_time = StepTime(((1, 0.01), (8, 0.01)), per_prefill_token=1e-3, prefill_tokens_per_step=100)
+    engine = endless_engine(3, step_time)
+    engine.submit([Request(i, Prompt(str(i), [1] * 100), (), 5, i) for i in range(3)])
+    starts = [change.at for change in engine.poll() if type(change).__name__ == "Started"]
+    assert starts == pytest.approx([0.0, 0.1, 0.2])
+
+
+WORKLOAD = Workload(
+    lengths=LognormalLengths(mu=math.log(40), limit=200),
+    step_time=STEP_TIME,
+    slots=16,
+    prompts=128,
+    prompt_tokens=16,
+)
+SCHEDULE = Schedule(mode="baseline", rollouts_per_update=16, prompts_per_cohort=64, max_response_tokens=200)
+
+
+@pytest.mark.parametrize("text", ["baseline", "partial+elevator@oracle", "on-policy+planned@oracle*1.15", "april"])
+def test_a_bench_on_an_engine_that_the_simulator_knows_is_what_it_predicts(text: str) -> None:
+    case = bench.Case.parsed(text)
+    engine = endless_engine(16)
+    found = dict(bench.bench(engine, [case], WORKLOAD, SCHEDULE, 100, limit=1000.0, predict=True, max_updates=None))[
+        text
+    ]
+    predicted = found["predicted"]
+    for name in ("goodput", "kept", "bubble", "waste", "staleness_mean", "sortedness", "length_bias"):
+        assert found[name] == pytest.approx(predicted[name], abs=1e-9), name
+    assert found["of_limit"] == found["goodput"] / 1000
+
+
+def test_the_measured_limit_is_the_simulated_one() -> None:
+    from sortedrl.studies.workload import limit
+
+    measured = bench.measured_limit(endless_engine(16), WORKLOAD, SCHEDULE, 100, turnovers=20)
+    assert measured == pytest.approx(limit(WORKLOAD, SCHEDULE), rel=0.03)
+
+
+@pytest.mark.parametrize(("text", "why"), [("baseline*much", "no number"), ("april@psychic", "no such expectation")])
+def test_a_wrong_case_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        bench.Case.parsed(text)
+
+
+def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "profile.json"
+    assert main(["profile", "--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--out", str(out)]) == 0
+    sizes = ["--slots", "4", "--rollouts-per-update", "4", "--prompts-per-cohort", "8", "--prompt-tokens", "8"]
+    lengths = ["--median-length", "6", "--max-response-tokens", "16"]
+    files = ["--step-time", str(out), "--out", str(tmp_path / "bench.json"), "--events", str(tmp_path / "logs")]
+    capsys.readouterr()
+    assert main(["bench", *sizes, *lengths, *files, "--modes", "baseline", "partial", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert printed["modes"] == written["modes"] and list(printed["modes"]) == ["baseline", "partial"]
+    assert printed["modes"]["partial"]["trained"] == 8
+    assert (tmp_path / "logs" / "partial.jsonl").read_text().count("Updated") == 2
+    assert main(["bench", "--modes", "aprill"]) == 2
+    assert "Did you mean april?" in capsys.readouterr().err
