@@ -1,0 +1,199 @@
+"""Supervised training beside reinforcement learning: the same model, puzzles and minutes.
+
+For each seed `sortedrl train` runs with its defaults. Then the model that it began with is trained for as many
+seconds on flawless reasoning about the same training puzzles, which a solver writes out: a teacher that RL does not
+have. Both are scored on the same held-out puzzles, with the same noise, by the same function.
+
+    python benchmarks/supervised_beside_rl.py --seeds 0 1 2 --json supervised.json    # 3 minutes a seed on two cores
+    python benchmarks/supervised_beside_rl.py --seconds 75                            # the supervised half alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from sortedrl.app import embedded_engine, evaluate
+from sortedrl.config import Train, parsed
+from sortedrl.core.engine import Sampling
+from sortedrl.materials import Materials, read_materials
+from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
+from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
+from sortedrl.tasks.scoring import judge
+from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+from warm_start import END, PAD, Example, padded, vocabulary_number
+
+TOKENS_PER_STEP = 2048  # padding included
+WARMUP_SHARE = 0.05  # of the time
+POOL = 512  # examples that are sorted by length at once
+_FACT = re.compile(r"(\w+) is (not )?a (knight|knave)")
+_JOINED = re.compile(rf"({_FACT.pattern}) ({'|'.join(map(re.escape, Connective))}) ({_FACT.pattern})")
+
+
+def puzzle_of(question: str) -> Puzzle:
+    """The puzzle that a question in compact wording asks about."""
+    speeches = question.removesuffix(".").split(". ")
+    puzzle = Puzzle(tuple(_claim(speech.split(" says ", 1)[1]) for speech in speeches))
+    if compact_text(puzzle) != question:
+        raise ValueError(f"not a puzzle in compact wording: {question}")
+    return puzzle
+
+
+def _claim(text: str) -> Claim:
+    joined = _JOINED.fullmatch(text)
+    if joined is None:
+        return _fact(text)
+    left, right = _fact(joined[1]), _fact(joined[6])
+    assert isinstance(left, Is) and isinstance(right, Is)
+    return Joined(Connective(joined[5]), left, right)
+
+
+def _fact(text: str) -> Is | Not:
+    found = _FACT.fullmatch(text)
+    assert found is not None, text
+    fact = Is(COMPACT_NAMES.index(found[1]), found[3] == "knight")
+    return Not(fact) if found[2] else fact
+
+
+def examples(materials: Materials) -> list[Example]:
+    tokenizer: Any = materials.tokenizer
+    rng = random.Random(0)  # without flaws nothing is drawn from it
+
+    def response(question: str) -> list[int]:
+        text = worked_response(puzzle_of(question), rng, NO_FLAWS) + END
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return [Example(list(prompt.tokens), response(prompt.payload.question)) for prompt in materials.train]
+
+
+def batches(data: Sequence[Example], seed: int) -> Iterator[list[Example]]:
+    """Without end. Examples of similar length together, batches in random order."""
+    rng = random.Random(seed)
+    while True:
+        pool = sorted(rng.sample(data, min(POOL, len(data))), key=len)
+        packed: list[list[Example]] = [[]]
+        for example in pool:
+            if packed[-1] and len(example) * (len(packed[-1]) + 1) > TOKENS_PER_STEP:
+                packed.append([])
+            packed[-1].append(example)
+        rng.shuffle(packed)
+        yield from packed
+
+
+def train_supervised(materials: Materials, seconds: float, learning_rate: float, seed: int) -> tuple[int, int]:
+    """For so many seconds, with a rate that falls to 0 as they pass. Returns steps and trained tokens."""
+    model: Any = materials.model
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    began = time.perf_counter()
+    data = examples(materials)
+    pad = vocabulary_number(materials.tokenizer, PAD)  # type: ignore[arg-type]
+    model.train()
+    steps = tokens_seen = 0
+    for batch in batches(data, seed):
+        passed = (time.perf_counter() - began) / seconds
+        if passed >= 1:
+            break
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate * min(1.0, passed / WARMUP_SHARE) * math.cos(passed * math.pi / 2)
+        tokens, targets = padded(batch, pad)
+        logits = model(input_ids=tokens, attention_mask=(tokens != pad).long()).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
+        (loss / TOKENS_PER_STEP).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        steps += 1
+        tokens_seen += sum(len(example.response) for example in batch)
+    model.eval()
+    return steps, tokens_seen
+
+
+def score(materials: Materials, settings: Train) -> Evaluation:
+    """As `sortedrl train` scores."""
+    return evaluate(
+        embedded_engine(settings, materials.model, materials.tokenizer),
+        materials.held_out[: settings.eval_problems],
+        judge(materials.task, materials.tokenizer),
+        samples=settings.eval_samples,
+        budget=settings.max_response_tokens,
+        sampling=Sampling(temperature=settings.temperature),
+        seed=settings.eval_seed,
+    )
+
+
+def run_rl(flags: Sequence[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "sortedrl", "train", *flags, "--out", f"{folder}/run", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def run_supervised(flags: Sequence[str], seconds: float, learning_rate: float) -> dict[str, Any]:
+    settings = parsed(Train, flags, "supervised_beside_rl")
+    torch.manual_seed(settings.seed)
+    torch.set_num_threads(settings.threads)
+    materials = read_materials(settings, print)
+    before = score(materials, settings)
+    steps, tokens = train_supervised(materials, seconds, learning_rate, settings.seed)
+    after = score(materials, settings)
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "trained_tokens": tokens,
+        "score_before": mean_at_k(before.correct)._asdict(),
+        "score_after": mean_at_k(after.correct)._asdict(),
+        "gain": paired_difference(before.correct, after.correct)._asdict(),
+    }
+
+
+def described(name: str, seed: int, result: dict[str, Any]) -> str:
+    after, gain = Estimate(**result["score_after"]), Estimate(**result["gain"])
+    return (
+        f"seed {seed}  {name:<12} score {result['score_before']['value']:.3f} -> {after.value:.3f} "
+        f"[{after.low:.3f}, {after.high:.3f}]  gain {gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]  "
+        f"in {result['seconds']:.0f} s"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Supervised training beside RL: same model, puzzles and minutes.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the supervised side")
+    parser.add_argument("--seconds", type=float, help="do not run RL; train supervised for so long")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    args = parser.parse_args(arguments)
+    results = []
+    for seed in args.seeds:
+        flags = ["--seed", str(seed), "--threads", str(args.threads)]
+        rl = run_rl(flags) if args.seconds is None else None
+        if rl is not None:
+            print(described("RL", seed, rl), flush=True)
+        supervised = run_supervised(flags, args.seconds or rl["seconds"], args.learning_rate)
+        print(described("supervised", seed, supervised), flush=True)
+        results.append({"seed": seed, "rl": rl, "supervised": supervised})
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

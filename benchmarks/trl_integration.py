@@ -1,0 +1,258 @@
+"""SortedGRPOTrainer beside plain GRPOTrainer, on CPU: trained rollouts per second, bubble, reward curves.
+
+Both sides are one and the same script with another class: the same model, GRPOConfig, reward function, optimiser,
+data in the same order and seeds; plain GRPOTrainer in three settings of `beside_trl.py`. All train the same number of
+updates of the same size. The clock runs from the start of the first step to the end of the last one. Every run has a
+fresh process; contenders take turns, each repeat has its own seed, and ratios are taken within a repeat.
+
+The bubble of SortedGRPOTrainer is slot-time, from its event log. GRPOTrainer keeps no log: its bubble is computed from
+the lengths, 1 - mean length / longest length of each generation, as if every decoding step took the same time. Later
+steps read more keys, so time would show more.
+
+A schedule that sorts by length can leave long responses behind when a short run ends: see that `length` agrees.
+
+    pip install trl==1.16.0
+    python benchmarks/trl_integration.py --updates 20 --repeats 3 --json trl_integration.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from beside_trl import (
+    TRL_SETTINGS,
+    Run,
+    Spread,
+    TrlRecorder,
+    TrlSetting,
+    _generate_once,
+    flags_for,
+    reward_table,
+    trl_config,
+)
+from datasets import Dataset
+from transformers import PrinterCallback
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sortedrl.config import Train, parsed
+from sortedrl.core.events import read_events
+from sortedrl.core.prompts import Prompts
+from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.materials import Materials, read_materials
+from sortedrl.observe.metrics import Metrics
+from sortedrl.tasks.encode import prompt_text
+
+MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
+PLAIN = ("trl: generate", "trl: generate, 4 micro-batches", "trl: continuous batching")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """`mode` None: plain GRPOTrainer. Micro-batches are GRPOConfig's, the same for both trainers."""
+
+    name: str
+    mode: str | None
+    setting: TrlSetting
+    stale_tokens: str = "plain"
+
+
+CONTENDERS = (
+    *(Contender(name, None, TRL_SETTINGS[name]) for name in PLAIN),
+    *(Contender(f"sorted: {mode}", mode, TrlSetting()) for mode in MODES),
+    Contender("sorted: partial+elevator, 4 micro-batches", "partial+elevator", TrlSetting(micro_batches=4)),
+    Contender("sorted: partial+elevator, decoupled", "partial+elevator", TrlSetting(), "decoupled"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    run: Run
+    bubble: float
+    idle: float | None  # plain GRPOTrainer keeps no event log
+    waste: float
+
+
+class BubbleRecorder(TrlRecorder):
+    """The recorder of `beside_trl`, and the lengths of each call for GRPOTrainer's bubble."""
+
+    def __init__(self, materials: Materials, updates_per_generation: int) -> None:
+        super().__init__(materials, updates_per_generation)
+        self._calls: list[list[int]] = []
+
+    def score(
+        self, completions: list[str], completion_ids: list[list[int]], problem_id: list[str], **columns: Any
+    ) -> list[float | None]:
+        self._calls.append([len(ids) for ids in completion_ids])
+        return super().score(completions, completion_ids, problem_id, **columns)
+
+    def bubble_from_lengths(self) -> float:
+        slot_steps = sum(len(lengths) * max(lengths) for lengths in self._calls)
+        return 1 - sum(map(sum, self._calls)) / slot_steps
+
+
+def train(contender: Contender, flags: Sequence[str]) -> Result:
+    """In this process."""
+    settings = parsed(Train, flags, "trl_integration")
+    torch.set_num_threads(settings.threads)
+    materials = read_materials(settings, lambda line: None)
+    order = Prompts(materials.train, seed=settings.seed)
+    prompts = order.take(len(materials.train), within_epoch=True)
+    recorder = BubbleRecorder(materials, contender.setting.updates_per_generation)
+    optimiser = torch.optim.AdamW(materials.model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda update: min(1.0, (update + 1) / max(1, settings.warmup_updates))
+    )
+    scheduling: dict[str, Any] = {}
+    if contender.mode is not None:
+        scheduling = {"schedule": contender.mode, "slots": settings.slots, "stale_tokens": contender.stale_tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        args = trl_config(contender.setting, settings, folder)
+        if contender.stale_tokens == "decoupled":
+            args.vllm_importance_sampling_mode = "token_truncate"
+        trainer = (GRPOTrainer if contender.mode is None else SortedGRPOTrainer)(
+            model=materials.model,
+            reward_funcs=recorder.score,
+            args=args,
+            train_dataset=Dataset.from_list(
+                [
+                    {"prompt": prompt_text(prompt.payload, materials.tokenizer), "problem_id": prompt.id}
+                    for prompt in prompts
+                ]
+            ),
+            processing_class=materials.tokenizer,
+            callbacks=[recorder],
+            optimizers=(optimiser, warm_up),
+            **scheduling,
+        )
+        trainer.remove_callback(PrinterCallback)
+        _generate_once(materials, prompts[0])
+        trainer.train()
+        return result_of(recorder, Path(folder) / "events.jsonl")
+
+
+def result_of(recorder: BubbleRecorder, event_log: Path) -> Result:
+    run = recorder.result()
+    if not event_log.exists():
+        return Result(run, recorder.bubble_from_lengths(), None, 0.0)
+    figures = Metrics().fold(read_events(event_log)).figures()
+    told = Run(
+        rollouts=figures.trained,
+        tokens=figures.trained_tokens,
+        generation_seconds=run.generation_seconds,
+        staleness=figures.staleness_mean,
+        rewards=run.rewards,
+        update_ends=run.update_ends,
+    )
+    return Result(told, figures.bubble, figures.idle, figures.waste)
+
+
+def in_fresh_process(contender: Contender, flags: Sequence[str]) -> Result:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(train, contender, flags).result()
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[Result]]:
+    results: dict[str, list[Result]] = {}
+    for repeat in range(args.repeats):
+        for contender in CONTENDERS:
+            result = in_fresh_process(contender, flags_for(args, "baseline", repeat))
+            results.setdefault(contender.name, []).append(result)
+            print(
+                f"  repeat {repeat + 1}/{args.repeats}  {contender.name:<42} "
+                f"{result.run.rollouts_per_second:>8.2f} rollouts/s in {result.run.seconds:,.1f} s",
+                flush=True,
+            )
+    return results
+
+
+def fastest_plain(results: dict[str, list[Result]]) -> str:
+    return max(PLAIN, key=lambda name: statistics.median(result.run.rollouts_per_second for result in results[name]))
+
+
+def table(results: dict[str, list[Result]], fastest: str) -> list[str]:
+    columns = ("rollouts/s", "x plain", "tokens/s", "length", "bubble", "waste", "staleness", "last reward")
+    lines = [f"{'':<42}" + "".join(f"{column:>20}" for column in columns)]
+    for name, found in results.items():
+        pairs = list(zip(found, results[fastest], strict=True))
+        cells = (
+            Spread.of(result.run.rollouts_per_second for result in found),
+            Spread.of(ours.run.rollouts_per_second / theirs.run.rollouts_per_second for ours, theirs in pairs),
+            f"{statistics.median(result.run.tokens_per_second for result in found):,.0f}",
+            f"{statistics.fmean(result.run.mean_length for result in found):.1f}",
+            f"{statistics.fmean(result.bubble for result in found):.1%}",
+            f"{statistics.fmean(result.waste for result in found):.1%}",
+            f"{statistics.fmean(result.run.staleness for result in found):.2f}",
+            f"{statistics.fmean(statistics.fmean(result.run.rewards[-5:]) for result in found):.3f}",
+        )
+        lines.append(f"{name:<42}" + "".join(f"{cell!s:>20}" for cell in cells))
+    return lines
+
+
+def as_json(args: argparse.Namespace, results: dict[str, list[Result]], fastest: str) -> dict[str, Any]:
+    return {
+        "arguments": {**vars(args), "json": str(args.json)},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+            "python": platform.python_version(),
+        },
+        "fastest_plain": fastest,
+        "contenders": {
+            name: {
+                "rollouts_per_second": asdict(Spread.of(result.run.rollouts_per_second for result in found)),
+                "runs": [asdict(result) for result in found],
+            }
+            for name, found in results.items()
+        },
+    }
+
+
+def parsed_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="SortedGRPOTrainer beside plain GRPOTrainer, on CPU.")
+    parser.add_argument("--model", default="built-in")
+    parser.add_argument("--task", default="knights_and_knaves:small")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3, help="repeat r trains with seed r")
+    parser.add_argument("--rollouts-per-update", type=int, default=64)
+    parser.add_argument("--rollouts-per-prompt", type=int, default=8)
+    parser.add_argument("--max-response-tokens", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=32, help="responses that our engine decodes at once")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write every run to this file")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parsed_arguments(arguments)
+    print(
+        f"{args.model}, {args.task}: {args.updates} updates of {args.rollouts_per_update} rollouts, "
+        f"{args.rollouts_per_prompt} a prompt, at most {args.max_response_tokens} tokens; {args.threads} threads; "
+        f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    )
+    results = measure(args)
+    fastest = fastest_plain(results)
+    print(f"\nmedian [lowest, highest]; x plain: against {fastest}", *table(results, fastest), sep="\n")
+    runs = {name: [result.run for result in found] for name, found in results.items()}
+    print(f"\nmean reward of each update, over {args.repeats} repeats", *reward_table(runs), sep="\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(args, results, fastest), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""What a GRPOConfig means for the scheduler: which fields it takes over, and which it refuses by name.
+
+A field is kept (TRL goes on to do with it what it always did), mapped (`schedule_for`), or refused when it is set away
+from its default (`REFUSED`): none is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import trl
+from packaging.version import Version
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.hashing import mixed
+from sortedrl.core.schedule import ConfigurationError, Schedule
+
+OLDEST_VERSION = "1.16.0"
+VERIFIED_VERSIONS = ("1.16.0",)
+UPDATES_PER_COHORT = 4
+
+# The methods of GRPOTrainer that are replaced, with the parameters that they are called with.
+HOOKS: dict[str, tuple[str, ...]] = {
+    "_prepare_inputs": ("generation_batch",),
+    "_generate_and_score_completions": ("inputs",),
+    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+}
+
+_WHOLE_DISTRIBUTION = "the loss is about log-probabilities of the whole distribution: its ratios would be biased"
+_OWN_ENGINE = "the scheduler's own engine generates"
+_VLLM = "it sets up TRL's own vLLM, and the scheduler needs one that it can stop"
+_USE_ENGINE = "Leave it out and pass engine= to the trainer."
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "top_p": (_WHOLE_DISTRIBUTION, "Leave it at 1.0."),
+    "top_k": (_WHOLE_DISTRIBUTION, "Leave it at 0."),
+    "min_p": (_WHOLE_DISTRIBUTION, "Leave it out."),
+    "repetition_penalty": (_WHOLE_DISTRIBUTION, "Leave it at 1.0."),
+    "generation_kwargs": (f"{_OWN_ENGINE}, and samples with temperature alone", "Leave it out."),
+    "cache_implementation": (f"{_OWN_ENGINE}, with a cache of its own", "Leave it out."),
+    "use_transformers_paged": (_OWN_ENGINE, _USE_ENGINE),
+    "use_transformers_continuous_batching": (_OWN_ENGINE, _USE_ENGINE),
+    "transformers_continuous_batching_config": (_OWN_ENGINE, _USE_ENGINE),
+    "use_vllm": (_VLLM, "Pass engine='vllm' to the trainer instead."),
+    "vllm_mode": (_VLLM, _USE_ENGINE),
+    "vllm_model_impl": (_VLLM, _USE_ENGINE),
+    "vllm_structured_outputs_regex": (_VLLM, _USE_ENGINE),
+    "vllm_server_base_url": (_VLLM, _USE_ENGINE),
+    "vllm_server_host": (_VLLM, _USE_ENGINE),
+    "vllm_server_port": (_VLLM, _USE_ENGINE),
+    "vllm_server_timeout": (_VLLM, _USE_ENGINE),
+    "vllm_group_port": (_VLLM, _USE_ENGINE),
+    "vllm_tensor_parallel_size": (_VLLM, _USE_ENGINE),
+    "max_tool_calling_iterations": ("a rollout is one turn, tools are not called", "Leave it out."),
+    "ds3_gather_for_generation": ("DeepSpeed ZeRO-3 is not supported", "Leave it out."),
+    "fsdp": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
+    "parallelism_config": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
+}
+# Fields that say how vLLM is to be run in this process.
+ENGINE_FIELDS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
+# Fields of the correction of stale tokens: TRL reads them only where old and sampling policy are kept apart.
+CORRECTION_FIELDS = (
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)
+
+REFUSED_ARGUMENTS: dict[str, tuple[str, str]] = {
+    "tools": ("a rollout is one turn, tools are not called", "Use GRPOTrainer for multi-turn training."),
+    "rollout_func": ("the scheduler decides what is generated and when", "Pass an engine of your own as engine=."),
+    "environment_factory": ("a rollout is one turn", "Use GRPOTrainer for environments."),
+    "quantization_config": ("the engine runs on plain weights", "Load the model in bfloat16; LoRA is supported."),
+}
+
+
+def check_version(version: str = trl.__version__, trainer: type = GRPOTrainer) -> None:
+    """Refuse a TRL that is too old, or in which a method that is replaced here is gone or called otherwise."""
+    works = f"Verified with TRL {' and '.join(VERIFIED_VERSIONS)}: pip install 'trl=={VERIFIED_VERSIONS[-1]}'"
+    if Version(version) < Version(OLDEST_VERSION):
+        raise ConfigurationError("trl", version, f"older than {OLDEST_VERSION}, the first that fits", works)
+    for name, parameters in HOOKS.items():
+        method = getattr(trainer, name, None)
+        known = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+        if known[: len(parameters)] != parameters:
+            found = f"takes ({', '.join(known)}), not ({', '.join(parameters)})" if known else "does not exist"
+            raise ConfigurationError("trl", version, f"GRPOTrainer.{name} {found}", works)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """What GRPOTrainer takes beside its config. `given` are the arguments by name."""
+    for name, (why, fix) in REFUSED_ARGUMENTS.items():
+        if given.get(name):
+            raise ConfigurationError(name, given[name], why, fix)
+    dataset = given.get("train_dataset")
+    if dataset is None or not hasattr(dataset, "__len__"):
+        raise ConfigurationError(
+            "train_dataset", type(dataset).__name__, "the scheduler loads prompts by their place in the dataset",
+            "Pass a datasets.Dataset; a streamed one can be read into memory first.",
+        )  # fmt: skip
+    columns = set(dataset.column_names or ())
+    if "prompt" not in columns:
+        raise ConfigurationError(
+            "train_dataset", sorted(columns), "it has no column named prompt", "Rename the column that holds it."
+        )
+    for name in sorted(columns & {"image", "images"}):
+        raise ConfigurationError("train_dataset", name, "images are not supported", "Use GRPOTrainer for them.")
+
+
+def check_fields(args: GRPOConfig, *, stale_tokens: str, engine: object) -> None:
+    """Refuse, by name, each field that is set and that nothing here would honour."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    set_fields = {name for name in defaults if _is_set(name, getattr(args, name), defaults[name])}
+    for name, (why, fix) in REFUSED.items():
+        if name in set_fields:
+            raise ConfigurationError(name, getattr(args, name), why, fix)
+    for name in ENGINE_FIELDS:
+        if name in set_fields and engine != "vllm":
+            raise ConfigurationError(
+                name, getattr(args, name), "it sets up vLLM, and another engine generates",
+                "Leave it out, or pass engine='vllm' to the trainer.",
+            )  # fmt: skip
+    if stale_tokens not in ("plain", "decoupled"):
+        raise ConfigurationError("stale_tokens", stale_tokens, "no such treatment", "Use 'plain' or 'decoupled'.")
+    for name in CORRECTION_FIELDS:
+        if name in set_fields and stale_tokens == "plain":
+            raise ConfigurationError(
+                name, getattr(args, name), "with stale_tokens='plain' nothing is weighted by it",
+                "Leave it out, or pass stale_tokens='decoupled' to the trainer.",
+            )  # fmt: skip
+    if stale_tokens == "decoupled" and not args.vllm_importance_sampling_correction:
+        raise ConfigurationError(
+            "vllm_importance_sampling_correction", False, "it is what stale_tokens='decoupled' asks for",
+            "Leave it at True, or pass stale_tokens='plain' to the trainer.",
+        )  # fmt: skip
+    if not args.temperature > 0:
+        raise ConfigurationError("temperature", args.temperature, "greedy responses have no siblings", "Use 1.0.")
+    if args.max_completion_length is None:
+        raise ConfigurationError("max_completion_length", None, "a rollout needs a token budget", "Use 512.")
+    _check_steps(args)
+
+
+def _check_steps(args: GRPOConfig) -> None:
+    """A batch of the scheduler must begin and end with an optimiser step, and so must a checkpoint."""
+    steps, accumulated = _steps_per_generation(args), args.gradient_accumulation_steps
+    if steps % accumulated:
+        raise ConfigurationError(
+            "steps_per_generation", steps,
+            f"an update would end in the middle of an optimiser step of {accumulated} accumulated steps",
+            f"Use a multiple of gradient_accumulation_steps, such as {accumulated}.",
+        )  # fmt: skip
+    per_update = optimiser_steps_per_update(args)
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps" and args.save_steps % per_update:
+        raise ConfigurationError(
+            "save_steps", args.save_steps,
+            f"an update takes {per_update} optimiser steps, and a checkpoint in between could not be resumed from",
+            f"Use a multiple of {per_update}.",
+        )  # fmt: skip
+
+
+def _is_set(name: str, value: Any, default: Any) -> bool:
+    if name == "fsdp":  # its own __post_init__ normalises what was given, or not, to a list
+        return bool(value)
+    return default is not dataclasses.MISSING and value != default
+
+
+def optimiser_steps_per_update(args: GRPOConfig) -> int:
+    return _steps_per_generation(args) * args.num_iterations // args.gradient_accumulation_steps
+
+
+def _steps_per_generation(args: GRPOConfig) -> int:
+    assert args.steps_per_generation is not None  # GRPOConfig fills it in
+    return args.steps_per_generation
+
+
+def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule:
+    """The schedule of one process: what GRPOConfig says in its own words, and the rest from `given`.
+
+    A generation batch is an update; each process schedules its own share of it.
+    """
+    rollouts = args.generation_batch_size // args.world_size
+    if rollouts % args.num_generations:
+        raise ConfigurationError(
+            "per_device_train_batch_size", args.per_device_train_batch_size,
+            f"each of {args.world_size} processes gets {rollouts} rollouts of an update, which are no whole sibling "
+            f"sets of {args.num_generations}",
+            f"Choose per_device_train_batch_size x steps_per_generation as a multiple of {args.num_generations}.",
+        )  # fmt: skip
+    owned: dict[str, Any] = {
+        "rollouts_per_update": rollouts,
+        "rollouts_per_prompt": args.num_generations,
+        "compare_siblings": True,
+        "max_response_tokens": args.max_completion_length,
+        "seed": mixed(args.seed, rank) if rank else args.seed,
+    }
+    if isinstance(given, str):
+        cohort = UPDATES_PER_COHORT * rollouts // args.num_generations
+        schedule = Schedule(mode=given, prompts_per_cohort=cohort, **owned)
+    else:
+        schedule = _merged(given, owned)
+    if schedule.overlap:
+        raise ConfigurationError("overlap", True, "the engine rests while the trainer steps", "Leave it out.")
+    strategy_named(schedule.mode).check(schedule)
+    return schedule
+
+
+def _merged(given: Schedule, owned: dict[str, Any]) -> Schedule:
+    names = {
+        "rollouts_per_update": "per_device_train_batch_size x steps_per_generation",
+        "rollouts_per_prompt": "num_generations",
+        "max_response_tokens": "max_completion_length",
+        "seed": "seed",
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(Schedule)}
+    for key, name in names.items():
+        value = getattr(given, key)
+        if value not in (defaults[key], owned[key]):
+            raise ConfigurationError(
+                key, value, f"GRPOConfig's {name} says {owned[key]}", f"Leave {key} out of the schedule."
+            )
+    return dataclasses.replace(given, **owned)

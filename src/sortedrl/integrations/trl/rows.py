@@ -1,0 +1,80 @@
+"""An update as the rows that TRL wants: sibling sets one after the other, all of the same size, then micro-batches.
+
+TRL computes advantages over `rows.view(-1, siblings)`, and every process must bring the same number of rows. A batch
+of the scheduler may have a set with a rejected member, or more or fewer sets than usual. Rows that only fill up are
+copies of real ones that train nothing: no reward, and a mask of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sortedrl.core.rollout import Rollout
+
+
+class Row(NamedTuple):
+    rollout: Rollout
+    trains: bool  # False: it only fills up
+
+
+def rows_in_sets(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
+    """The rollouts, sets together in the order of their shortest member, each set filled up to `siblings` rows."""
+    sets: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        sets.setdefault(rollout.id // siblings, []).append(rollout)  # ids of siblings follow each other
+    rows: list[Row] = []
+    for members in sets.values():
+        rows += [Row(member, True) for member in members]
+        rows += [Row(members[0], False)] * (siblings - len(members))
+    return rows
+
+
+def filled_up(rows: Sequence[Row], count: int) -> list[Row]:
+    """With copies of the first row, the shortest, up to `count`."""
+    return [*rows, *[Row(rows[0].rollout, False)] * (count - len(rows))]
+
+
+def rows_needed(rows: int, siblings: int, micro_batches: int) -> int:
+    """The next number of rows that whole sets and equal micro-batches can have."""
+    unit = math.lcm(siblings, micro_batches)
+    return -(-rows // unit) * unit
+
+
+def token_staleness(rollouts: Sequence[Rollout], version: int, width: int) -> Tensor:
+    """[rows, width]: how many versions ago each token was sampled, 0 in the padding."""
+    staleness = torch.zeros(len(rollouts), width, dtype=torch.long)
+    for row, rollout in enumerate(rollouts):
+        staleness[row, : len(rollout)] = version - torch.tensor(rollout.versions)
+    return staleness
+
+
+def micro_batches(scored: dict[str, Tensor], count: int, *, trim: bool) -> list[dict[str, Tensor]]:
+    """Equal parts by length, shortest first, each without the columns that are padding in all of its rows.
+
+    Prompts are padded on the left, all else on the right. Tensors without rows go into every part.
+    """
+    lengths = scored["completion_mask"].sum(dim=1)
+    order = torch.argsort(lengths, stable=True)
+    parts = [
+        {name: value if value.ndim == 0 else value[rows] for name, value in scored.items()}
+        for rows in order.chunk(count)
+    ]
+    return [_trimmed(part) for part in parts] if trim else parts
+
+
+def _trimmed(part: dict[str, Tensor]) -> dict[str, Tensor]:
+    width = part["completion_mask"].shape[1]
+    response = max(1, int(part["completion_mask"].sum(dim=1).max()))
+    prompt = int(part["prompt_mask"].sum(dim=1).max())
+
+    def trimmed(name: str, value: Tensor) -> Tensor:
+        if name in ("prompt_ids", "prompt_mask"):
+            return value[:, value.shape[1] - prompt :]
+        return value[:, :response] if value.ndim == 2 and value.shape[1] == width else value
+
+    return {name: trimmed(name, value) for name, value in part.items()}

@@ -1,0 +1,495 @@
+"""`SortedGRPOTrainer`: TRL's GRPOTrainer with the scheduler in the place of its generation and batch composition.
+
+Why this seam and not another. `rollout_func` gets one row for each prompt of a batch that TRL has fixed before, so it
+cannot swap prompts; and its log-probabilities reach the loss only with TRL's own vLLM. `AsyncGRPOTrainer` has a
+rollout worker to replace, but another config, fewer losses and a vLLM server of its own: not what a GRPOTrainer script
+can be changed to in two lines. So GRPOTrainer is subclassed where it fills its generation batch:
+
+    _prepare_inputs                     asks the scheduler for an update instead of the data loader, and cuts it into
+                                        micro-batches by length
+    _generate_single_turn               returns that update's tokens and log-probabilities (in evaluation: samples)
+    _calculate_rewards                  TRL's own, on the whole update; rewards are told to the event log
+    _generate_and_score_completions     TRL's own; then `old_per_token_logps` are what the engine sampled with
+    _compute_loss                       TRL's own; beside it the engine's log-probabilities are compared with TRL's
+
+Everything else is TRL's: advantages, losses, KL, optimiser, logging, checkpoints, accelerate. The data loader still
+counts the steps, its rows are not looked at. Each process runs a scheduler and an engine of its own over its share of
+the prompts, on its own replica of the weights; gradients are TRL's business. So every GPU generates, and processes
+meet at the optimiser step, as with GRPOTrainer.
+
+What must hold, and is checked at run time:
+- at the end of the first step every method above has been called (`HookNeverFired`);
+- a batch is published before the next is asked for (`HookNeverFired`: the callback is gone);
+- the prompts that TRL tokenised are those that the rollouts answer;
+- on tokens of the current weights, engine and trainer agree on the log-probability (`EngineMismatch`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+import trl
+from accelerate.utils import gather, is_peft_model
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sortedrl.core.engine import Engine, Failed, Request, Sampling, Tokens
+from sortedrl.core.hashing import mixed
+from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.integrations.trl.fields import (
+    HOOKS,
+    VERIFIED_VERSIONS,
+    check_arguments,
+    check_fields,
+    optimiser_steps_per_update,
+    schedule_for,
+)
+from sortedrl.integrations.trl.rows import Row, filled_up, micro_batches, rows_in_sets, rows_needed, token_staleness
+from sortedrl.integrations.trl.run import ScheduledRun, write_state
+
+MISMATCH_LIMIT = 0.5  # mean nats a token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
+
+
+class HookNeverFired(RuntimeError):
+    """TRL did not call what the scheduler hangs on: nothing that it trained on came from the scheduler."""
+
+
+class EngineMismatch(RuntimeError):
+    """The engine samples from another distribution than the trainer computes."""
+
+
+class DatasetPrompts(Sequence[Prompt]):
+    """Rows `rank`, `rank + processes`, ... of the dataset as prompts, tokenised when they are asked for."""
+
+    def __init__(self, trainer: SortedGRPOTrainer) -> None:
+        self._trainer = trainer
+        processes = trainer.accelerator
+        self._rows = range(processes.process_index, len(trainer.train_dataset), processes.num_processes)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        row = self._rows[place]
+        tokens, *_ = self._trainer._tokenize_prompts([self._trainer.train_dataset[row]["prompt"]])
+        return Prompt(str(row), tuple(tokens[0]), row)
+
+
+_Host: Any = GRPOTrainer  # TRL types too little of itself to be checked against
+
+
+class SortedGRPOTrainer(_Host):  # type: ignore[misc]
+    """GRPOTrainer's arguments, and:
+
+    schedule      a mode's name, or a `Schedule` whose sizes agree with the GRPOConfig
+    engine        "embedded" (in this process, on the trainer's own weights), "vllm" (in this process, on weights of
+                  its own), or any `core.engine.Engine`
+    slots         responses that the engine decodes at once; default: the rollouts of an update of this process
+    stale_tokens  "plain": the loss clips against the log-probabilities that were sampled with. "decoupled": against
+                  those of the weights before the update, weighted by TRL's `vllm_importance_sampling_*` fields
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        schedule: Schedule | str = "partial+elevator",
+        engine: str | Engine = "embedded",
+        slots: int | None = None,
+        stale_tokens: str = "plain",
+        **named: Any,
+    ) -> None:
+        given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
+        check_arguments(given)
+        if given.get("args") is not None:
+            check_fields(given["args"], stale_tokens=stale_tokens, engine=engine)
+        super().__init__(*positional, **named)
+        check_fields(self.args, stale_tokens=stale_tokens, engine=engine)
+        self._check_model()
+        self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
+        self.slots = self.schedule.rollouts_per_update if slots is None else slots
+        self._engine_wanted = engine
+        self._engine: Engine | None = None
+        self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
+        # TRL has the correction of decoupled PPO under the name of its vLLM mode; its generation is replaced anyway.
+        self._decoupled = stale_tokens == "decoupled"
+        self.use_vllm = self._decoupled
+        self._run: ScheduledRun | None = None
+        self._resume_from: Path | None = None
+        self._buffered_inputs: list[dict[str, Tensor]] | None = None  # TRL's own name: micro-batches of the update
+        self._rows: list[Row] = []
+        self._loss_inputs: dict[str, Tensor] | None = None
+        self._fired: set[str] = set()
+        self.add_callback(_StepWatcher(self))
+
+    def _check_model(self) -> None:
+        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
+            raise ConfigurationError(
+                "processing_class", type(self.processing_class).__name__, "only text models are supported",
+                "Use GRPOTrainer for images.",
+            )  # fmt: skip
+        deepspeed = self.accelerator.state.deepspeed_plugin
+        if deepspeed is not None and deepspeed.zero_stage == 3:
+            raise ConfigurationError(
+                "deepspeed", "ZeRO-3", "sharded weights are not gathered for the engine", "Use ZeRO-2."
+            )
+        if getattr(self.model, "is_loaded_in_4bit", False) or getattr(self.model, "is_loaded_in_8bit", False):
+            raise ConfigurationError("model", "quantised", "the engine runs on plain weights", "Load it in bfloat16.")
+
+    # A run begins and ends
+
+    def train(self, *positional: Any, **named: Any) -> Any:
+        try:
+            return super().train(*positional, **named)
+        finally:
+            if self._run is not None:
+                self._run.end()
+            self._run = self._resume_from = self._buffered_inputs = None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._resume_from = None if checkpoint is None else Path(checkpoint)
+
+    def begin_run(self) -> None:
+        """TRL knows the number of steps and has loaded the weights of a checkpoint."""
+        self._step = 0
+        self._fired.clear()
+        engine = self._ready_engine()
+        saved = None if self._resume_from is None else self._saved_state(self._resume_from)
+        engine.load(self._weights(), 0 if saved is None else saved["controller"]["version"])
+        rank = self.accelerator.process_index
+        self._run = ScheduledRun(
+            engine,
+            DatasetPrompts(self),
+            self.schedule,
+            sampling=Sampling(temperature=self.temperature),
+            shuffle=bool(self.shuffle_dataset),
+            updates=-(-self.state.max_steps // optimiser_steps_per_update(self.args)),
+            log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
+            saved=saved,
+        )
+
+    @property
+    def run(self) -> ScheduledRun:
+        if self._run is None:
+            raise self._never_fired(["on_train_begin"])
+        return self._run
+
+    def end_step(self) -> None:
+        """The optimiser has stepped. At the end of an update its weights are published."""
+        self._require_fired(*HOOKS)
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            self.run.publish(self._weights())
+            self._log_figures()
+
+    def _require_fired(self, *hooks: str) -> None:
+        silent = [name for name in hooks if name not in self._fired]
+        if silent:
+            raise self._never_fired(silent)
+
+    def _never_fired(self, silent: Sequence[str]) -> HookNeverFired:
+        return HookNeverFired(
+            f"TRL {trl.__version__} never called {', '.join(silent)}, so the scheduler does not do its work; "
+            f"verified versions: {', '.join(VERIFIED_VERSIONS)}"
+        )
+
+    # An update
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        self._fired.add("_prepare_inputs")
+        steps = self.args.steps_per_generation
+        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+            if self.run.has_batch_in_hand:
+                raise self._never_fired(["on_step_end"])
+            scored = self._generate_and_score_completions(self._next_update())
+            self._buffered_inputs = micro_batches(scored, steps, trim=self.pad_to_multiple_of is None)
+        return self._buffered_inputs[self._step % steps]
+
+    def _next_update(self) -> list[dict[str, Any]]:
+        """The dataset's rows behind the next update, one for each rollout; the rollouts themselves in `_rows`."""
+        batch = self.run.next_batch()
+        self.model.train()  # the engine switches dropout off, in the module that it shares with the trainer
+        self._let_engine_rest()
+        rows = rows_in_sets(batch, self.num_generations)
+        count = torch.tensor([len(rows)], device=self.accelerator.device)
+        most = int(gather(count).max())
+        self._rows = filled_up(rows, rows_needed(most, self.num_generations, self.args.steps_per_generation))
+        dataset = self.train_dataset
+        if self.args.remove_unused_columns:
+            dataset = dataset.select_columns(["prompt"])
+        return [dict(dataset[row.rollout.prompt.payload]) for row in self._rows]
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **named: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        if not self.model.training:
+            return self._sampled(prompt_ids)
+        self._fired.add("_generate_single_turn")
+        rollouts = [row.rollout for row in self._rows]
+        if [list(ids) for ids in prompt_ids] != [list(rollout.prompt.tokens) for rollout in rollouts]:
+            raise HookNeverFired(f"TRL {trl.__version__} asks for other prompts than those of the scheduler's update")
+        return [rollout.tokens for rollout in rollouts], [rollout.logprobs for rollout in rollouts]
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        if not self.model.training:
+            rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return rewards
+        self._fired.add("_calculate_rewards")
+        self.run.mark_phase("scores")
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        trains = gather(torch.tensor([row.trains for row in self._rows], device=rewards.device))
+        rewards[~trains] = torch.nan  # TRL leaves a row without any reward out of its siblings' statistics
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        first = self.accelerator.process_index * len(self._rows)
+        ours = total[first : first + len(self._rows)].tolist()
+        self.run.score({row.rollout.id: reward for row, reward in zip(self._rows, ours, strict=True) if row.trains})
+        self.run.mark_phase("learner")
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self._fired.add("_generate_and_score_completions")
+        self._require_fired("_prepare_inputs")
+        scored = super()._generate_and_score_completions(inputs)
+        self._require_fired("_generate_single_turn", "_calculate_rewards")
+        device = self.accelerator.device
+        trains = torch.tensor([row.trains for row in self._rows], device=device)
+        scored["completion_mask"] = scored["completion_mask"] * trains[:, None]
+        scored["num_items_in_batch"] = gather(scored["completion_mask"].sum()).sum()
+        rollouts = [row.rollout for row in self._rows]
+        width = scored["completion_ids"].shape[1]
+        scored["staleness"] = token_staleness(rollouts, self.run.version, width).to(device)
+        if not self._decoupled:
+            scored["old_per_token_logps"] = scored["sampling_per_token_logps"]
+        return scored
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        self._fired.add("_compute_loss")
+        weights_are_new = self._step % (self.args.steps_per_generation * self.num_iterations) < (
+            self.args.gradient_accumulation_steps
+        )
+        self._loss_inputs = inputs if weights_are_new else None
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+
+    def _get_per_token_logps_and_entropies(self, *positional: Any, **named: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*positional, **named)
+        if self._loss_inputs is not None:
+            self._compare_with_engine(found[0].detach(), self._loss_inputs)
+        return found
+
+    def _compare_with_engine(self, logps: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Only on tokens of the weights that the trainer holds: on older ones the two may differ."""
+        fresh = inputs["completion_mask"].bool() & (inputs["staleness"] == 0)
+        if not bool(fresh.any()):
+            return
+        mismatch = (logps - inputs["sampling_per_token_logps"])[fresh].abs().mean().item()
+        self._metrics["train"]["sortedrl/mismatch"].append(mismatch)
+        if not mismatch < MISMATCH_LIMIT:
+            raise EngineMismatch(
+                f"on tokens of the current weights, engine and trainer differ by {mismatch:.2f} nats a token (limit "
+                f"{MISMATCH_LIMIT}): the engine does not hold the trainer's weights, or the trainer's dropout is on "
+                "(then set disable_dropout=True)"
+            )
+
+    def _log_figures(self) -> None:
+        now = self.run.metrics.glance()
+        for name in ("bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
+            self._metrics["train"][f"sortedrl/{name}"] = [float(getattr(now, name))]
+
+    # The engine
+
+    def _ready_engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._new_engine()
+        return self._engine
+
+    def _new_engine(self) -> Engine:
+        if not isinstance(self._engine_wanted, str):
+            return self._engine_wanted
+        makers = {"embedded": self._embedded_engine, "vllm": self._vllm_engine}
+        if self._engine_wanted not in makers:
+            raise ConfigurationError(
+                "engine", self._engine_wanted, "no such engine", "Use 'embedded', 'vllm', or an engine of your own."
+            )
+        return makers[self._engine_wanted]()
+
+    def _embedded_engine(self) -> Engine:
+        from sortedrl.engines.embedded import EmbeddedEngine
+
+        module = self.model
+        if is_peft_model(module):
+            module = copy.deepcopy(module).unload()
+            module.requires_grad_(False)
+        return EmbeddedEngine(
+            module,
+            slots=self.slots,
+            eos_token_ids=self.eos_token_ids,
+            max_length=self._longest_context(),
+            tokenizer=self._tokenizer,
+        )
+
+    def _vllm_engine(self) -> Engine:
+        from sortedrl.engines.vllm import VllmEngine
+
+        if self.accelerator.num_processes > 1:
+            raise ConfigurationError(
+                "engine", "vllm", f"it runs in one process, these are {self.accelerator.num_processes}",
+                "Use engine='embedded', or launch one process.",
+            )  # fmt: skip
+        on_cpu = self.accelerator.device.type == "cpu"
+        try:
+            return VllmEngine(
+                self.model.config._name_or_path,
+                slots=self.slots,
+                eos_token_ids=self.eos_token_ids,
+                max_length=self.args.vllm_max_model_length or self._longest_context(),
+                tokenizer=self._tokenizer,
+                rests=self.args.vllm_enable_sleep_mode,
+                dtype="bfloat16" if self.args.bf16 and not on_cpu else str(self.model.dtype).removeprefix("torch."),
+                gpu_memory_utilization=self.args.vllm_gpu_memory_utilization,
+                enforce_eager=on_cpu,
+            )
+        except ImportError as missing:
+            raise ConfigurationError("engine", "vllm", "vLLM is not installed", f"{missing}.") from None
+
+    def _longest_context(self) -> int:
+        """Prompt and response together: as long as the model allows, unless the schedule bounds prompts."""
+        limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        budget, prompt = self.schedule.max_response_tokens, self.schedule.max_prompt_tokens
+        if limit is not None and budget + (prompt or 1) > limit:
+            raise ConfigurationError(
+                "max_completion_length", budget, f"with a prompt it exceeds the model's {limit} positions", "Lower it."
+            )
+        if prompt is not None:
+            return budget + prompt
+        if limit is None:
+            raise ConfigurationError(
+                "max_prompt_tokens", None, "the model states no longest context", "Set it in a Schedule."
+            )
+        return limit
+
+    def _let_engine_rest(self) -> None:
+        """An engine that can gives its memory away until it is next used."""
+        rest = getattr(self._engine, "rest", None)
+        if rest is not None:
+            rest()
+
+    def _weights(self) -> dict[str, Tensor] | None:
+        """For the engine: None where it runs on the trainer's own module."""
+        return None if self._shares_weights else dict(plain_weights(self.model))
+
+    def _sampled(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
+        """One response to each prompt, for an evaluation."""
+        engine = self._ready_engine()
+        training = self._run is not None
+        if training:
+            self.run.mark_phase("evaluation")
+        engine.load(self._weights(), self.run.version if training else 0)
+        rank, step = self.accelerator.process_index, self.state.global_step
+        rollouts = [
+            Rollout(i, Prompt(str(i), tuple(ids)), 0, 0, mixed(self.args.seed, step, rank, i), 0)
+            for i, ids in enumerate(prompt_ids)
+        ]
+        sampling = Sampling(temperature=self.temperature)
+        budget = self.schedule.max_response_tokens
+        engine.submit([Request(r.id, r.prompt, (), budget, r.seed, sampling) for r in rollouts])
+        while changes := engine.poll():
+            for change in changes:
+                if isinstance(change, Tokens):
+                    rollouts[change.id].append(change.segment)
+                elif isinstance(change, Failed):
+                    raise RuntimeError(f"prompt {change.id} of an evaluation failed: {change.reason}")
+        if training:
+            self.run.mark_phase("learner")
+        return [rollout.tokens for rollout in rollouts], [rollout.logprobs for rollout in rollouts]
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.run.mark_phase("checkpoint")
+        super()._save_checkpoint(model, trial)
+        if self.run.has_batch_in_hand:  # saved by someone's callback in the middle of an update
+            return
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        state = self.run.state() | {"processes": self.accelerator.num_processes}
+        write_state(folder / self._state_name(), state)
+
+    def _saved_state(self, folder: Path) -> dict[str, Any]:
+        path = folder / self._state_name()
+        if not path.exists():
+            raise ConfigurationError(
+                "resume_from_checkpoint", str(folder),
+                f"it has no {path.name}: it was saved by another trainer, or in the middle of an update",
+                "Choose a checkpoint that SortedGRPOTrainer saved.",
+            )  # fmt: skip
+        saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if saved["processes"] != self.accelerator.num_processes:
+            raise ConfigurationError(
+                "resume_from_checkpoint", str(folder), f"it was saved by {saved['processes']} processes, these are "
+                f"{self.accelerator.num_processes}", "Launch as many.",
+            )  # fmt: skip
+        return saved
+
+    def _state_name(self) -> str:
+        return f"sortedrl-{self.accelerator.process_index}.json"
+
+
+class _StepWatcher(TrainerCallback):
+    """Tells the trainer what only callbacks are told: that a run begins, and that the optimiser has stepped."""
+
+    def __init__(self, trainer: SortedGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._trainer.begin_run()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._trainer.end_step()
+
+
+def plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of the model without adapters, which are merged in.
+
+    Merging and unmerging rounds, and would add up over thousands of updates: what was there is put back exactly.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "unmerge")}
+    for name, tensor in base.state_dict().items():
+        layer = next((layer for layer in adapted if name.startswith(f"{layer}.")), None)
+        if layer is None:
+            yield name, tensor
+        elif name.startswith(f"{layer}.base_layer."):
+            leaf = name.removeprefix(f"{layer}.base_layer.")
+            yield f"{layer}.{leaf}", _merged(adapted[layer], leaf, tensor)
+
+
+@torch.no_grad()
+def _merged(layer: Any, leaf: str, tensor: Tensor) -> Tensor:
+    before = tensor.clone()
+    layer.merge()
+    merged: Tensor = getattr(layer.get_base_layer(), leaf).data.clone()
+    layer.unmerge()
+    tensor.copy_(before)
+    return merged

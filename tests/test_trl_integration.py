@@ -1,0 +1,671 @@
+"""SortedGRPOTrainer in the place of GRPOTrainer: real TRL, the built-in model, a few updates on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sortedrl.core import Failed, strategy_named
+from sortedrl.core.events import Event, Rejected, Scored, Updated, read_events, without_rolled_back
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
+from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
+from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_sets, rows_needed
+from sortedrl.integrations.trl.run import LateRewards
+from sortedrl.integrations.trl.trainer import plain_weights
+from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.observe.metrics import Metrics
+
+SIBLINGS = 4
+QUICK_MODES = ("on-policy", "partial+elevator")
+OTHER_MODES = ("baseline", "cohort-at-once", "on-policy+planned", "partial", "partial+planned", "partial+lookahead")
+MODES = (*QUICK_MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHER_MODES))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+
+
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.float32)
+
+
+def questions(count: int = 24) -> Dataset:
+    people = ("Ann", "Bob", "Cid", "Dan")
+    rows = [{"prompt": f"{people[i % 4]} says {people[(i + 1) % 4]} is a knight.", "number": i} for i in range(count)]
+    return Dataset.from_list(rows)
+
+
+def config(folder: Path, **fields: Any) -> GRPOConfig:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": SIBLINGS,
+        "max_completion_length": 24,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**defaults | fields)
+
+
+class Recorder:
+    """A reward function that remembers what it was asked: how many a's, or the length, whatever varies."""
+
+    __name__ = "varied"
+
+    def __init__(self) -> None:
+        self.rewards: list[list[float]] = []
+        self.completions: list[list[Any]] = []
+        self.numbers: list[list[int]] = []
+
+    def __call__(self, prompts: Any, completions: Any, number: list[int], **columns: Any) -> list[float]:
+        rewards = [float(sum(map(ord, str(completion))) % 7) for completion in completions]
+        self.rewards.append(rewards)
+        self.completions.append(list(completions))
+        self.numbers.append(list(number))
+        return rewards
+
+
+def trainer_for(folder: Path, tokenizer: Any, kind: type = SortedGRPOTrainer, **arguments: Any) -> Any:
+    arguments.setdefault("model", None)
+    made = kind(
+        **{
+            "model": arguments.pop("model") or model(),
+            "reward_funcs": arguments.pop("reward_funcs", None) or Recorder(),
+            "args": arguments.pop("args", None) or config(folder),
+            "train_dataset": arguments.pop("train_dataset", None) or questions(),
+            "processing_class": tokenizer,
+        }
+        | arguments
+    )
+    made.remove_callback(PrinterCallback)
+    made.remove_callback(ProgressCallback)
+    return made
+
+
+def events_in(folder: Path) -> list[Event]:
+    return without_rolled_back(read_events(folder / "events.jsonl"))
+
+
+def updates_in(folder: Path) -> list[Updated]:
+    return [event for event in events_in(folder) if isinstance(event, Updated)]
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+# Rows
+
+
+def rollout(number: int, tokens: int = 3) -> Rollout:
+    made = Rollout(number, Prompt(str(number // SIBLINGS), (1, 2), number // SIBLINGS), number % SIBLINGS, 0, 0, 0)
+    made.append(Segment(list(range(tokens)), [0.0] * tokens, 0))
+    return made
+
+
+def test_sets_stand_together_and_a_missing_member_is_filled_up_without_training() -> None:
+    rows = rows_in_sets([rollout(n) for n in (5, 0, 4, 1, 2, 7, 3)], SIBLINGS)  # 6 was rejected
+    assert [row.rollout.id for row in rows] == [5, 4, 7, 5, 0, 1, 2, 3]
+    assert [row.trains for row in rows] == [True] * 3 + [False] + [True] * 4
+    padded = filled_up(rows, rows_needed(len(rows), SIBLINGS, 3))
+    assert len(padded) == 12 and not any(row.trains for row in padded[8:])
+
+
+def test_micro_batches_hold_every_row_once_shortest_first_and_without_needless_padding() -> None:
+    lengths = [5, 2, 7, 3]
+    completion_mask = torch.tensor([[1] * n + [0] * (7 - n) for n in lengths])
+    prompt_mask = torch.tensor([[0] * n + [1] * (4 - n) for n in (0, 2, 1, 3)])
+    scored = {
+        "prompt_ids": torch.arange(16).view(4, 4) * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.arange(28).view(4, 7) * completion_mask,
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([0.0, 1.0, 2.0, 3.0]),
+        "importance_sampling_ratio": torch.ones(4, 1),
+        "num_items_in_batch": torch.tensor(17),
+    }
+    first, second = micro_batches(scored, 2, trim=True)
+    assert first["advantages"].tolist() == [1.0, 3.0] and second["advantages"].tolist() == [0.0, 2.0]
+    assert first["completion_ids"].shape == (2, 3) and second["completion_ids"].shape == (2, 7)
+    assert first["prompt_mask"].tolist() == [[1, 1], [0, 1]]
+    assert first["completion_ids"].tolist() == [[7, 8, 0], [21, 22, 23]]
+    assert first["num_items_in_batch"] == 17 and first["importance_sampling_ratio"].shape == (2, 1)
+
+
+def test_the_log_waits_for_rewards() -> None:
+    seen: list[Event] = []
+    log = LateRewards(seen.append)
+    log(Scored(0.5, 7, 0.0))
+    update = Updated(1.0, 0, 0, 0, (7, 8), (1, 2), (0.0, 0.0), (((0, 1),), ((0, 2),)), (0, 0))
+    log(update)
+    assert seen == []
+    log.release({7: 0.25, 8: 0.75})
+    assert seen == [Scored(1.0, 7, 0.25), Scored(1.0, 8, 0.75), update._replace(rewards=(0.25, 0.75))]
+    assert log.count == 3
+
+
+# What is refused
+
+AWAY_FROM_DEFAULT: dict[str, Any] = {
+    "top_p": 0.9,
+    "top_k": 50,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "generation_kwargs": {"num_beams": 2},
+    "cache_implementation": "static",
+    "transformers_continuous_batching_config": {"num_blocks": 8},
+    "vllm_mode": "server",
+    "vllm_model_impl": "transformers",
+    "vllm_structured_outputs_regex": "a+",
+    "vllm_server_base_url": "http://localhost:1",
+    "vllm_server_host": "localhost",
+    "vllm_server_port": 1,
+    "vllm_server_timeout": 1.0,
+    "vllm_group_port": 1,
+    "vllm_tensor_parallel_size": 2,
+    "max_tool_calling_iterations": 2,
+    "fsdp": "full_shard",
+    "parallelism_config": object(),
+}  # switches are turned over
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_that_nothing_would_honour_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    args = config(tmp_path)
+    check_fields(args, stale_tokens="plain", engine="embedded")
+    setattr(args, name, AWAY_FROM_DEFAULT[name] if name in AWAY_FROM_DEFAULT else not getattr(args, name))
+    with pytest.raises(ConfigurationError) as refused:
+        check_fields(args, stale_tokens="plain", engine="vllm")
+    assert refused.value.key == name
+
+
+@pytest.mark.parametrize("fields", [{"vllm_max_model_length": 64}, {"vllm_enable_sleep_mode": True}])
+def test_fields_of_vllm_need_vllm(fields: dict[str, Any], tmp_path: Path) -> None:
+    args = config(tmp_path, **fields)
+    check_fields(args, stale_tokens="plain", engine="vllm")
+    with pytest.raises(ConfigurationError, match=next(iter(fields))):
+        check_fields(args, stale_tokens="plain", engine="embedded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "stale_tokens", "key"),
+    [
+        ({"vllm_importance_sampling_mode": "token_truncate"}, "plain", "vllm_importance_sampling_mode"),
+        ({"vllm_importance_sampling_correction": False}, "decoupled", "vllm_importance_sampling_correction"),
+        ({}, "squared", "stale_tokens"),
+        ({"temperature": 0.0}, "plain", "temperature"),
+        ({"max_completion_length": None}, "plain", "max_completion_length"),
+        ({"steps_per_generation": 3}, "plain", "steps_per_generation"),
+        ({"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}, "plain", "save_steps"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_by_name(
+    fields: dict[str, Any], stale_tokens: str, key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        args = config(tmp_path, **{"per_device_train_batch_size": 8} | fields)
+        check_fields(args, stale_tokens=stale_tokens, engine="embedded")
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"tools": [print]}, "tools"),
+        ({"rollout_func": print}, "rollout_func"),
+        ({"environment_factory": object}, "environment_factory"),
+        ({"quantization_config": object()}, "quantization_config"),
+        ({"train_dataset": questions().to_iterable_dataset()}, "train_dataset"),
+        ({"train_dataset": questions().rename_column("prompt", "question")}, "train_dataset"),
+        ({"train_dataset": questions().rename_column("number", "image")}, "train_dataset"),
+        ({"engine": "ouija"}, "engine"),
+        ({"schedule": "partly"}, "mode"),
+        ({"schedule": Schedule(mode="partial", rollouts_per_prompt=2)}, "rollouts_per_prompt"),
+        ({"schedule": Schedule(mode="partial", overlap=True)}, "overlap"),
+        ({"schedule": Schedule(mode="on-policy", max_staleness=2)}, "max_staleness"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(
+    arguments: dict[str, Any], key: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        trainer_for(tmp_path, tokenizer, **arguments).train()
+    assert refused.value.key == key
+
+
+def test_a_trl_without_the_hooks_is_refused_with_the_versions_that_work() -> None:
+    check_version()
+    with pytest.raises(ConfigurationError, match=r"older than.*1\.16\.0"):
+        check_version("1.8.0")
+    for name in HOOKS:
+        with pytest.raises(ConfigurationError, match=rf"{name} does not exist.*1\.16\.0"):
+            check_version("9.0.0", type("Other", (), {n: getattr(GRPOTrainer, n) for n in HOOKS if n != name}))
+    with pytest.raises(ConfigurationError, match=r"_compute_loss takes \(batch\)"):
+        check_version("9.0.0", type("Other", (GRPOTrainer,), {"_compute_loss": lambda self, batch: None}))
+
+
+@pytest.mark.parametrize("silent", ["_prepare_inputs", "_generate_single_turn", "_calculate_rewards", "_compute_loss"])
+def test_a_hook_that_never_fires_ends_the_run_at_the_first_step(silent: str, tokenizer: Any, tmp_path: Path) -> None:
+    """A TRL that goes round one of the hooks: here GRPOTrainer's own method is put back."""
+    around = type("Around", (SortedGRPOTrainer,), {silent: getattr(GRPOTrainer, silent)})
+    trainer = trainer_for(tmp_path, tokenizer, around)
+    with pytest.raises(HookNeverFired, match=silent):
+        trainer.train()
+    assert trainer.state.global_step <= 1
+
+
+def test_an_update_that_is_never_published_ends_the_run(tokenizer: Any, tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, tokenizer)
+    watcher = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "_StepWatcher")
+    watcher.on_step_end = lambda *arguments, **named: None
+    with pytest.raises(HookNeverFired, match="on_step_end"):
+        trainer.train()
+
+
+# Training
+
+
+def trained(folder: Path, tokenizer: Any, mode: str, **arguments: Any) -> tuple[Any, Recorder]:
+    recorder = Recorder()
+    trainer = trainer_for(folder, tokenizer, schedule=mode, reward_funcs=recorder, **arguments)
+    trainer.train()
+    return trainer, recorder
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_and_its_log_tells_what_the_rewards_were(mode: str, tokenizer: Any, tmp_path: Path) -> None:
+    before = weights_of(trainer_for(tmp_path / "unused", tokenizer))
+    trainer, recorder = trained(tmp_path, tokenizer, mode)
+    assert trainer.state.global_step == 3
+    assert any(not torch.equal(before[name], value) for name, value in weights_of(trainer).items())
+    updates = updates_in(tmp_path)
+    assert [event.update for event in updates] == [0, 1, 2]
+    handed_out = [rollout for event in updates for rollout in event.rollouts]
+    assert len(set(handed_out)) == len(handed_out)  # each is trained on once
+    for event, rewards in zip(updates, recorder.rewards, strict=True):
+        assert sorted(event.rewards) == sorted(rewards)
+        assert list(event.lengths) == sorted(event.lengths)
+    figures = Metrics().fold(events_in(tmp_path)).figures()
+    assert (figures.mode, figures.slots, figures.trained) == (mode, 8, len(handed_out))
+    assert 0 <= figures.bubble <= figures.idle <= 1
+    if strategy_named(mode).on_policy:
+        assert figures.staleness_max == 0
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert history[0]["sortedrl/mismatch"] < 1e-4
+    assert all(entry.get("sortedrl/mismatch", 0.0) < 1e-4 for entry in history)  # none where all tokens are stale
+    assert history[-1]["sortedrl/bubble"] == pytest.approx(figures.bubble, abs=1e-3)
+
+
+def test_a_staleness_bound_holds(tokenizer: Any, tmp_path: Path) -> None:
+    schedule = Schedule(mode="partial+elevator", max_staleness=1)
+    trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=8), schedule=schedule, slots=16).train()
+    assert Metrics().fold(events_in(tmp_path)).figures().staleness_max == 1
+
+
+@pytest.mark.slow
+def test_trace_reads_the_log_of_a_trl_run(tokenizer: Any, tmp_path: Path) -> None:
+    trained(tmp_path, tokenizer, "partial")
+    command = [sys.executable, "-m", "sortedrl", "trace", str(tmp_path), "--out", str(tmp_path / "trace.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp_path: Path) -> None:
+    """Same rollouts, same weights after the step: sampling and order are all that differs."""
+    seen: list[tuple[list[int], list[int]]] = []  # number of the prompt, tokens
+
+    class Watched(SortedGRPOTrainer):
+        def _generate_single_turn(self, *arguments: Any) -> Any:
+            tokens, logprobs = super()._generate_single_turn(*arguments)
+            seen.extend((row.rollout.prompt.payload, row.rollout.tokens) for row in self._rows)
+            return tokens, logprobs
+
+    class Replayed(GRPOTrainer):
+        def _generate_single_turn(self, *arguments: Any) -> Any:
+            return [tokens for _, tokens in seen], None
+
+    args = {"max_steps": 1, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1, "shuffle_dataset": False}
+    ours = trainer_for(tmp_path / "ours", tokenizer, Watched, args=config(tmp_path / "ours", **args))
+    ours.train()
+    rows = questions().select([number for number, _ in seen][::SIBLINGS])
+    theirs = trainer_for(
+        tmp_path / "theirs", tokenizer, Replayed, args=config(tmp_path / "theirs", **args), train_dataset=rows
+    )
+    start = weights_of(theirs)
+    theirs.train()
+    expected = weights_of(theirs)
+    assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
+    for name, value in weights_of(ours).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_compares_with_what_the_engine_sampled_with(tokenizer: Any, tmp_path: Path) -> None:
+    compared: list[bool] = []
+
+    class Watched(SortedGRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            by_tokens = {tuple(row.rollout.tokens): row.rollout for row in self._rows}
+            for ids, mask, old in zip(
+                inputs["completion_ids"], inputs["completion_mask"], inputs["old_per_token_logps"], strict=True
+            ):
+                length = int(mask.sum())
+                rollout = by_tokens[tuple(ids[:length].tolist())]
+                compared.append(torch.allclose(old[:length], torch.tensor(rollout.logprobs)))
+            return super()._compute_loss(model, inputs)
+
+    trainer_for(tmp_path, tokenizer, Watched, schedule="partial").train()
+    assert len(compared) == 24 and all(compared)
+    assert Metrics().fold(events_in(tmp_path)).figures().staleness_max > 0  # else nothing was at stake
+
+
+def test_stale_tokens_can_be_treated_as_decoupled_ppo_by_trl_itself(tokenizer: Any, tmp_path: Path) -> None:
+    args = config(tmp_path, vllm_importance_sampling_mode="token_truncate", max_steps=4)
+    trainer, _ = trained(tmp_path, tokenizer, "partial+elevator", args=args, stale_tokens="decoupled")
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    ratios = [entry["sampling/importance_sampling_ratio/max"] for entry in history]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-3)  # nothing is stale yet
+    assert max(ratios) > 1.001
+
+
+def test_an_engine_that_does_not_follow_the_weights_ends_the_run(tokenizer: Any, tmp_path: Path) -> None:
+    class Deaf(EmbeddedEngine):
+        def load(self, weights: Any, version: int) -> None:
+            super().load(None, version)
+
+    other = model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    engine = Deaf(other, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    with pytest.raises(EngineMismatch, match="nats"):
+        trainer_for(tmp_path, tokenizer, engine=engine).train()
+
+
+def test_a_rollout_that_the_engine_loses_is_missing_and_nothing_else(tokenizer: Any, tmp_path: Path) -> None:
+    lost = 5
+
+    class Losing(EmbeddedEngine):
+        def submit(self, requests: Any) -> None:
+            super().submit([request for request in requests if request.id != lost])
+            self._unreported += [Failed(r.id, self.now(), "lost") for r in requests if r.id == lost]
+
+    trained_tokens: list[int] = []
+
+    class Watched(SortedGRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            trained_tokens.append(int(inputs["completion_mask"].sum()))
+            return super()._compute_loss(model, inputs)
+
+    policy = model()
+    engine = Losing(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    trainer_for(tmp_path, tokenizer, Watched, model=policy, engine=engine, schedule="baseline").train()
+    updates = updates_in(tmp_path)
+    assert [len(event.rollouts) for event in updates] == [7, 8, 8]
+    assert sum(trained_tokens) == sum(sum(event.lengths) for event in updates)  # rows that fill up train nothing
+    assert [event.rollout for event in events_in(tmp_path) if isinstance(event, Rejected)] == [lost]
+
+
+def test_conversations_several_rewards_weights_and_missing_ones_work_as_in_trl(tokenizer: Any, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def missing_for_odd(prompts: Any, completions: Any, number: list[int], **columns: Any) -> list[float | None]:
+        asked.append((prompts[0], completions[0]))
+        return [None if n % 2 else float(len(c[0]["content"])) for n, c in zip(number, completions, strict=True)]
+
+    async def later(completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
+        return [float(i % 3) for i in range(len(completions))]
+
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "number": row["number"]} for row in questions()]
+    args = config(tmp_path, reward_weights=[1.0, 10.0], log_completions=False)
+    trainer = trainer_for(
+        tmp_path, tokenizer, args=args, reward_funcs=[missing_for_odd, later], train_dataset=Dataset.from_list(chats)
+    )
+    trainer.train()
+    prompt, completion = asked[0]
+    assert prompt[0]["role"] == "user" and completion[0]["role"] == "assistant"
+    assert all(event.rewards for event in updates_in(tmp_path))
+    assert max(reward for event in updates_in(tmp_path) for reward in event.rewards) >= 20
+
+
+@pytest.mark.slow
+def test_a_reward_model_may_be_named_by_its_folder(tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_labels=1, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForSequenceClassification(shape).save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    run = tmp_path / "run"
+    trainer_for(run, tokenizer, reward_funcs=str(tmp_path / "judge")).train()
+    assert len({reward for event in updates_in(run) for reward in event.rewards}) > 3
+
+
+def test_several_steps_and_passes_over_an_update_are_one_version(tokenizer: Any, tmp_path: Path) -> None:
+    args = config(tmp_path, steps_per_generation=4, num_iterations=2, max_steps=8, per_device_train_batch_size=4)
+    trained(tmp_path, tokenizer, "partial", args=args)
+    updates = updates_in(tmp_path)
+    assert [(event.update, event.version, len(event.rollouts)) for event in updates] == [(0, 0, 16), (1, 1, 16)]
+
+
+@pytest.mark.slow
+def test_a_reference_model_and_gradient_checkpointing_are_trl_s_business(tokenizer: Any, tmp_path: Path) -> None:
+    args = config(tmp_path, beta=0.1, gradient_checkpointing=True, loss_type="dr_grpo", mask_truncated_completions=True)
+    trainer, _ = trained(tmp_path, tokenizer, "on-policy", args=args)
+    assert all("kl" in entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_evaluation_samples_with_the_engine_under_the_weights_of_the_moment(tokenizer: Any, tmp_path: Path) -> None:
+    args = config(tmp_path, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=8)
+    trainer = trainer_for(tmp_path, tokenizer, args=args, eval_dataset=questions(4))
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert entries[0]["step"] == 2 and entries[0]["eval_completions/mean_length"] > 1
+    assert Metrics().fold(events_in(tmp_path)).figures().idle_parts["evaluation"] > 0
+    assert "eval_reward" in trainer.evaluate()  # after the run, too
+
+
+@pytest.mark.slow
+def test_lora_is_merged_for_the_engine(tokenizer: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"])
+    trainer, _ = trained(tmp_path, tokenizer, "on-policy", args=config(tmp_path, learning_rate=2e-2), peft_config=lora)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["sortedrl/mismatch"] < 1e-4 for entry in history)  # also after updates of the adapters
+    merged = dict(plain_weights(trainer.model))
+    untouched = dict(model().state_dict())
+    assert merged.keys() == untouched.keys()
+    changed = {name for name, value in merged.items() if not torch.equal(value, untouched[name])}
+    assert changed and all("q_proj" in name or "v_proj" in name or "up_proj" in name for name in changed)
+    base = {name: value for name, value in trainer.model.state_dict().items() if "base_layer" in name}
+    for name, value in base.items():  # the frozen weights are what they were, to the last bit
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert torch.equal(value, untouched[plain])
+
+
+# Stop and go on
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer: Any, tmp_path: Path) -> None:
+    args = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule=mode)
+    whole.train()
+    told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
+    again = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule=mode)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told  # the second telling counts
+    expected = weights_of(whole)
+    for name, value in weights_of(again).items():
+        assert torch.equal(value, expected[name]), name
+    assert Metrics().fold(events_in(tmp_path)).figures().updates == 5
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_harvest_leaves_a_trainer_that_can_go_on(tokenizer: Any, tmp_path: Path) -> None:
+    class Interrupted(EmbeddedEngine):
+        polls = 0
+
+        def poll(self, until: float | None = None) -> Any:
+            self.polls += 1
+            if self.polls == 60:
+                raise KeyboardInterrupt
+            return super().poll(until)
+
+    policy = model()
+    engine = Interrupted(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    args = config(tmp_path, max_steps=8, save_strategy="steps", save_steps=1)
+    trainer = trainer_for(tmp_path, tokenizer, model=policy, args=args, engine=engine)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert 1 <= trainer.state.global_step < 8
+    trainer.train(resume_from_checkpoint=True)
+    assert [event.update for event in updates_in(tmp_path)] == list(range(8))
+
+
+def test_a_run_is_not_overwritten_and_a_strange_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    args = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args)).train()
+    with pytest.raises(ConfigurationError, match="never overwritten"):
+        trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args)).train()
+    with pytest.raises(ConfigurationError, match="another schedule"):
+        changed = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule="partial")
+        changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    (tmp_path / "checkpoint-1" / "sortedrl-0.json").unlink()
+    with pytest.raises(ConfigurationError, match="another trainer"):
+        other = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args))
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
+    schedule = Schedule(mode="partial", max_prompt_tokens=2)
+    with pytest.raises(RuntimeError, match="max_prompt_tokens is 2"):
+        trainer_for(tmp_path, tokenizer, schedule=schedule).train()
+
+
+# Several processes
+
+TWO_PROCESSES = """
+import importlib.util, json
+from pathlib import Path
+
+found = importlib.util.spec_from_file_location("here", {test_file!r})
+here = importlib.util.module_from_spec(found)
+found.loader.exec_module(here)
+
+here.torch.set_num_threads(1)
+folder = Path({folder!r})
+args = here.config(folder, max_steps={steps}, ddp_backend="gloo", save_strategy="steps", save_steps=2)
+tokenizer = here.AutoTokenizer.from_pretrained(here.BUILT_IN_MODEL)
+recorder = here.Recorder()
+trainer = here.trainer_for(folder, tokenizer, args=args, schedule={mode!r}, reward_funcs=recorder)
+trainer.train(resume_from_checkpoint={resume!r})
+checksum = sum(float(value.double().abs().sum()) for value in here.weights_of(trainer).values())
+told = {{"checksum": checksum, "processes": trainer.accelerator.num_processes, "numbers": recorder.numbers}}
+(folder / f"told-{{trainer.accelerator.process_index}}.json").write_text(json.dumps(told))
+"""
+
+
+def run_two_processes(folder: Path, mode: str, steps: int, resume: str | None = None) -> list[dict[str, Any]]:
+    script = folder / "script.py"
+    script.write_text(
+        TWO_PROCESSES.format(test_file=__file__, folder=str(folder), mode=mode, steps=steps, resume=resume)
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    done = subprocess.run(
+        [*launch, "--standalone", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["partial+elevator", "on-policy"])
+def test_two_processes_schedule_their_own_prompts_and_share_the_gradient(mode: str, tmp_path: Path) -> None:
+    first, second = run_two_processes(tmp_path, mode, steps=4)
+    assert first["processes"] == 2
+    assert first["checksum"] == second["checksum"]
+    assert {n % 2 for call in first["numbers"] for n in call} == {0}
+    assert {n % 2 for call in second["numbers"] for n in call} == {1}
+    logs = [without_rolled_back(read_events(tmp_path / name)) for name in ("events.jsonl", "events-1.jsonl")]
+    for log in logs:
+        figures = Metrics().fold(log).figures()
+        assert figures.updates == 4 and figures.trained >= 32
+    whole = first["checksum"]
+    resumed, _ = run_two_processes(tmp_path, mode, steps=4, resume=str(tmp_path / "checkpoint-2"))
+    assert resumed["checksum"] == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_vllm_generates_under_the_trainer_s_weights(tokenizer: Any, tmp_path: Path) -> None:
+    if not hasattr(pytest.importorskip("vllm"), "SamplingParams"):
+        pytest.skip("vLLM is not installed")
+    args = config(tmp_path, vllm_max_model_length=128, max_steps=4)
+    path = str(BUILT_IN_MODEL)
+    trainer = trainer_for(tmp_path, tokenizer, model=path, args=args, schedule="partial", engine="vllm")
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert max(entry["sortedrl/mismatch"] for entry in history) < 1e-4
+    assert history[-1]["sortedrl/staleness_max"] > 0
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"plain": GRPOTrainer, "sorted": SortedGRPOTrainer}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_both_trainers_learn_the_same_easy_thing(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    """The same script, one class changed: reward for brevity, and both become brief."""
+
+    def brief(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [-float(len(ids)) for ids in completion_ids]
+
+    args = config(
+        tmp_path, max_steps=30, per_device_train_batch_size=32, gradient_accumulation_steps=1, num_generations=8,
+        max_completion_length=64, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trainer_for(
+        tmp_path, tokenizer, TRAINERS[name], args=args, reward_funcs=brief, train_dataset=questions(96)
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 1
