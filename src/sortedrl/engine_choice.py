@@ -60,7 +60,7 @@ def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tok
         raise ConfigurationError(
             "engine_urls", (), f"--engine {settings.engine} needs a server", "--engine-urls http://127.0.0.1:8000"
         )
-    from sortedrl.engines.pool import Pool
+    from sortedrl.engines.http_engine import ServerPool
 
     count = len(settings.engine_urls)
     slots = max(1, settings.slots // count)
@@ -69,7 +69,7 @@ def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tok
         _server(settings.engine)(url, slots=slots, eos_token_ids=eos_token_ids, tokenizer=tokenizer, **options)
         for url in settings.engine_urls
     ]
-    return engines[0] if count == 1 else Pool(engines)
+    return engines[0] if count == 1 else ServerPool(engines)
 
 
 def _server(engine: str) -> Any:

@@ -1,0 +1,394 @@
+"""Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot.
+
+    submit -> the pool's queue -> a member's free slot -> its changes, merged on one clock -> poll
+
+A member never holds more than it has slots for: a slow one hoards nothing that another could run, and requests
+leave the queue in the order in which they were submitted (which of two members then starts first is up to them). A
+freed slot is refilled by the member's own thread, without waiting for the caller. All calls of a member are made in
+its thread, so members may block in `poll`; they must run in real time, which leaves out the simulated engine.
+
+A member is lost when a call raises `EngineDied`, or when it cannot load weights. The pool then goes on without it:
+- its requests return to the head of the queue and continue elsewhere behind the tokens that they delivered. The caller
+  sees a preemption: no retry is used up, nothing that was delivered is lost, and no token is delivered twice;
+- its slots stay empty and still count in `slots`, so that the figures show the loss (as KV-limited: there is work and
+  no room for it), until another engine takes its place (`rejoin`), which works from the next `load` on;
+- when the last member is lost, `poll` and `load` raise `EngineDied`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedrl.core.engine import (
+    Change,
+    Engine,
+    EngineDied,
+    Finished,
+    Preempted,
+    Request,
+    Started,
+    Tokens,
+)
+from sortedrl.core.rollout import Segment
+
+_SLICE_SECONDS = 0.01  # after this long a polling member looks for new requests and stops
+_CLOSE_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request in the pool, with all that it has made so far: what another member needs to go on."""
+
+    request: Request
+    order: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    in_slot: bool = False
+    has_moved: bool = False  # another member was lost with it
+    unwanted: bool = False  # is being stopped
+
+    @property
+    def left(self) -> int:
+        return self.request.budget - len(self.tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.prompt.tokens) + self.request.kept_length + len(self.tokens)
+
+    def remaining(self, version: int) -> Request:
+        """What is still to be made, as a request of its own."""
+        request = self.request
+        if not self.tokens:
+            return request
+        made = Segment(self.tokens[:], self.logprobs[:], version)
+        return Request(request.id, request.prompt, (*request.kept, made), self.left, request.seed, request.sampling)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Something to be done in a member's thread."""
+
+    do: Callable[[Engine], Sequence[Change]]
+    loses_on_any_error: bool = False
+    done: bool = False
+
+
+class _Member:
+    def __init__(self, engine: Engine, lock: threading.Lock) -> None:
+        self.engine = engine
+        self.slots = engine.slots
+        self.clock_offset = time.perf_counter() - engine.now()
+        self.last_time = float("-inf")  # of what it reported, on the pool's clock
+        self.thread = threading.current_thread()  # until its own starts
+        self.wake = threading.Condition(lock)
+        self.entries: dict[int, _Entry] = {}  # in the engine, or on the way there
+        self.inbox: list[_Entry] = []  # on the way there
+        self.calls: deque[_Call] = deque()
+        self.has_weights = True
+        self.lost: str | None = None  # why
+
+    @property
+    def is_working(self) -> bool:
+        return self.lost is None and self.has_weights
+
+    @property
+    def load(self) -> float:
+        return len(self.entries) / self.slots
+
+
+class Pool:
+    """See the module's docstring. It is an engine itself."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        if not engines:
+            raise ValueError("a pool needs at least one engine")
+        self.slots = sum(engine.slots for engine in engines)
+        self.load_seconds = 0.0  # of the last load, until the slowest member had it
+        self._lock = threading.Lock()  # guards all below
+        self._news = threading.Condition(self._lock)
+        self._entries: dict[int, _Entry] = {}  # all that are in the pool
+        self._queue: deque[_Entry] = deque()
+        self._outbox: list[Change] = []
+        self._submitted = 0
+        self._version = 0
+        self._has_loaded = False
+        self._last_time = float("-inf")
+        self._defect: BaseException | None = None  # of a member: not a loss, but an error to be shown
+        self._is_closed = False
+        self._members: list[_Member] = []
+        for engine in engines:
+            self._add(engine, place=len(self._members))
+
+    # The protocol
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            inside = set(self._entries)
+            for request in requests:
+                if request.id in inside:
+                    raise ValueError(f"request {request.id} is in the pool already: stop it first")
+                inside.add(request.id)
+            for request in requests:
+                entry = _Entry(request, self._submitted)
+                self._submitted += 1
+                self._entries[request.id] = entry
+                self._queue.append(entry)
+            self._dispatch()
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        with self._lock:
+            while not self._outbox and (self._entries or until is not None):
+                self._raise_if_nobody_works()
+                seconds = None if until is None else until - self.now()
+                if seconds is not None and seconds <= 0:
+                    break
+                self._news.wait(seconds)
+            self._raise_defect()
+            return self._report()
+
+    def stop(self, ids: Sequence[int]) -> list[Change]:
+        with self._lock:
+            unwanted = {id: self._entries[id] for id in ids if id in self._entries}
+            for entry in unwanted.values():
+                entry.unwanted = True
+            self._queue = deque(entry for entry in self._queue if not entry.unwanted)
+            calls = []
+            for member in self._members:
+                member.inbox, on_the_way = _split(member.inbox)
+                for entry in on_the_way:
+                    del member.entries[entry.request.id]
+                named = [id for id, entry in member.entries.items() if entry.unwanted]
+                if named:
+                    calls.append(_Call(_stop_of(named)))
+                    self._call(member, calls[-1])
+            self._wait_for(calls)
+            for id in unwanted:
+                self._entries.pop(id, None)
+                for member in self._members:
+                    member.entries.pop(id, None)
+            self._dispatch()
+            return self._report()
+
+    def load(self, weights: Any, version: int) -> None:
+        """Give all members these weights, at once. A member that cannot load them is lost."""
+        if isinstance(weights, Iterator):
+            weights = list(weights)  # one member would use it up
+        began = self.now()
+        with self._lock:
+            if self._entries:
+                raise RuntimeError(f"load of version {version} while {len(self._entries)} requests are in the pool")
+            self._version, self._has_loaded = version, True
+            loading = [member for member in self._members if member.lost is None]
+            calls = [_Call(_load_of(weights, version), loses_on_any_error=True) for _ in loading]
+            for member, call in zip(loading, calls, strict=True):
+                member.has_weights = True
+                self._call(member, call)
+            self._wait_for(calls)
+            self._raise_if_nobody_works(f"no engine could load the weights of version {version}: ")
+        self.load_seconds = self.now() - began
+
+    # Members
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Places of lost members, and why."""
+        with self._lock:
+            return {place: member.lost for place, member in enumerate(self._members) if member.lost is not None}
+
+    def rejoin(self, engine: Engine) -> None:
+        """Put an engine in the place of a lost one of as many slots.
+
+        It works from the next `load` on (the pool keeps no copy of the weights); at once if none were loaded yet.
+        """
+        with self._lock:
+            places = [i for i, m in enumerate(self._members) if m.lost is not None and m.slots == engine.slots]
+            if not places:
+                empty = [member.slots for member in self._members if member.lost is not None]
+                raise ValueError(f"an engine of {engine.slots} slots came back, but the lost ones had {empty}")
+            self._add(engine, places[0])
+            self._dispatch()
+
+    def close(self) -> None:
+        """End the threads, and close the engines that can be closed."""
+        with self._lock:
+            self._is_closed = True
+            for member in self._members:
+                member.wake.notify_all()
+        for member in self._members:
+            member.thread.join(_CLOSE_SECONDS)
+
+    def _add(self, engine: Engine, place: int) -> None:
+        member = _Member(engine, self._lock)
+        member.has_weights = not self._has_loaded
+        self._members[place : place + 1] = [member]
+        member.thread = threading.Thread(target=self._serve, args=(member,), name=f"engine {place}", daemon=True)
+        member.thread.start()
+
+    # A member's thread
+
+    def _serve(self, member: _Member) -> None:
+        """Until the pool is closed or the member is lost; either way it is closed."""
+        try:
+            self._work(member)
+        finally:
+            if hasattr(member.engine, "close"):
+                with suppress(Exception):  # of one that is gone
+                    member.engine.close()
+
+    def _work(self, member: _Member) -> None:
+        call: _Call | None = None
+        try:
+            while True:
+                with self._lock:
+                    while not (self._is_closed or member.calls or member.entries):
+                        member.wake.wait()
+                    if self._is_closed:
+                        return
+                    new = [entry.remaining(self._version) for entry in member.inbox]
+                    member.inbox.clear()
+                    call = member.calls[0] if member.calls else None
+                changes = _advanced(member.engine, new, call)
+                with self._lock:
+                    self._note(member, changes)
+                    if call is not None:
+                        member.calls.popleft()
+                        call.done = True
+                        self._news.notify_all()
+        except Exception as error:
+            with self._lock:
+                if self._is_closed:
+                    return
+                if not (isinstance(error, EngineDied) or (call is not None and call.loses_on_any_error)):
+                    self._defect = error
+                self._lose(member, error)
+
+    def _note(self, member: _Member, changes: Sequence[Change]) -> None:
+        freed = False
+        now = self.now()
+        for change in changes:
+            entry = member.entries[change.id]
+            if isinstance(change, Tokens):
+                entry.tokens.extend(change.segment.tokens)
+                entry.logprobs.extend(change.segment.logprobs)
+            elif isinstance(change, Started):
+                entry.in_slot = True
+            elif isinstance(change, Preempted):
+                entry.in_slot = False
+            else:
+                del member.entries[change.id]
+                del self._entries[change.id]
+                freed = True
+            member.last_time = max(member.last_time, min(change.at + member.clock_offset, now))
+            self._outbox.append(change._replace(at=member.last_time))
+        if freed:
+            self._dispatch()
+        if changes:
+            self._news.notify_all()
+
+    def _lose(self, member: _Member, error: Exception) -> None:
+        member.lost = f"{type(error).__name__}: {error}"
+        for call in member.calls:
+            call.done = True
+        at = self.now()
+        back = sorted(member.entries.values(), key=lambda entry: entry.order)
+        for entry in back:
+            entry.has_moved = True
+            if entry.left == 0 and not entry.unwanted:  # only its end was not reported
+                self._outbox.append(Finished(entry.request.id, at, truncated=True))
+                del self._entries[entry.request.id]
+            elif entry.in_slot:
+                self._outbox.append(Preempted(entry.request.id, at, entry.context_tokens))
+                entry.in_slot = False
+        waiting = [entry for entry in back if entry.left and not entry.unwanted]
+        self._queue.extendleft(reversed(waiting))
+        member.entries.clear()
+        member.inbox.clear()
+        _log.warning(
+            "engine %d of %d is lost (%s): %d requests go elsewhere, %d engines go on",
+            self._members.index(member) + 1,
+            len(self._members),
+            member.lost,
+            len(waiting),
+            sum(other.is_working for other in self._members),
+        )
+        self._dispatch()
+        self._news.notify_all()
+
+    # With the lock held
+
+    def _dispatch(self) -> None:
+        """Hand the head of the queue to the least loaded member with a free slot, as long as there is one."""
+        while self._queue:
+            free = [m for m in self._members if m.is_working and len(m.entries) < m.slots]
+            if not free:
+                return
+            member = min(free, key=lambda m: m.load)
+            entry = self._queue.popleft()
+            member.entries[entry.request.id] = entry
+            member.inbox.append(entry)
+            if entry.has_moved:  # its new start must not be stamped before its preemption by an inexact clock
+                member.last_time = self.now()
+            member.wake.notify_all()
+
+    def _call(self, member: _Member, call: _Call) -> None:
+        member.calls.append(call)
+        member.wake.notify_all()
+
+    def _wait_for(self, calls: Sequence[_Call]) -> None:
+        while not all(call.done for call in calls):
+            self._news.wait()
+        self._raise_defect()
+
+    def _report(self) -> list[Change]:
+        """In time order; what a member reports late is stamped with the time of what was reported before it."""
+        changes, self._outbox = self._outbox, []
+        changes.sort(key=lambda change: change.at)
+        for place, change in enumerate(changes):
+            if change.at >= self._last_time:
+                self._last_time = change.at
+            else:
+                changes[place] = change._replace(at=self._last_time)
+        return changes
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            raise self._defect
+
+    def _raise_if_nobody_works(self, what: str = "") -> None:
+        if not any(member.is_working for member in self._members):
+            self._raise_defect()
+            reasons = "; ".join(f"engine {i + 1}: {m.lost or 'waits for weights'}" for i, m in enumerate(self._members))
+            raise EngineDied(f"{what}no engine of the pool is left ({reasons})")
+
+
+def _advanced(engine: Engine, new: Sequence[Request], call: _Call | None) -> Sequence[Change]:
+    if new:
+        engine.submit(new)
+    return call.do(engine) if call is not None else engine.poll(engine.now() + _SLICE_SECONDS)
+
+
+def _stop_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
+    return lambda engine: engine.stop(ids)
+
+
+def _load_of(weights: Any, version: int) -> Callable[[Engine], Sequence[Change]]:
+    def load(engine: Engine) -> Sequence[Change]:
+        engine.load(weights, version)
+        return ()
+
+    return load
+
+
+def _split(inbox: Sequence[_Entry]) -> tuple[list[_Entry], list[_Entry]]:
+    return [entry for entry in inbox if not entry.unwanted], [entry for entry in inbox if entry.unwanted]

@@ -1,0 +1,124 @@
+"""A running SGLang server as an engine, over HTTP. The user starts the server:
+
+    python -m sglang.launch_server --model-path MODEL --max-running-requests 256 --incremental-streaming-output
+
+**Only tried against a stand-in**: SGLang needs a GPU of its own, and what is here was written after the source of
+0.5.23 and tested against a small server that speaks its format (tests/sglang_stand_in.py), never against SGLang.
+
+- Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
+  tokens so far; that works, and costs more with every token.
+- SGLang's log-probabilities are those after temperature, and before top-p: so `top_p` must be 1.
+- **Noise**: `seeded=True` sends `sampling_seed`, which SGLang heeds only with `--enable-deterministic-inference`.
+- **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`.
+  If any of this fails the server stays paused and is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.engine import Request
+from sortedrl.core.hashing import mixed
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.http_engine import LOAD_SECONDS, Delta, HttpEngine, Refused, Sent, reason_of
+
+_START = "python -m sglang.launch_server --model-path MODEL --max-running-requests {slots}"
+
+
+class SglangEngine(HttpEngine):
+    """See the module's docstring; `url` is such as http://localhost:30000."""
+
+    async def check_server(self) -> None:
+        try:
+            info = await self.call("GET", "/server_info")
+            loads = await self._loads()
+        except Refused as refusal:
+            raise ConfigurationError(
+                "url",
+                self.url,
+                f"the server there has no /server_info or no /v1/loads ({refusal}): it is not SGLang 0.5.23 or newer",
+                f"Start it with {_START.format(slots=self.slots)}",
+            ) from None
+        if info.get("max_req_input_len"):
+            self.max_length = int(info["max_req_input_len"])
+        room = sum(load["max_running_requests"] for load in loads)
+        if room < self.slots:
+            raise ConfigurationError(
+                "url",
+                self.url,
+                f"the server runs at most {room} requests at once, and this engine has {self.slots} slots",
+                f"Start it with {_START.format(slots=self.slots)}",
+            )
+
+    async def is_well(self) -> bool:
+        await self.call("GET", "/health")
+        return True
+
+    async def count_running(self) -> int | None:
+        return sum(int(load["num_running_reqs"]) for load in await self._loads())
+
+    async def _loads(self) -> list[dict[str, Any]]:
+        answer = await self.call("GET", "/v1/loads", include="core")
+        return list(answer["loads"])
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.sampling.top_p != 1:
+                raise ValueError(
+                    f"top_p = {request.sampling.top_p}: SGLang reports log-probabilities from before the cut, use 1"
+                )
+        super().submit(requests)
+
+    def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
+        context = [*request.prompt.tokens, *request.kept_tokens]
+        room = request.budget if self.max_length is None else max(1, self.max_length - len(context))
+        sampling = request.sampling
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,  # the model's own configuration may say otherwise
+            "max_new_tokens": min(request.budget, room),
+            "ignore_eos": sampling.ignore_end,
+            "stop_token_ids": [] if sampling.ignore_end else self._eos,
+            "no_stop_trim": True,  # the end token is part of the response
+            "skip_special_tokens": False,
+        }
+        if self._seeded:
+            parameters["sampling_seed"] = mixed(request.seed, request.kept_length)
+        body = {
+            "rid": name,
+            "input_ids": context,
+            "sampling_params": parameters,
+            "stream": True,
+            "return_logprob": True,
+        }
+        return "/generate", body
+
+    def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
+        if "error" in event:
+            raise Refused(int(event["error"].get("code") or 500), reason_of(event))
+        about = event["meta_info"]
+        new = about["completion_tokens"] - len(sent.tokens)
+        entries = about.get("output_token_logprobs") or []
+        fresh = entries[len(entries) - new :] if new > 0 else []
+        reason = about.get("finish_reason")
+        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+            raise Refused(int(reason["status_code"]), str(reason.get("message")))
+        return Delta(
+            tokens=[token for _, token, *_ in fresh],
+            logprobs=[logprob for logprob, *_ in fresh],
+            end=reason["type"] if reason is not None else None,
+        )
+
+    async def abort(self, names: Sequence[str]) -> bool:
+        for name in names:
+            await self.call("POST", "/abort_request", body={"rid": name})
+        return True
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        await self.call("POST", "/pause_generation", body={"mode": "abort"})
+        update = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+        await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
+        await self.call("POST", "/continue_generation", body={})

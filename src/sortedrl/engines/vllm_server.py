@@ -1,0 +1,124 @@
+"""A running vLLM server as an engine, over HTTP. The user starts the server:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --max-num-seqs 256 \\
+        --stream-interval 8
+
+- `--tokens-only` opens the route for tokens in, tokens out (`/inference/v1/generate`) and the one that aborts. vLLM
+  then has no tokenizer to check token ids with: one outside of the vocabulary ends the server.
+- Development mode has the routes that weights need (`/collective_rpc`, `/pause`, `/reset_prefix_cache`); it is for
+  networks that you trust. `--logprobs-mode processed_logprobs` gives the log-probabilities that tokens were sampled at,
+  after temperature and top-p. All of this is checked at start, and so is `--max-num-seqs`.
+- A larger `--stream-interval` costs the server less; tokens that were made and not streamed are lost if it is killed.
+- `/abort_requests` makes vLLM hand out what it had made and not streamed yet. Where it is missing (0.25 without
+  `--tokens-only`) a stopped request's connection is closed.
+- **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are sent only with `seeded=True`. vLLM replays
+  a seed from position 0 when a request is resumed, so a resumed one gets a seed of its own.
+- **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then the prefix cache is emptied: it
+  holds keys of the old weights. If any of this fails the server stays paused and is given up.
+
+Works with vLLM 0.32.0 (tested against a real server on CPU); the routes and formats of 0.25.1 were read in its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.engine import Request
+from sortedrl.core.hashing import mixed
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.http_engine import LOAD_SECONDS, Delta, HttpEngine, Refused, Sent, reason_of
+
+_START = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --max-num-seqs {slots}"
+)
+_GENERATE = "/inference/v1/generate"
+_RUNNING = "vllm:num_requests_running"
+
+
+class VllmServerEngine(HttpEngine):
+    """See the module's docstring; `url` is such as http://localhost:8000."""
+
+    _can_abort = True  # until it says otherwise
+
+    async def check_server(self) -> None:
+        one_token = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "detokenize": False}}
+        try:
+            info = await self.call("GET", "/server_info", config_format="json")
+            await self.call("POST", _GENERATE, body=one_token)
+        except Refused as refusal:
+            raise ConfigurationError(
+                "url",
+                self.url,
+                f"the server there is not vLLM, or it lacks --tokens-only or development mode ({refusal})",
+                f"Start it with {_START.format(slots=self.slots)}",
+            ) from None
+        model, scheduler = info["vllm_config"]["model_config"], info["vllm_config"]["scheduler_config"]
+        self.max_length = int(model["max_model_len"])
+        self._check_flag("--logprobs-mode", model["logprobs_mode"], model["logprobs_mode"] == "processed_logprobs")
+        self._check_flag("--max-num-seqs", scheduler["max_num_seqs"], scheduler["max_num_seqs"] >= self.slots)
+
+    def _check_flag(self, flag: str, value: object, is_right: bool) -> None:
+        if not is_right:
+            raise ConfigurationError(
+                "url",
+                self.url,
+                f"the server runs with {flag} {value}, and this engine has {self.slots} slots",
+                f"Start it with {_START.format(slots=self.slots)}",
+            )
+
+    async def is_well(self) -> bool:
+        await self.call("GET", "/health")
+        return True
+
+    async def count_running(self) -> int | None:
+        lines = (await self.call("GET", "/metrics")).splitlines()
+        counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_RUNNING)]
+        return int(sum(counts)) if counts else None
+
+    def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
+        context = [*request.prompt.tokens, *request.kept_tokens]
+        room = request.budget if self.max_length is None else max(1, self.max_length - len(context))
+        sampling = request.sampling
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": min(request.budget, room),
+            "ignore_eos": True,  # the end tokens are named here, whatever the model's own configuration says
+            "stop_token_ids": [] if sampling.ignore_end else self._eos,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if self._seeded:
+            parameters["seed"] = mixed(request.seed, request.kept_length)
+        body = {"request_id": name, "token_ids": context, "sampling_params": parameters, "stream": True}
+        return _GENERATE, body
+
+    def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
+        if "error" in event:
+            raise Refused(int(event["error"].get("code") or 500), reason_of(event))
+        if not event.get("choices"):
+            return Delta((), ())
+        choice = event["choices"][0]
+        logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
+        return Delta(choice["token_ids"] or (), logprobs, choice.get("finish_reason"))
+
+    async def abort(self, names: Sequence[str]) -> bool:
+        if self._can_abort:
+            try:
+                await self.call(
+                    "POST", "/abort_requests", body={"request_ids": [f"generate-tokens-{n}" for n in names]}
+                )
+            except Refused:
+                self._can_abort = False
+        return self._can_abort
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        await self.call("POST", "/pause", mode="abort")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.call("POST", "/collective_rpc", body=reload, seconds=LOAD_SECONDS)
+        emptied = await self.call("POST", "/reset_prefix_cache")
+        if isinstance(emptied, dict) and emptied.get("success") is False:
+            raise Refused(500, "the prefix cache, which holds keys of the old weights, was not emptied")
+        await self.call("POST", "/resume")

@@ -1,0 +1,218 @@
+"""A stand-in for an SGLang server: a real HTTP server that speaks the format of SGLang 0.5.23, over a toy model.
+
+It is not SGLang. It answers the routes that `engines/sglang.py` uses in the shapes that SGLang's source has, so that
+our side of the wire can be tested where SGLang does not run. It adds switches for what can go wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from sortedrl.core.hashing import mixed
+
+
+class SglangStandIn:
+    """`incremental`: events carry what is new (--incremental-streaming-output) or all tokens so far.
+
+    `runs_at_once` may be less than `max_running_requests`, as when memory is short: the others wait.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        incremental: bool = True,
+        max_running_requests: int = 64,
+        runs_at_once: int = 64,
+        max_length: int = 256,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.incremental = incremental
+        self.max_running_requests = max_running_requests
+        self.max_length = max_length
+        self.step_seconds = step_seconds
+        self.refuses_weights = False
+        self.is_ill = False
+        self.hangs = False
+        self.speaks_another_format = False
+        self.bodies: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self._runs_at_once = runs_at_once
+        self._aborted: set[str] = set()  # prefixes of names, as SGLang takes them
+        self._open: set[str] = set()
+        self._running = 0
+        self._is_paused = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    async def _start(self) -> None:
+        self._slots = asyncio.Semaphore(self._runs_at_once)
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/server_info", self._server_info),
+                web.get("/v1/loads", self._loads),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/update_weights_from_disk", self._update_weights),
+            ]
+        )
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._site_socket = await self._loop.create_server(self._runner.server, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._site_socket.sockets[0].getsockname()[1]}"
+
+    def kill(self) -> None:
+        """As `kill -9` does: no port, every connection reset."""
+        self._loop.call_soon_threadsafe(self._site_socket.close)
+        self.drop_connections()
+
+    def close(self) -> None:
+        self.hangs = False
+        self.kill()
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def drop_connections(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result()
+
+    async def _drop(self) -> None:
+        assert self._runner.server is not None
+        for connection in list(self._runner.server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    # Routes
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self._hang()
+        return web.Response(status=503 if self.is_ill else 200)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"max_req_input_len": self.max_length, "version": "0.5.23"})
+
+    async def _hang(self) -> None:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        await self._hang()
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self._running,
+            "num_waiting_reqs": len(self._open) - self._running,
+            "max_running_requests": self.max_running_requests,
+        }
+        return web.json_response({"version": "0.5.23", "loads": [load]})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self._aborted.add((await request.json())["rid"])
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert (await request.json())["mode"] == "abort"
+        self.calls.append("pause")
+        self._is_paused = True
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.calls.append("continue")
+        self._is_paused = False
+        return web.json_response({"status": "ok"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["flush_cache"] is True and self._is_paused
+        self.calls.append(f"update {body['weight_version']}")
+        answer = {"success": not self.refuses_weights, "message": "CUDA out of memory", "num_paused_requests": 0}
+        if self.refuses_weights:
+            return web.json_response(answer, status=400)
+        weights = load_file(Path(body["model_path"]) / "model.safetensors")
+        self.model.load_state_dict(weights, strict=False)
+        return web.json_response(answer)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if len(body["input_ids"]) > self.max_length:
+            message = (
+                f"The input ({len(body['input_ids'])} tokens) is longer than the limit of {self.max_length} tokens."
+            )
+            error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
+            await _send(response, {"error": error})
+        else:
+            self._open.add(body["rid"])
+            try:
+                async with self._slots:
+                    self._running += 1
+                    try:
+                        await self._respond(response, body)
+                    finally:
+                        self._running -= 1
+            finally:
+                self._open.discard(body["rid"])
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _respond(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
+        parameters = body["sampling_params"]
+        made: list[tuple[float, int, None]] = []
+        reason: dict[str, Any] | None = None
+        while reason is None:
+            await asyncio.sleep(self.step_seconds)
+            await self._hang()
+            if any(body["rid"].startswith(prefix) for prefix in self._aborted):
+                reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+                fresh: list[tuple[float, int, None]] = []
+            else:
+                seed = mixed(parameters.get("sampling_seed", len(self.bodies)), len(made))
+                token, logprob = self._next([*body["input_ids"], *(t for _, t, _ in made)], parameters, seed)
+                fresh = [(logprob, token, None)]
+                made += fresh
+                if token in parameters["stop_token_ids"]:
+                    reason = {"type": "stop", "matched": token}
+                elif len(made) == parameters["max_new_tokens"]:
+                    reason = {"type": "length", "length": len(made)}
+            shown = fresh if self.incremental else made
+            about = {
+                "id": body["rid"],
+                "finish_reason": reason,
+                "completion_tokens": len(made),
+                "output_token_logprobs": shown,
+            }
+            event = {"text": "", "output_ids": [t for _, t, _ in shown], "meta_info": about}
+            await _send(response, {"tokens": shown} if self.speaks_another_format else event)
+
+    def _next(self, context: list[int], parameters: dict[str, Any], seed: int) -> tuple[int, float]:
+        temperature = parameters["temperature"]
+        with torch.no_grad():
+            logits = self.model(torch.tensor([context])).logits[0, -1].float()
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+        if temperature == 0:
+            token = int(logprobs.argmax())
+        else:
+            noise = torch.Generator().manual_seed(seed)
+            token = int(torch.multinomial(logprobs.exp(), 1, generator=noise))
+        return token, float(logprobs[token])
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

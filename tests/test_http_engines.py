@@ -1,0 +1,326 @@
+"""Engines behind HTTP. SGLang's own engine is tested against a stand-in (tests/sglang_stand_in.py), never against
+SGLang; a real vLLM server is tested in tests/with_vllm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'sortedrl[http]'")
+
+from engine_contract import EngineContract, Ledger
+from sglang_stand_in import SglangStandIn
+from sortedrl.core import EngineDied, Request, Sampling
+from sortedrl.core.engine import Engine, Preempted, Started
+from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines import http_engine
+from sortedrl.engines.http_engine import ServerPool, reason_of, write_weights
+from sortedrl.engines.pool import Pool
+from sortedrl.engines.sglang import SglangEngine
+from sortedrl.engines.vllm_server import VllmServerEngine
+from test_embedded import VOCABULARY, model_of
+
+_open: list[SglangEngine | SglangStandIn] = []
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    while _open:
+        _open.pop().close()
+
+
+def stand_in(**options: Any) -> SglangStandIn:
+    server = SglangStandIn(model_of("Llama"), **options)
+    _open.append(server)
+    return server
+
+
+def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEngine:
+    engine = SglangEngine(server.url, slots=slots, eos_token_ids=[7], **options)
+    _open.append(engine)
+    return engine
+
+
+def endless(id: int, budget: int, **sampling: Any) -> Request:
+    return Request(id, Prompt(str(id), [3 + id % 40] * 6), (), budget, id, Sampling(ignore_end=True, **sampling))
+
+
+class TestSglangStandIn(EngineContract):
+    incremental = True
+    long_budget = 120
+
+    def make_engine(self, slots: int) -> Engine:
+        return engine_at(stand_in(incremental=self.incremental), slots)
+
+    def weights(self, version: int) -> Any:
+        return model_of("Llama", seed=version).state_dict()
+
+    def reproducible(self, request: Request) -> Request:
+        return replace(request, sampling=Sampling(temperature=0.0))
+
+
+class TestSglangStandInThatRepeatsAllTokens(TestSglangStandIn):
+    incremental = False
+
+
+def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:
+    server, learner = stand_in(), model_of("Llama", seed=5)
+    ledger = Ledger(engine_at(server))
+    ledger.engine.load(iter(learner.state_dict().items()), 3)
+    assert server.calls == ["pause", "update 3", "continue"]
+    ledger.submit([endless(0, 12, temperature=0.7)])
+    ledger.run()
+    context = ledger.submitted[0].prompt.tokens
+    with torch.no_grad():
+        logits = learner(torch.tensor([[*context, *ledger.tokens(0)]])).logits[0, len(context) - 1 : -1]
+    expected = torch.log_softmax(logits / 0.7, -1)
+    for position, (token, logprob) in enumerate(zip(ledger.tokens(0), ledger.logprobs(0), strict=True)):
+        assert logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+
+
+def test_a_resumed_request_draws_from_a_seed_of_its_own() -> None:
+    server = stand_in()
+    ledger = Ledger(engine_at(server, seeded=True))
+    first = endless(0, 5)
+    ledger.submit([first])
+    ledger.run()
+    ledger.submit([Request(1, first.prompt, tuple(ledger.segments[0]), 5, first.seed, first.sampling)])
+    ledger.run()
+    seeds = [body["sampling_params"]["sampling_seed"] for body in server.bodies]
+    assert seeds[0] != seeds[1]
+    assert server.bodies[1]["input_ids"] == [*first.prompt.tokens, *ledger.tokens(0)]
+
+
+def test_a_rejected_request_fails_with_the_servers_reason() -> None:
+    ledger = Ledger(engine_at(stand_in(max_length=30)))
+    ledger.submit([Request(0, Prompt("long", [3] * 31), (), 4, 0), endless(1, 4)])
+    ledger.run()
+    assert list(ledger.finished) == [1]
+    assert "longer than the limit of 30 tokens" in ledger.failed[0]
+
+
+def test_top_p_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"top_p = 0\.9"):
+        engine_at(stand_in()).submit([endless(0, 4, top_p=0.9)])
+
+
+def test_names_are_not_prefixes_of_each_other() -> None:
+    """SGLang aborts every request whose name begins with the one that it is given."""
+    server = stand_in(step_seconds=0.002)
+    ledger = Ledger(engine_at(server, slots=16))
+    ledger.submit([endless(id, 40) for id in range(12)])
+    while min(len(ledger.tokens(id)) for id in range(12)) < 2:
+        ledger.apply(ledger.engine.poll())
+    ledger.stop([0])
+    ledger.run()
+    assert sorted(ledger.finished) == list(range(1, 12)) and not ledger.failed
+
+
+def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+    ledger = Ledger(engine_at(stand_in(), tokenizer=tokenizer))
+    ledger.submit([endless(0, 40, temperature=0.0)])
+    ledger.run()
+    reference = ledger.tokens(0)
+    pair = tokenizer.decode(reference[:2])
+    request = Request(1, ledger.submitted[0].prompt, (), 40, 0, Sampling(temperature=0.0, stop_strings=(pair,)))
+    kept = Segment(reference[:1], [0.0], 0)
+    ledger.submit([request, replace(request, id=2, kept=(kept,), budget=39)])
+    ledger.run()
+    assert ledger.tokens(1) == reference[:2] and ledger.tokens(2) == reference[1:2]
+    assert ledger.finished[1] is False and ledger.finished[2] is False
+
+
+def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.05)
+    server = stand_in(runs_at_once=2, step_seconds=0.005)
+    ledger = Ledger(engine_at(server, slots=4))
+    seen: list[Any] = []
+    ledger.submit([endless(id, 40) for id in range(4)])
+    while ledger.open_ids:
+        changes = ledger.engine.poll()
+        seen += changes
+        ledger.apply(changes)
+    waited = [change.id for change in seen if isinstance(change, Preempted)]
+    assert sorted(waited) == [2, 3]
+    assert [c.recompute for c in seen if isinstance(c, Preempted)] == [0, 0], "they had computed nothing yet"
+    assert sum(isinstance(change, Started) for change in seen) == 6
+
+
+# What can go wrong
+
+
+def test_a_server_that_is_not_there_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"url = 'http://127.0.0.1:9': no server answers there"):
+        SglangEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[])
+
+
+def test_a_server_of_another_kind_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"not vLLM, or it lacks .*VLLM_SERVER_DEV_MODE=1 vllm serve"):
+        VllmServerEngine(stand_in().url, slots=4, eos_token_ids=[])
+
+
+def test_more_slots_than_the_server_runs_are_refused() -> None:
+    server = stand_in(max_running_requests=3)
+    with pytest.raises(ConfigurationError, match=r"at most 3 requests at once.*--max-running-requests 4"):
+        engine_at(server, slots=4)
+
+
+def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
+    server = stand_in(step_seconds=0.005)
+    ledger = Ledger(engine_at(server))
+    ledger.submit([endless(id, 200) for id in range(6)])
+    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
+        ledger.apply(ledger.engine.poll())
+    time.sleep(0.05)
+    server.kill()
+    with pytest.raises(EngineDied, match=f"{server.url}: it does not answer any more"):
+        while True:
+            ledger.apply(ledger.engine.poll())
+    assert not ledger.failed, "no retry is used up"
+    assert min(len(ledger.tokens(id)) for id in range(4)) > 3
+    assert ledger.engine.stop(range(6)) == []
+    for call in (lambda: ledger.engine.submit([endless(9, 2)]), lambda: ledger.engine.load({}, 1)):
+        with pytest.raises(EngineDied):
+            call()
+
+
+def test_in_a_pool_the_others_go_on_with_a_killed_servers_requests() -> None:
+    servers = [stand_in(step_seconds=0.002) for _ in range(2)]
+    pool = Pool([engine_at(server, slots=2) for server in servers])
+    ledger = Ledger(pool)
+    ledger.submit([endless(id, 60) for id in range(6)])
+    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
+        ledger.apply(pool.poll())
+    servers[0].kill()
+    ledger.run()
+    pool.close()
+    assert sorted(ledger.finished) == list(range(6)) and not ledger.failed
+    assert all(len(ledger.tokens(id)) == 60 for id in range(6))
+    resumed = [body for body in servers[1].bodies if len(body["input_ids"]) > 6]
+    assert len(resumed) == 2, "behind the tokens that had come"
+
+
+def test_a_server_that_is_ill_is_dead() -> None:
+    """It answers, and says that it cannot generate: its streams broke off."""
+    server = stand_in(step_seconds=0.005)
+    ledger = Ledger(engine_at(server))
+    ledger.submit([endless(0, 200)])
+    while not ledger.tokens(0):
+        ledger.apply(ledger.engine.poll())
+    server.is_ill = True
+    server.drop_connections()
+    with pytest.raises(EngineDied):
+        while True:
+            ledger.apply(ledger.engine.poll())
+
+
+def test_a_server_that_hangs_is_dead_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.05)
+    server = stand_in(step_seconds=0.005)
+    ledger = Ledger(engine_at(server))
+    monkeypatch.setattr(http_engine, "_PATIENCE_SECONDS", 0.3)
+    ledger.submit([endless(0, 200)])
+    while not ledger.tokens(0):
+        ledger.apply(ledger.engine.poll())
+    server.hangs = True
+    with pytest.raises(EngineDied, match="does not answer any more"):
+        while True:
+            ledger.apply(ledger.engine.poll())
+
+
+def test_one_broken_connection_fails_one_request() -> None:
+    server = stand_in(step_seconds=0.005)
+    ledger = Ledger(engine_at(server, slots=1))
+    ledger.submit([endless(0, 200), endless(1, 4)])
+    while not ledger.tokens(0):
+        ledger.apply(ledger.engine.poll())
+    server.drop_connections()
+    ledger.run()
+    assert list(ledger.finished) == [1] and "the connection broke" in ledger.failed[0]
+
+
+def test_an_answer_in_another_format_fails_the_request_and_says_so() -> None:
+    server = stand_in()
+    server.speaks_another_format = True
+    ledger = Ledger(engine_at(server))
+    ledger.submit([endless(0, 5)])
+    ledger.run()
+    assert "another shape than expected: KeyError('meta_info')" in ledger.failed[0]
+
+
+def test_weights_that_the_server_does_not_take_end_the_engine() -> None:
+    server = stand_in()
+    server.refuses_weights = True
+    engine = engine_at(server)
+    with pytest.raises(EngineDied, match=r"version 2 did not load to the end \(CUDA out of memory\)"):
+        engine.load(model_of("Llama").state_dict(), 2)
+    assert server.calls == ["pause", "update 2"], "it stays paused"
+    with pytest.raises(EngineDied):
+        engine.submit([endless(0, 3)])
+
+
+def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path) -> None:
+    server = stand_in()
+    engine = engine_at(server, weights_folder=tmp_path / "not-there")
+    with pytest.raises(ConfigurationError, match="weights_folder"):
+        engine.load(model_of("Llama").state_dict(), 2)
+    assert server.calls == [], "the server was not touched"
+
+
+def test_weights_leave_nothing_behind(tmp_path: Path) -> None:
+    engine = engine_at(stand_in(), weights_folder=tmp_path)
+    engine.load(model_of("Llama").state_dict(), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [stand_in() for _ in range(3)]
+    pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])
+    files = []
+    monkeypatch.setattr(http_engine, "write_weights", lambda w, file: (files.append(file), write_weights(w, file)))
+    learner = model_of("Llama", seed=9)
+    pool.load(learner.state_dict(), 4)
+    pool.close()
+    assert len(files) == 1 and list(tmp_path.iterdir()) == []
+    for server in servers:
+        assert server.calls == ["pause", "update 4", "continue"]
+        assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
+
+
+def test_tied_weights_are_written_under_both_names(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    embedding = torch.ones(3, 2)
+    write_weights([("model.embed_tokens.weight", embedding), ("norm", torch.zeros(2))], tmp_path / "w.safetensors")
+    written = load_file(tmp_path / "w.safetensors")
+    assert torch.equal(written["lm_head.weight"], embedding) and len(written) == 3
+    assert [file.name for file in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ('{"error": {"message": "too long", "code": 400}}', "too long"),
+        ('{"detail": "not here"}', "not here"),
+        ('{"success": false, "message": "no memory"}', "no memory"),
+        ("Internal Server Error", "Internal Server Error"),
+        ({"error": {"message": "within a stream"}}, "within a stream"),
+    ],
+)
+def test_reasons_are_found_in_all_shapes(answer: Any, reason: str) -> None:
+    assert reason_of(answer) == reason

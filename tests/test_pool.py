@@ -1,0 +1,369 @@
+"""The pool: the contract on embedded and on paced engines, routing, lost members, members that come back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import test_invariants as invariants
+from engine_contract import BUDGETS, EngineContract, Ledger
+from paced import PacedEngine
+from scenarios import Run, Scenario, peaceful
+from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
+from sortedrl.core.engine import Engine, Finished, Preempted, Started
+from sortedrl.engines.pool import Pool
+from test_embedded import engine_of, model_of
+
+MODES = invariants.MODES
+_open_pools: list[Pool] = []
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    while _open_pools:
+        _open_pools.pop().close()
+
+
+def pool_of(engines: Sequence[Engine]) -> Pool:
+    _open_pools.append(Pool(engines))
+    return _open_pools[-1]
+
+
+def paced(*slots: int, **changes: Any) -> list[PacedEngine]:
+    return [PacedEngine(slots=count, step_seconds=0.001, **changes) for count in slots]
+
+
+def requests(*budgets: int, first_id: int = 0) -> list[Request]:
+    return [Request(first_id + i, Prompt(f"p{i}", [1, 2]), (), budget, i) for i, budget in enumerate(budgets)]
+
+
+class PoolContract(EngineContract):
+    long_budget = 120
+
+    def test_starts_in_order_and_fills_the_slots(self) -> None:
+        """Requests leave the queue in order; members then start what they got, each in its own time. So when one
+        starts, all that were submitted before it have started or are on their way into a slot."""
+        ledger = self.undisturbed(self.requests())
+        started = list(dict.fromkeys(ledger.started))
+        assert sorted(started) == list(range(len(BUDGETS)))
+        assert all(id - place < self.slots for place, id in enumerate(started))
+        assert ledger.most_running == self.slots
+
+
+class TestPoolOfEmbeddedEngines(PoolContract):
+    def make_engine(self, slots: int) -> Engine:
+        sizes = [slots // 2, slots - slots // 2]
+        return pool_of([engine_of(model_of("Llama"), size, eos_token_ids=(7,)) for size in sizes])
+
+    def weights(self, version: int) -> Any:
+        return iter(model_of("Llama", seed=version).state_dict().items())  # one that can be read only once
+
+
+class TestPoolOfPacedEngines(PoolContract):
+    def make_engine(self, slots: int) -> Engine:
+        return pool_of(paced(1, 2, slots - 3, length_of=lambda request: 20 + request.seed % 13))
+
+
+class TestPoolWhoseMembersClocksDiffer(PoolContract):
+    def make_engine(self, slots: int) -> Engine:
+        early, late = PacedEngine(slots=1, clock_offset=-500.0), PacedEngine(slots=slots - 1, clock_offset=3000.0)
+        return pool_of([early, late])
+
+
+# Routing
+
+
+def test_slots_are_the_sum() -> None:
+    assert pool_of(paced(3, 5, 1)).slots == 9
+
+
+def test_requests_go_where_the_load_is_lowest() -> None:
+    members = paced(2, 4, 8)
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(*[30] * 7))
+    ledger.run()
+    assert [len(member.submitted) for member in members] == [1, 2, 4]
+
+
+def test_no_member_holds_more_than_it_can_run() -> None:
+    slow, fast = PacedEngine(slots=2, step_seconds=0.02), PacedEngine(slots=2)
+    ledger = Ledger(pool_of([slow, fast]))
+    ledger.submit(requests(*[10] * 40))
+    ledger.run()
+    assert slow.most_inside <= 2 and fast.most_inside <= 2
+    assert len(slow.submitted) < 10 < len(fast.submitted), "the slow member must not hoard"
+
+
+def test_a_freed_slot_is_refilled_without_the_caller() -> None:
+    member = PacedEngine(slots=1)
+    pool = pool_of([member])
+    pool.submit(requests(2, 2, 2, 2))
+    wait_until(lambda: len(member.submitted) == 4)
+    ledger = Ledger(pool, submitted={r.id: r for r in requests(2, 2, 2, 2)}, segments={i: [] for i in range(4)})
+    ledger.run()
+    assert list(ledger.finished) == [0, 1, 2, 3]
+
+
+def test_a_request_twice_is_refused() -> None:
+    pool = pool_of(paced(1))
+    pool.submit(requests(50))
+    with pytest.raises(ValueError, match="request 0 is in the pool already"):
+        pool.submit(requests(50))
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Pool([])
+
+
+# Losses
+
+
+def test_requests_of_a_lost_member_continue_elsewhere_behind_what_they_delivered() -> None:
+    members = paced(2, 2)
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(*[60] * 4))
+    while min(len(ledger.tokens(id)) for id in range(4)) < 5:
+        ledger.apply(ledger.engine.poll())
+    members[0].die()
+    ledger.run()
+    assert sorted(ledger.finished) == [0, 1, 2, 3]
+    for id in range(4):
+        assert ledger.tokens(id) == list(range(60)), "neither lost nor twice"
+        assert ledger.logprobs(id) == [-position - 1 for position in range(60)]
+    again = [request for request in members[1].submitted if request.kept]
+    assert len(again) == 2 and all(request.budget == 60 - request.kept_length for request in again)
+    assert list(ledger.engine.lost) == [0] and "killed by the test" in ledger.engine.lost[0]  # type: ignore[attr-defined]
+
+
+def test_the_loss_is_a_preemption_that_says_what_is_computed_again() -> None:
+    members = paced(1, 1)
+    pool = pool_of(members)
+    pool.submit(requests(300, 300))
+    seen: list[Any] = []
+    while Counter(type(c) for c in seen)[Started] < 2 or len(seen) < 12:
+        seen += pool.poll()
+    members[1].die()
+    while not any(isinstance(c, Preempted) for c in seen):
+        seen += pool.poll()
+    lost = next(c for c in seen if isinstance(c, Preempted))
+    delivered = sum(len(c.segment) for c in seen if not isinstance(c, Started | Preempted) and c.id == lost.id)
+    assert lost.recompute == 2 + delivered
+    assert not any(isinstance(c, Started) and c.id == lost.id for c in pool.stop([0]) if c.at < lost.at)
+
+
+def test_moved_requests_go_before_those_that_never_ran() -> None:
+    members = paced(2, 2)
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(*[200] * 2, *[20] * 2, *[40] * 6))
+    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
+        ledger.apply(ledger.engine.poll())
+    members[0].die()
+    ledger.run()
+    moved = [request.id for request in members[0].submitted]
+    order = [request.id for request in members[1].submitted]
+    first_new = min(order.index(id) for id in order if id not in moved and id > 3)
+    assert all(order.index(id) < first_new for id in moved)
+
+
+def test_a_member_that_is_lost_while_it_is_stopped() -> None:
+    members = paced(2, 2)
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(*[500] * 4))
+    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
+        ledger.apply(ledger.engine.poll())
+    members[0].die()
+    ledger.stop([0, 1])
+    ledger.stop([2, 3])
+    assert ledger.engine.poll() == []
+    assert all(ledger.tokens(id) == list(range(len(ledger.tokens(id)))) for id in range(4))
+
+
+def test_when_the_last_member_is_lost_it_says_so() -> None:
+    members = paced(2, 2)
+    pool = pool_of(members)
+    pool.submit(requests(*[500] * 4))
+    members[0].die()
+    members[1].die()
+    with pytest.raises(EngineDied, match=r"no engine of the pool is left \(engine 1: .*killed.*; engine 2: .*killed"):
+        while True:
+            pool.poll()
+    assert all(not isinstance(change, Finished) for change in pool.stop([0, 1, 2, 3])), "what ran can still be stopped"
+    with pytest.raises(EngineDied, match="could load the weights of version 1"):
+        pool.load(None, 1)
+
+
+def test_a_defect_is_not_taken_for_a_loss() -> None:
+    class Broken(PacedEngine):
+        def poll(self, until: float | None = None) -> list[Any]:
+            raise ZeroDivisionError("a defect")
+
+    pool = pool_of([Broken(slots=1), PacedEngine(slots=1)])
+    pool.submit(requests(3, 3))
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        while True:
+            pool.poll()
+
+
+def test_only_the_end_was_not_reported() -> None:
+    """All tokens of the budget came, then the engine died: there is nothing left to ask another member for."""
+
+    class DiesBeforeTheEnd(PacedEngine):
+        def poll(self, until: float | None = None) -> list[Any]:
+            changes = super().poll(until)
+            if any(isinstance(change, Finished) for change in changes):
+                self.die()
+            return [change for change in changes if not isinstance(change, Finished)]
+
+    ledger = Ledger(pool_of([DiesBeforeTheEnd(slots=1), PacedEngine(slots=1)]))
+    ledger.submit(requests(5))
+    ledger.run()
+    assert ledger.finished == {0: True} and ledger.tokens(0) == [0, 1, 2, 3, 4]
+
+
+# Weights
+
+
+def test_all_members_get_the_weights() -> None:
+    members = paced(1, 2)
+    pool = pool_of(members)
+    pool.load(iter([("w", 1.0)]), 4)
+    assert [list(member.loaded) for member in members] == [[([("w", 1.0)], 4)]] * 2
+
+
+def test_load_while_requests_run_is_refused() -> None:
+    pool = pool_of(paced(1))
+    pool.submit(requests(500))
+    with pytest.raises(RuntimeError, match="load of version 3 while 1 requests are in the pool"):
+        pool.load(None, 3)
+
+
+def test_a_member_that_cannot_load_is_lost() -> None:
+    members = [PacedEngine(slots=2, cannot_load=1), PacedEngine(slots=2)]
+    ledger = Ledger(pool_of(members))
+    ledger.engine.load(None, 1)
+    ledger.submit(requests(4, 4, 4, 4))
+    ledger.run()
+    assert len(members[0].submitted) == 0 and len(ledger.finished) == 4
+    assert {segment.version for segments in ledger.segments.values() for segment in segments} == {1}
+
+
+def test_one_that_comes_back_works_from_the_next_load_on() -> None:
+    members = paced(2, 2)
+    ledger = Ledger(pool_of(members))
+    pool: Pool = ledger.engine  # type: ignore[assignment]
+    pool.load("weights 1", 1)
+    ledger.submit(requests(*[30] * 4))
+    members[0].die()
+    ledger.run()
+    back = PacedEngine(slots=2)
+    pool.rejoin(back)
+    ledger.submit(requests(3, 3, 3, 3, first_id=10))
+    ledger.run()
+    assert back.submitted == [], "it has old weights"
+    pool.load("weights 2", 2)
+    ledger.submit(requests(9, 9, 9, 9, first_id=20))
+    ledger.run()
+    assert back.loaded == [("weights 2", 2)] and len(back.submitted) == 2
+    assert pool.lost == {}
+
+
+def test_before_any_load_one_that_comes_back_works_at_once() -> None:
+    members = paced(1, 1)
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(100, 100, 100))
+    members[0].die()
+    wait_until(lambda: bool(ledger.engine.lost))  # type: ignore[attr-defined]
+    back = PacedEngine(slots=1)
+    ledger.engine.rejoin(back)  # type: ignore[attr-defined]
+    ledger.run()
+    assert back.submitted and len(ledger.finished) == 3
+
+
+def test_only_a_lost_place_of_the_same_size_can_be_taken() -> None:
+    pool = pool_of(paced(2, 2))
+    with pytest.raises(ValueError, match=r"2 slots came back, but the lost ones had \[\]"):
+        pool.rejoin(PacedEngine(slots=2))
+
+
+def test_close_ends_the_threads() -> None:
+    before = set(threading.enumerate())
+    pool = Pool(paced(1, 1, 1))
+    pool.submit(requests(5000))
+    pool.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.001)
+
+
+# Whole runs
+
+
+class PoolRun(Run):
+    """A scenario on a pool of paced engines: real time, members that die at any call, some that come back."""
+
+    def __init__(self, scenario: Scenario, sizes: Sequence[int], deaths: Sequence[int | None]) -> None:
+        super().__init__(scenario)
+        self.members = [self._member(slots, dies_at_call=death) for slots, death in zip(sizes, deaths, strict=True)]
+        self.pool = pool_of(self.members)
+        self.controller = Controller(
+            self.pool,
+            Prompts(scenario.dataset(), epochs=scenario.epochs, seed=scenario.schedule.seed, shuffle=scenario.shuffle),
+            ScoreAtOnce(self._reward),
+            scenario.schedule,
+            log=EventLog(self._keep, self.metrics),
+            max_updates=scenario.max_updates,
+        )
+
+    def _member(self, slots: int, dies_at_call: int | None = None) -> PacedEngine:
+        length_of = self.scenario.length_of
+        return PacedEngine(slots=slots, length_of=lambda r: length_of(r.prompt, r.seed), dies_at_call=dies_at_call)
+
+    def _learn(self, batch: Any) -> None:
+        for place in self.pool.lost:
+            if batch.update % 3 == 2:
+                self.pool.rejoin(self._member(self.members[place].slots))
+        self.controller.publish()
+
+
+@st.composite
+def pools_that_lose_members(draw: st.DrawFn) -> tuple[Scenario, list[int], list[int | None]]:
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    deaths = [None, *(draw(st.none() | st.integers(0, 40)) for _ in sizes[1:])]
+    return replace(draw(peaceful(MODES)), slots=sum(sizes)), sizes, deaths
+
+
+@invariants.examples(150)
+@given(pools_that_lose_members())
+def test_what_must_hold_whatever_member_is_lost_and_when(drawn: tuple[Scenario, list[int], list[int | None]]) -> None:
+    run = PoolRun(*drawn)
+    try:
+        for version, batch in enumerate(run.batches_in_turn()):
+            invariants.check_batch(run, batch, version)
+        invariants.check_counts(run)
+        invariants.check_each_once(run, run.batches, run.events)
+        invariants.check_siblings(run, run.batches, run.events)
+        invariants.check_cohort_gate(run, run.batches)
+        invariants.check_log(run, run.events)
+        invariants.check_figures(run, run.figures, run.batches)
+        assert run.figures.rejected == run.figures.failures == 0, "a loss uses up no retries"
+    finally:
+        run.pool.close()

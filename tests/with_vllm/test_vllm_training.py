@@ -1,0 +1,63 @@
+"""A whole training run with vLLM as its engine: weights in place after every update, faults, and resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.cli import main
+from sortedrl.engines.vllm import VllmEngine
+
+pytest.importorskip("torch")
+SMALL = ["--engine", "vllm", "--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1"]
+SMALL += ["--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
+SMALL += ["--max-response-tokens", "96", "--eval-problems", "8", "--dtype", "float32"]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "on-policy+planned"])
+def test_engine_and_learner_stay_together(tmp_path: Path, mode: str) -> None:
+    assert main(["train", *SMALL, "--mode", mode, "--updates", "3", "--out", str(tmp_path / "run")]) == 0
+    updates = [line for line in lines(tmp_path / "run") if "load_difference" in line]
+    assert len(updates) == 3
+    for update in updates:
+        assert update["load_difference"] < 1e-2 and abs(update["mismatch_kl"]) < 1e-3
+        assert update["load_seconds"] > 0
+
+
+def test_lora_is_merged_into_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert main(["train", *SMALL, "--lora-rank", "4", "--updates", "2", "--out", str(tmp_path / "run")]) == 0
+    assert all(line["load_difference"] < 1e-2 for line in lines(tmp_path / "run") if "load_difference" in line)
+
+
+def test_an_engine_that_dies_ends_the_run_clearly_and_it_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = tmp_path / "run"
+    step, steps = VllmEngine._step, [0]
+
+    def dies(engine: VllmEngine) -> None:
+        steps[0] += 1
+        if engine.version == 2 and steps[0] % 20 == 0:
+            monkeypatch.setattr(engine._core, "get_output", _out_of_memory)
+        step(engine)
+
+    monkeypatch.setattr(VllmEngine, "_step", dies)
+    command = ["train", *SMALL, "--updates", "4", "--checkpoint-every", "1"]
+    assert main([*command, "--out", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "vLLM stopped working: CUDA out of memory" in told and f"sortedrl train --resume {folder}" in told
+    monkeypatch.undo()
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert [line["update"] for line in lines(folder) if "reward" in line] == [1, 2, 3, 4]
+
+
+def _out_of_memory() -> None:
+    raise RuntimeError("CUDA out of memory")
