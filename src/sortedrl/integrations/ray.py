@@ -1,0 +1,185 @@
+"""The engine pool with its engines as Ray actors, on any node of a cluster.
+
+    pool = RayPool(make_engine, engines=8, num_gpus=1)      # make_engine() is called on the node of each actor
+    controller = Controller(pool, ...)
+
+One actor hosts one engine; here a `RayEngine` stands for it, in the pool as any other engine does. An actor or a node
+that is lost is a member that is lost (engines/pool.py): its requests go on elsewhere behind what they had delivered.
+`RayPool.revive` starts engines anew where the cluster has room, to work from the next weight load on.
+
+- **Clocks**: nodes have clocks of their own, so every answer carries the actor's time and is read against ours. A time
+  stamp is wrong by the time that the answer travelled, and never goes back.
+- **Traffic**: what an engine delivers within `_LINGER_SECONDS` comes in one answer, the deltas of a request as one.
+- **Weights** are put into Ray's object store once and read there by all actors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from sortedrl.core.schedule import ConfigurationError
+
+try:
+    import ray
+except ImportError:
+    raise ConfigurationError("ray", None, "it is not installed", "pip install 'sortedrl[ray]'") from None
+
+from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
+from sortedrl.core.rollout import Segment
+from sortedrl.engines.pool import Pool
+
+_LINGER_SECONDS = 0.01
+_ANSWER_SECONDS = 60.0  # for a call that does little
+_LOAD_SECONDS = 1800.0
+_LOST = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.RaySystemError)
+
+
+class EngineHost:
+    """The actor: an engine, and its clock beside every answer."""
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._engine = make_engine()
+
+    def slots(self) -> int:
+        return self._engine.slots
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._engine.submit(requests)
+
+    def poll(self, seconds: float) -> tuple[float, list[Change]]:
+        engine = self._engine
+        end = engine.now() + seconds
+        changes = engine.poll(end)
+        linger = min(end, engine.now() + _LINGER_SECONDS)
+        while changes and engine.now() < linger:
+            changes += engine.poll(linger)
+        return engine.now(), merged(changes)
+
+    def stop(self, ids: Sequence[int]) -> tuple[float, list[Change]]:
+        changes = self._engine.stop(ids)
+        return self._engine.now(), merged(changes)
+
+    def load(self, weights: Any, version: int) -> None:
+        self._engine.load(weights, version)
+
+
+class RayEngine:
+    """An engine in an actor. `options` are the actor's: num_gpus, num_cpus, resources, scheduling_strategy ..."""
+
+    def __init__(self, make_engine: Callable[[], Engine], *, start_seconds: float = 600.0, **options: Any) -> None:
+        host = ray.remote(EngineHost).options(max_restarts=0, max_task_retries=0, **options)
+        self._actor = host.remote(make_engine)
+        self._inside: set[int] = set()
+        self._last_time = float("-inf")
+        self.slots: int = self._answer(self._actor.slots.remote(), start_seconds)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._answer(self._actor.submit.remote(list(requests)))
+        self._inside |= {request.id for request in requests}
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        changes: list[Change] = []
+        while not changes and (self._inside if until is None else True):
+            seconds = _ANSWER_SECONDS / 2 if until is None else max(0.0, until - self.now())
+            changes = self._on_our_clock(self._answer(self._actor.poll.remote(seconds), seconds + _ANSWER_SECONDS))
+            if until is not None and self.now() >= until:
+                break
+        return changes
+
+    def stop(self, ids: Sequence[int]) -> list[Change]:
+        changes = self._on_our_clock(self._answer(self._actor.stop.remote(list(ids))))
+        self._inside -= set(ids)
+        return changes
+
+    def load(self, weights: Any, version: int) -> None:
+        """`weights` may lie in Ray's object store already (an ObjectRef)."""
+        self._answer(self._actor.load.remote(weights, version), _LOAD_SECONDS)
+
+    def close(self) -> None:
+        """End the actor, and with it the engine."""
+        ray.kill(self._actor)
+
+    def _answer(self, call: Any, seconds: float = _ANSWER_SECONDS) -> Any:
+        try:
+            return ray.get(call, timeout=seconds)
+        except _LOST as error:
+            self.close()  # it may only be out of reach: what it holds must be free for another
+            raise EngineDied(f"the engine's actor is lost: {str(error).strip().splitlines()[0]}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error  # what the engine itself raised
+
+    def _on_our_clock(self, answer: tuple[float, list[Change]]) -> list[Change]:
+        its_now, changes = answer
+        self._inside -= {change.id for change in changes if isinstance(change, Finished | Failed)}
+        offset = self.now() - its_now
+        stamped: list[Change] = []
+        for change in changes:
+            self._last_time = max(self._last_time, change.at + offset)
+            stamped.append(change._replace(at=self._last_time))
+        return stamped
+
+
+class RayPool(Pool):
+    """`engines` actors, each with what `make_engine` returns on its node; `options` are those of each actor."""
+
+    def __init__(self, make_engine: Callable[[], Engine], *, engines: int, **options: Any) -> None:
+        self._make_engine = make_engine
+        self._options = {"scheduling_strategy": "SPREAD", **options}
+        super().__init__([self._new_engine() for _ in range(engines)])
+
+    def load(self, weights: Any, version: int) -> None:
+        super().load(None if weights is None else ray.put(on_host(weights)), version)
+
+    def revive(self, *, start_seconds: float = 60.0) -> int:
+        """Start an engine in each lost place, as far as the cluster has room for it; how many came."""
+        came = 0
+        for _ in self.lost:
+            try:
+                self.rejoin(self._new_engine(start_seconds))
+            except EngineDied:
+                break
+            came += 1
+        return came
+
+    def _new_engine(self, start_seconds: float = 600.0) -> RayEngine:
+        return RayEngine(self._make_engine, start_seconds=start_seconds, **self._options)
+
+
+def on_host(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The weights in the host's memory, from where any node can read them."""
+    return {
+        name: weight.detach().cpu() if hasattr(weight, "detach") else weight for name, weight in dict(weights).items()
+    }
+
+
+def merged(changes: Sequence[Change]) -> list[Change]:
+    """The same changes in fewer parts: tokens of a request join those that it delivered earlier in this list.
+
+    Each request's own order stays as it is, and so does the order of all times.
+    """
+    open_tokens: dict[int, int] = {}
+    parts: dict[int, tuple[list[int], list[float]]] = {}
+    result: list[Change] = []
+    for change in changes:
+        if not isinstance(change, Tokens):
+            open_tokens.pop(change.id, None)
+            result.append(change)
+            continue
+        place = open_tokens.get(change.id)
+        if place is None:
+            open_tokens[change.id] = place = len(result)
+            parts[place] = ([], [])
+            result.append(change)
+        tokens, logprobs = parts[place]
+        tokens.extend(change.segment.tokens)
+        logprobs.extend(change.segment.logprobs)
+    for place, (tokens, logprobs) in parts.items():
+        first = result[place]
+        assert isinstance(first, Tokens)
+        result[place] = first._replace(segment=Segment(tokens, logprobs, first.segment.version))
+    return result

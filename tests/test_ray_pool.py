@@ -1,0 +1,166 @@
+"""Engines as Ray actors, on a real Ray cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'sortedrl[ray]'")
+
+import ray
+from ray.cluster_utils import Cluster
+
+from engine_contract import EngineContract, Ledger
+from paced import PacedEngine
+from sortedrl.core import (
+    Controller,
+    EngineDied,
+    Event,
+    EventLog,
+    Prompt,
+    Prompts,
+    Request,
+    Schedule,
+    ScoreAtOnce,
+    events,
+)
+from sortedrl.core.engine import Change, Engine, Finished, Started, Tokens
+from sortedrl.core.rollout import Segment
+from sortedrl.integrations.ray import RayEngine, RayPool, merged
+from sortedrl.observe.metrics import Metrics
+
+pytestmark = pytest.mark.slow
+ENGINES, SLOTS = 4, 4
+_engines: list[RayEngine] = []
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ray.init(address=made.address, logging_level="error", log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[list[Any]]:
+    """Two nodes with room for two engines each."""
+    made = [cluster.add_node(num_cpus=2, resources={"rollouts": 2}) for _ in range(2)]
+    cluster.wait_for_nodes()
+    yield made
+    for node in made:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node)
+
+
+@pytest.fixture(scope="module")
+def one_node(cluster: Cluster) -> Iterator[None]:
+    node = cluster.add_node(num_cpus=8)
+    cluster.wait_for_nodes()
+    yield
+    cluster.remove_node(node)
+
+
+def length_of(request: Request) -> int:
+    return 20 + request.seed % 13
+
+
+def make_slow_engine() -> Engine:
+    """Responses of 2 to 3 s: a node takes a while to be killed."""
+    return PacedEngine(slots=SLOTS, length_of=lambda request: 200 + request.seed % 100, step_seconds=0.01)
+
+
+def make_engine() -> Engine:
+    return PacedEngine(slots=SLOTS, length_of=length_of, step_seconds=0.002)
+
+
+class TestRayEngine(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _node(self, one_node: None) -> Iterator[None]:
+        yield
+        while _engines:
+            _engines.pop().close()
+
+    def make_engine(self, slots: int) -> Engine:
+        assert slots == SLOTS
+        _engines.append(RayEngine(make_engine, num_cpus=1))
+        return _engines[-1]
+
+
+def test_what_the_engine_raises_is_raised_here(one_node: None) -> None:
+    engine = RayEngine(lambda: PacedEngine(slots=2, cannot_load=7), num_cpus=1)
+    with pytest.raises(ValueError, match="version 7 is beyond me"):
+        engine.load(None, 7)
+    dying = RayEngine(lambda: PacedEngine(slots=2, dies_at_call=1), num_cpus=1)
+    dying.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
+    with pytest.raises(EngineDied, match="killed by the test"):
+        dying.poll()
+    engine.close()
+    dying.close()
+
+
+def test_a_killed_actor_is_a_dead_engine(one_node: None) -> None:
+    ledger = Ledger(RayEngine(make_engine, num_cpus=1))
+    ledger.submit([Request(0, Prompt("p", [1]), (), 500, 0)])
+    ledger.apply(ledger.engine.poll())
+    ledger.engine.close()  # type: ignore[attr-defined]
+    with pytest.raises(EngineDied, match="the engine's actor is lost"):
+        while True:
+            ledger.apply(ledger.engine.poll())
+
+
+def test_a_node_is_lost_in_mid_run_and_no_rollout_is(cluster: Cluster, nodes: list[Any]) -> None:
+    """Two nodes, four engines; one node is killed, later another comes and its engines are revived."""
+    pool = RayPool(make_slow_engine, engines=ENGINES, resources={"rollouts": 1})
+    assert pool.slots == ENGINES * SLOTS
+    prompts = [Prompt(f"p{i}", [1, 2]) for i in range(96)]
+    schedule = Schedule(mode="partial+elevator", rollouts_per_update=12, prompts_per_cohort=48, max_response_tokens=400)
+    metrics = Metrics()
+    trained: list[int] = []
+    starts = 0
+
+    def kill_a_node(event: Event) -> None:
+        nonlocal starts
+        starts += isinstance(event, events.Started)
+        if starts == 40 and nodes[0] in cluster.worker_nodes:
+            cluster.remove_node(nodes[0], allow_graceful=False)
+
+    log = EventLog(metrics, kill_a_node)
+    controller = Controller(pool, Prompts(prompts), ScoreAtOnce(len), schedule, log=log)
+    for batch in controller:
+        trained += [rollout.id for rollout in batch]
+        for rollout in batch:
+            assert rollout.tokens == list(range(len(rollout))), "neither lost nor twice"
+            assert rollout.logprobs == [-position - 1 for position in range(len(rollout))]
+        if batch.update == 5:
+            assert len(pool.lost) == 2
+            cluster.add_node(num_cpus=2, resources={"rollouts": 2})
+            cluster.wait_for_nodes()
+            assert pool.revive() == 2 and pool.lost == {}
+        controller.publish({"w": float(batch.update)})
+    figures = metrics.figures()
+    assert sorted(trained) == list(range(96))
+    assert figures.failures == figures.rejected == 0 and figures.preemptions > 0
+    pool.close()
+
+
+def test_deltas_of_a_request_are_merged_and_keep_their_order() -> None:
+    def made(id: int, at: float, *tokens: int) -> Tokens:
+        return Tokens(id, at, Segment(list(tokens), [-float(t) for t in tokens], 1))
+
+    changes: list[Change] = [
+        Started(1, 0.0),
+        made(1, 0.1, 5),
+        Started(2, 0.1),
+        made(2, 0.2, 6),
+        made(1, 0.3, 7, 8),
+        Finished(1, 0.3, False),
+        made(2, 0.4, 9),
+    ]
+    result = merged(changes)
+    assert [type(change) for change in result] == [Started, Tokens, Started, Tokens, Finished]
+    assert result[1] == Tokens(1, 0.1, Segment([5, 7, 8], [-5.0, -7.0, -8.0], 1))
+    assert result[3] == Tokens(2, 0.2, Segment([6, 9], [-6.0, -9.0], 1))
