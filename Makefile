@@ -46,7 +46,7 @@ VERL := .venv-verl/bin
 	touch $@
 
 test-verl: .venv-verl/.set-up
-	$(VERL)/pytest tests/verl
+	$(VERL)/pytest tests/with_verl
 
 # Ray is large, and only these tests need it.
 RAY := .venv-ray/bin

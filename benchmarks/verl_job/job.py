@@ -1,0 +1,174 @@
+"""One verl training job, in one of four settings: verl's own two and SortedRL's two.
+
+    python job.py sync|colocate_async|on-policy|partial --model DIR --data DIR --out DIR [--steps 12] [--cpu]
+
+All settings share model, data, seed, learner and rollout servers; they differ in the lines of `SETTINGS` alone. The
+job's folder gets verl's metrics (metrics.jsonl), SortedRL's event log (events.jsonl) and result.json: wall-clock per
+trained rollout, bubble and reward. `--cpu` needs tests/with_verl on the path: see there for what it adds to verl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from occupancy import summary
+
+HERE = Path(__file__).resolve().parent
+SETTINGS = {
+    "sync": ["trainer.v1.trainer_mode=sync"],
+    "colocate_async": ["trainer.v1.trainer_mode=colocate_async", "algorithm.rollout_correction.rollout_is=token"],
+    "on-policy": ["trainer.v1.trainer_mode=sortedrl", "+trainer.v1.sortedrl.mode=on-policy"],
+    "partial": [
+        "trainer.v1.trainer_mode=sortedrl",
+        "+trainer.v1.sortedrl.mode=partial+elevator",
+        "+trainer.v1.sortedrl.max_staleness=4",
+        "algorithm.rollout_correction.rollout_is=token",
+    ],
+}
+
+
+def overrides(asked: argparse.Namespace) -> list[str]:
+    shared = [
+        f"data.train_files={asked.data}/train.parquet",
+        f"data.val_files={asked.data}/held_out.parquet",
+        f"data.train_batch_size={asked.prompts}",
+        f"data.max_prompt_length={asked.prompt_tokens}",
+        f"data.max_response_length={asked.response_tokens}",
+        "data.dataloader_num_workers=0",
+        "data.seed=0",
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={asked.model}",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={asked.prompts}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        f"actor_rollout_ref.actor.optim.lr={asked.learning_rate}",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+        f"actor_rollout_ref.rollout.n={asked.siblings}",
+        f"actor_rollout_ref.rollout.max_num_seqs={asked.slots}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        f"actor_rollout_ref.rollout.agent.num_workers={asked.workers}",
+        f"reward.num_workers={asked.workers}",
+        f"reward.custom_reward_function.path={HERE / 'reward.py'}",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.total_training_steps={asked.steps}",
+        f"trainer.default_local_dir={asked.out}",
+        "trainer.resume_mode=disable",
+        f"trainer.save_freq={asked.save_every}",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.logger=[console,file]",
+        f"trainer.experiment_name={asked.setting}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=2",
+    ]
+    return [*shared, *(_cpu(asked) if asked.cpu else _gpu()), *SETTINGS[asked.setting], *asked.override]
+
+
+def _gpu() -> list[str]:
+    return [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.rollout.load_format=auto",
+    ]
+
+
+def _cpu(asked: argparse.Namespace) -> list[str]:
+    return [
+        "actor_rollout_ref.rollout.name=embedded",
+        "trainer.device=cpu",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+        "ray_kwargs.ray_init.num_cpus=16",  # counts for Ray's placement, not of this machine
+        "+ray_kwargs.ray_init.num_gpus=1",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+    ]
+
+
+def environment(asked: argparse.Namespace) -> dict[str, str]:
+    added = {
+        "VERL_FILE_LOGGER_PATH": str(asked.out / "metrics.jsonl"),
+        "OCCUPANCY_FOLDER": str(asked.out / "occupancy"),
+        "HYDRA_FULL_ERROR": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    modules = ["occupancy"]
+    if asked.cpu:
+        added |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+        modules.insert(0, "cpu_backend")
+    added["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+    path = [str(HERE), str(HERE.parents[1] / "tests" / "verl"), os.environ.get("PYTHONPATH", "")]
+    added["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return {**os.environ, **added}
+
+
+def result(asked: argparse.Namespace, wall_seconds: float) -> dict[str, Any]:
+    """From verl's metrics and, in every setting, from the starts and ends of requests at the servers."""
+    lines = [json.loads(line)["data"] for line in (asked.out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "training/global_step" in line]
+    seconds = sum(line["timing_s/step"] for line in steps)
+    occupancy = summary(asked.out / "occupancy", asked.slots)
+    rollouts = occupancy["trained_rollouts"]
+    found = {
+        "setting": asked.setting,
+        "steps": len(steps),
+        "wall_seconds": wall_seconds,
+        "step_seconds": seconds,
+        "generation_seconds": sum(line["timing_s/gen"] for line in steps),
+        "trained_rollouts": rollouts,
+        "seconds_per_trained_rollout": seconds / max(1, rollouts),
+        "bubble_at_servers": occupancy["bubble"],
+        "reward": [line["critic/score/mean"] for line in steps],
+        "response_length": [line["response_length/mean"] for line in steps],
+        # the trainer's probability of each token against the server's: weights, tokens and their order are right
+        "probability_difference_max": [line["training/rollout_probs_diff_max"] for line in steps],
+    }
+    last = steps[-1] if steps else {}
+    return found | {name: value for name, value in last.items() if name.startswith("sortedrl/")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=SETTINGS)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=16, help="of one update")
+    parser.add_argument("--siblings", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--response-tokens", type=int, default=1024)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--save-every", type=int, default=-1)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--override", nargs="*", default=[], help="more of verl's own settings")
+    asked = parser.parse_args()
+    asked.out = asked.out.resolve()
+    (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(asked), f"hydra.run.dir={asked.out}/hydra"]
+    done = subprocess.run(command, env=environment(asked), check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    found = result(asked, time.monotonic() - began)
+    (asked.out / "result.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

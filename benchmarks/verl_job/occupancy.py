@@ -1,0 +1,92 @@
+"""How full the rollout servers are, measured in the same way in every trainer mode.
+
+Loaded by verl in all its processes (VERL_USE_EXTERNAL_MODULES). The client notes when each request goes to a server and
+when it comes back; the trainer notes from when to when it waits for a batch, and how many rollouts it got. Both append
+lines to files of their own in OCCUPANCY_FOLDER; `summary` puts them together. Times are the host's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sortedrl.integrations.verl.plugin import after_import
+
+FOLDER = os.environ.get("OCCUPANCY_FOLDER")
+
+
+def note(kind: str, **fields: Any) -> None:
+    with Path(str(FOLDER), f"{kind}-{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def watch_client(module: ModuleType) -> None:
+    plain = module.LLMServerClient.generate
+
+    @functools.wraps(plain)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            return await plain(self, *args, **kwargs)
+        finally:
+            note("request", begin=begin, end=time.monotonic())
+
+    module.LLMServerClient.generate = generate
+
+
+def watch_sampling(module: ModuleType) -> None:
+    plain = module.PPOTrainer._step_once
+
+    @functools.wraps(plain)
+    def step_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sample, began = self.replay_buffer.sample, time.monotonic()
+
+        @functools.wraps(sample)
+        def timed(*a: Any, **k: Any) -> Any:
+            found = sample(*a, **k)
+            note("harvest", begin=began, end=time.monotonic(), rollouts=len(found[0].keys))
+            return found
+
+        self.replay_buffer.sample = timed
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            self.replay_buffer.sample = sample
+
+    module.PPOTrainer._step_once = step_once
+
+
+def summary(folder: Path, slots: int) -> dict[str, float]:
+    """Busy slot-time within the harvests over all of it. What waits at a server beyond its slots is not busy."""
+    requests = _lines(folder.glob("request-*.jsonl"))
+    harvests = _lines(folder.glob("harvest-*.jsonl"))
+    marks = sorted(
+        [(r["begin"], 1, 0) for r in requests]
+        + [(r["end"], -1, 0) for r in requests]
+        + [(h["begin"], 0, 1) for h in harvests]
+        + [(h["end"], 0, -1) for h in harvests]
+    )
+    busy = seconds = last = 0.0
+    active = inside = 0
+    for at, request, harvest in marks:
+        if inside:
+            busy += min(active, slots) * (at - last)
+            seconds += at - last
+        last, active, inside = at, active + request, inside + harvest
+    rollouts = sum(h["rollouts"] for h in harvests)
+    return {"bubble": 1 - busy / (slots * seconds), "harvest_seconds": seconds, "trained_rollouts": rollouts}
+
+
+def _lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+if FOLDER:
+    after_import("verl.workers.rollout.llm_server", watch_client)
+    after_import("verl.trainer.ppo.v1.trainer_base", watch_sampling)

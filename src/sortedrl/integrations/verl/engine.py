@@ -1,0 +1,321 @@
+"""verl's rollout servers as an engine of the scheduler, and verl's rewards as its scorer.
+
+Beside the engine protocol's own promises:
+- at most `slots` rollouts are in verl's hands at once; the rest waits here, in order;
+- every dispatch ends in one report (finished, stopped or failed), and `stop` returns only when all that it names have,
+  so that no late request can reach a server behind a stop;
+- the version of a segment is what the server says, not what we think it holds.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+
+from sortedrl.core import engine as core
+from sortedrl.core.engine import Change, EngineDied, Request
+from sortedrl.core.rollout import Rollout, Segment
+from sortedrl.core.scoring import Scored
+from sortedrl.integrations.verl import exchange as reports
+from sortedrl.integrations.verl.agent import Ticket
+
+_PATIENCE_SECONDS = 1.0  # for a server's abort to arrive, before late arrivals are let in and aborted in turn
+_STOP_LIMIT_SECONDS = 300.0
+_LONGEST_WAIT_SECONDS = 10.0
+
+
+class Servers(Protocol):
+    """What the engine needs of verl's CheckpointEngineManager."""
+
+    def abort_replicas(self, reject_request: bool = False) -> Any: ...
+
+    def resume_generation_replicas(self) -> Any: ...
+
+
+Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop workers; must not wait for the end
+Clear = Callable[[Collection[str]], None]  # trajectories that nobody will train on
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """A rollout in verl's hands, or what came of it."""
+
+    id: int
+    keys: tuple[str, ...] = ()
+
+
+class VerlEngine:
+    def __init__(
+        self,
+        exchange: Any,
+        servers: Servers,
+        *,
+        slots: int,
+        send: Send,
+        clear: Clear,
+        check_workers: Callable[[], None],  # raises RayActorError where one is gone
+        keeps_tokens: bool,
+    ) -> None:
+        self.slots = slots
+        self.scores = VerlScores(self)
+        self.version = 0  # that the servers hold
+        self._exchange = exchange
+        self._servers = servers
+        self._send = send
+        self._clear = clear
+        self._check_workers = check_workers
+        self._keeps_tokens = keeps_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, int] = {}  # dispatch by request id
+        self._dispatched: dict[int, Dispatched] = {}
+        self._newest: dict[int, int] = {}  # dispatch by request id, also of what finished
+        self._count = 0
+        self._is_resting = False
+        self._news: list[Change] = []  # not yet handed out
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+        self._fill()
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        while not self._news and (self._running or until is not None):
+            wait = _LONGEST_WAIT_SECONDS if until is None else max(0.0, until - self.now())
+            began = self.now()
+            is_scored = self.receive(wait)
+            if is_scored if until is None else self.now() >= until:  # a score may be all that a harvest waits for
+                break
+            if not self._news and self.now() - began >= _LONGEST_WAIT_SECONDS:
+                self._check()
+        self._fill()
+        return self._take_news()
+
+    def stop(self, ids: Sequence[int]) -> list[Change]:
+        named = set(ids)
+        self._waiting = deque(request for request in self._waiting if request.id not in named)
+        pending = {id: dispatch for id, dispatch in self._running.items() if id in named}
+        if pending:
+            self._call(self._exchange.stop.remote(list(pending.values())))
+            self._abort_until_ended(pending)
+            if self._running:
+                self.wake()
+        self._fill()
+        return self._take_news()
+
+    def load(self, weights: Any, version: int) -> None:
+        """verl has brought the weights already: at the end of its step, so that validation can use them."""
+        del weights
+        if version != self.version:
+            raise RuntimeError(f"the servers hold version {self.version}, the scheduler goes on under {version}")
+
+    # For the scorer and the trainer
+
+    def receive(self, timeout_seconds: float) -> bool:
+        """Wait for reports; are scores among them?"""
+        is_scored = False
+        for at, report in self._call(self._exchange.collect.remote(timeout_seconds)):
+            is_scored |= self._take(at, report)
+        return is_scored
+
+    def dispatch_of(self, id: int) -> int | None:
+        return self._newest.get(id)
+
+    def rest(self) -> None:
+        """No server takes requests until `wake`."""
+        if not self._is_resting:
+            self._servers.abort_replicas(reject_request=True)
+            self._is_resting = True
+
+    def wake(self) -> None:
+        self._servers.resume_generation_replicas()
+        self._is_resting = False
+
+    def keys_of(self, rollout: Rollout) -> tuple[str, ...]:
+        return self._dispatched[self._newest[rollout.id]].keys
+
+    def forget_all_but(self, live: Collection[int]) -> None:
+        """Drop what is known of rollouts that are gone, and the trajectories of those that nobody trained on."""
+        for id in [id for id in self._newest if id not in live]:
+            self._forget(self._newest.pop(id))
+
+    def trained(self, rollouts: Iterable[Rollout]) -> None:
+        """Their trajectories are the trainer's now."""
+        for rollout in rollouts:
+            self._dispatched.pop(self._newest.pop(rollout.id), None)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready. The trajectories themselves are in verl's checkpoint of the TransferQueue."""
+        finished = {id: dispatch for id, dispatch in self._newest.items() if self._dispatched[dispatch].keys}
+        return {
+            "count": self._count,
+            "keys": {str(id): list(self._dispatched[dispatch].keys) for id, dispatch in finished.items()},
+            "rewards": {str(id): self.scores.reward_of(dispatch) for id, dispatch in finished.items()},
+        }
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        """Dispatch numbers go on, so that no key of the earlier run is used again."""
+        self.version = version
+        self._count = state["count"] + 1_000_000  # the run that was rolled back may have used many
+        for id, keys in state["keys"].items():
+            self._newest[int(id)] = self._count
+            self._dispatched[self._count] = Dispatched(int(id), tuple(keys))
+            if state["rewards"][id] is not None:
+                self.scores.arrived(self._count, state["rewards"][id], None)
+            self._count += 1
+
+    # Inside
+
+    def _fill(self) -> None:
+        batch: list[tuple[Request, Ticket]] = []
+        while self._waiting and len(self._running) < self.slots:
+            request = self._waiting.popleft()
+            dispatch, self._count = self._count, self._count + 1
+            if request.id in self._newest:
+                self._forget(self._newest[request.id])
+            self._newest[request.id] = self._running[request.id] = dispatch
+            self._dispatched[dispatch] = Dispatched(request.id)
+            batch.append((request, self._ticket(request, dispatch)))
+        if batch:
+            if self._is_resting:
+                self.wake()
+            self._send(batch)
+
+    def _ticket(self, request: Request, dispatch: int) -> Ticket:
+        kept = tuple((array("i", s.tokens), array("f", s.logprobs), s.version) for s in request.kept)
+        return Ticket(dispatch, request.budget, kept, self._keeps_tokens)
+
+    def _abort_until_ended(self, pending: dict[int, int]) -> None:
+        """Abort until every pending rollout has reported its end.
+
+        A server may hold back a request that arrives behind the abort, until it is resumed. Such a request would be
+        served after the stop, so the servers are resumed and aborted again until it has come back.
+        """
+        deadline = self.now() + _STOP_LIMIT_SECONDS
+        while True:
+            self._servers.abort_replicas(reject_request=True)
+            self._is_resting = True
+            patience = self.now() + _PATIENCE_SECONDS
+            while self._outstanding(pending) and self.now() < patience:
+                self.receive(patience - self.now())
+            if not self._outstanding(pending):
+                return
+            if self.now() > deadline:
+                raise EngineDied(
+                    f"{len(self._outstanding(pending))} rollouts did not end within {_STOP_LIMIT_SECONDS} s"
+                )
+            self.wake()
+
+    def _outstanding(self, pending: dict[int, int]) -> list[int]:
+        return [id for id, dispatch in pending.items() if self._running.get(id) == dispatch]
+
+    def _take(self, at: float, report: reports.Report) -> bool:
+        """Note a report; is it about a score?"""
+        known = self._dispatched.get(report.dispatch)
+        if known is None or self._newest.get(known.id) != report.dispatch:
+            if isinstance(report, reports.Scored):
+                self._clear(report.keys)  # redone in the meantime
+            return False
+        if isinstance(report, reports.Scored):
+            known.keys = report.keys
+            self.scores.arrived(report.dispatch, report.reward, None)
+            return True
+        if report.dispatch == self._running.get(known.id):
+            self._news += self._changes(known.id, at, report)
+        elif isinstance(report, reports.Failed):
+            self.scores.arrived(report.dispatch, None, report.reason)
+            return True
+        return False
+
+    def _take_news(self) -> list[Change]:
+        news, self._news = self._news, []
+        return news
+
+    def _changes(self, id: int, at: float, report: reports.Report) -> list[Change]:
+        if isinstance(report, reports.Started):
+            return [core.Started(id, at)]
+        if isinstance(report, reports.Made):
+            return [core.Tokens(id, at, Segment(report.tokens.tolist(), report.logprobs.tolist(), report.version))]
+        del self._running[id]
+        if isinstance(report, reports.Finished):
+            return [core.Finished(id, at, report.truncated)]
+        if isinstance(report, reports.Failed):
+            return [core.Failed(id, at, report.reason)]
+        return []
+
+    def _forget(self, dispatch: int) -> None:
+        known = self._dispatched.pop(dispatch, None)
+        self.scores.forget(dispatch)
+        if known is not None and known.keys:
+            self._clear(known.keys)
+
+    def _check(self) -> None:
+        """Nothing was heard for long: a worker that died takes its rollouts with it, without a report."""
+        try:
+            self._check_workers()
+        except ray.exceptions.RayActorError as error:
+            raise EngineDied(f"an agent loop worker is gone: {error}") from None
+
+    def _call(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            raise EngineDied(f"the exchange is gone: {error}") from None
+
+
+class VerlScores:
+    """The agent loop workers have verl score what finishes; here the rewards are waited for."""
+
+    def __init__(self, engine: VerlEngine) -> None:
+        self._engine = engine
+        self._waiting: dict[int, tuple[int, int]] = {}  # by dispatch: rollout and attempt
+        self._arrived: dict[int, tuple[float | None, str | None]] = {}
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, rollout: Rollout) -> None:
+        dispatch = self._engine.dispatch_of(rollout.id)
+        if dispatch is None:  # it finished in a run that was killed before it was scored
+            dispatch = -1 - rollout.id
+            self._arrived[dispatch] = (None, "the run ended before it was scored")
+        self._waiting[dispatch] = (rollout.id, rollout.attempt)
+
+    def collect(self) -> list[Scored]:
+        done = [dispatch for dispatch in self._waiting if dispatch in self._arrived]
+        return [self._scored(dispatch) for dispatch in done]
+
+    def wait(self, timeout_seconds: float) -> None:
+        deadline = self._engine.now() + timeout_seconds
+        while not any(dispatch in self._arrived for dispatch in self._waiting) and self._engine.now() < deadline:
+            self._engine.receive(deadline - self._engine.now())
+
+    def wait_for_all(self, timeout_seconds: float) -> None:
+        """Before a checkpoint: what has no score by then is lost with the run."""
+        deadline = self._engine.now() + timeout_seconds
+        while self._waiting.keys() - self._arrived.keys() and self._engine.now() < deadline:
+            self._engine.receive(deadline - self._engine.now())
+
+    def reward_of(self, dispatch: int) -> float | None:
+        """Of what the scheduler has not collected yet."""
+        return self._arrived[dispatch][0] if dispatch in self._arrived else None
+
+    def arrived(self, dispatch: int, reward: float | None, error: str | None) -> None:
+        self._arrived[dispatch] = (reward, error)
+
+    def forget(self, dispatch: int) -> None:
+        self._waiting.pop(dispatch, None)
+        self._arrived.pop(dispatch, None)
+
+    def _scored(self, dispatch: int) -> Scored:
+        rollout, attempt = self._waiting.pop(dispatch)
+        reward, error = self._arrived.pop(dispatch)
+        return Scored(rollout, reward, error=error, attempt=attempt)

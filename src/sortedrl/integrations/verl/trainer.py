@@ -1,0 +1,313 @@
+"""The trainer mode `sortedrl`: verl's V1 PPO trainer, whose batches come from the scheduler.
+
+One step of verl is one update:
+
+    prepare_step      nothing: the scheduler submits
+    sample            the next batch of `core.Controller`, as keys of the TransferQueue
+    on_sample_end     servers rest and give their memory to the training engine
+    (verl)            old log-probabilities, reference, values, advantages, critic, actor
+    on_step_end       version + 1; weights to the servers; they wake
+
+verl's `global_steps` and the scheduler's version are the same number, always: both count weight publications.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import transfer_queue
+from omegaconf import open_dict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils
+from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.debug import marked_timer
+
+from sortedrl.core.controller import Batch, Controller
+from sortedrl.core.engine import Request
+from sortedrl.core.events import EventLog, JsonLines, RolledBack, read_events, without_rolled_back
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.integrations.verl.agent import TICKET, SortedClient, Ticket
+from sortedrl.integrations.verl.engine import VerlEngine
+from sortedrl.integrations.verl.exchange import open_exchange
+from sortedrl.integrations.verl.settings import Settings, settings_of
+from sortedrl.observe.metrics import Metrics
+
+PARTITION = "train"
+STATE_FILE = "sortedrl.json"
+SHOWN = ("bubble", "bubble_now", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max")
+_MANAGER = "sortedrl.integrations.verl.agent.SortedAgentLoopManager"
+
+
+class PromptTokens(Sequence[int]):
+    """A prompt's tokens as the scheduler needs them: their number. Counted when first asked for."""
+
+    def __init__(self, dataset: Any, index: int, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
+        self._source = (dataset, index, tokenizer, template_arguments)
+        self._count: int | None = None
+
+    def __len__(self) -> int:
+        if self._count is None:
+            dataset, index, tokenizer, arguments = self._source
+            messages = list(dataset[index]["raw_prompt"])
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
+            self._count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        return range(len(self))[place]
+
+
+class DatasetPrompts(Sequence[Prompt]):
+    """verl's dataset, read as prompts; a prompt's id is its row."""
+
+    def __init__(self, dataset: Any, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
+        self._source = (dataset, tokenizer, template_arguments)
+
+    def __len__(self) -> int:
+        return len(self._source[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        dataset, tokenizer, arguments = self._source
+        return Prompt(str(index), PromptTokens(dataset, index, tokenizer, arguments))
+
+
+class SchedulerBatches(ReplayBufferAsync):  # type: ignore[misc]
+    """The trainer asks its replay buffer for a batch: in training it gets the scheduler's next one."""
+
+    next_batch: Any = None
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        if partition_id != PARTITION:
+            found: tuple[KVBatchMeta, dict[str, Any]] = super().sample(global_steps, partition_id, batch_size)
+            return found
+        return self.next_batch(), {}
+
+
+class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
+    def __init__(self, config: Any) -> None:
+        try:
+            self.sortedrl: Settings = settings_of(config)
+        except ConfigurationError as error:  # one line, and one that Ray can carry to the driver
+            raise ValueError(str(error)) from None
+        with open_dict(config):  # verl makes the manager that this names, after the trainer
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = _MANAGER
+        super().__init__(config)
+        self.exchange = open_exchange()
+        self.metrics = Metrics()
+        self.controller: Controller | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def _build_replay_buffer(self) -> ReplayBufferAsync:
+        sampler = self.config.trainer.v1.sampler
+        return SchedulerBatches(
+            trainer_mode=self.trainer_mode,
+            trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
+            max_off_policy_threshold=None,  # the schedule bounds staleness itself
+            max_off_policy_strategy="wait",
+            sampler_kwargs=sampler.sampler_kwargs,
+        )
+
+    def get_llm_client(self) -> SortedClient:
+        client: SortedClient = self.llm_server_manager.get_client(client_cls=SortedClient, exchange=self.exchange)
+        return client
+
+    # The hooks, in the order in which verl calls them
+
+    def on_init_end(self) -> None:
+        self.checkpoint_manager.update_weights(self.global_steps)
+
+    def on_train_begin(self) -> None:
+        self.agent_loop_manager.wait_until_ready()
+        self.engine = self._engine()
+        self.controller = self._controller(self.engine)
+        self._batches = iter(self.controller)
+        self.replay_buffer.next_batch = self._next_batch
+
+    def prepare_step(self) -> dict[str, Any]:
+        return {}
+
+    def on_sample_end(self) -> None:
+        self.engine.rest()
+        self.checkpoint_manager.sleep_replicas()
+        if self.curr_step_profile:
+            self._stop_rollout_profiling()
+
+    def on_step_end(self) -> None:
+        self._publish()
+        self._mark("weights")
+        with marked_timer("update_weights", self.timing_raw, color="red"):
+            self.checkpoint_manager.update_weights(self.global_steps)
+            self.engine.wake()
+        self.engine.version = self.global_steps
+
+    def on_validate_begin(self) -> None:
+        self._mark("evaluation")
+
+    def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, *args, **kwargs)
+        glance = self.metrics.glance()
+        metrics.update({f"sortedrl/{name}": getattr(glance, name) for name in SHOWN})
+        if self.global_steps >= self.total_training_steps:
+            self._mark("end")
+        self._events.flush()
+
+    # Batches
+
+    def _next_batch(self) -> KVBatchMeta:
+        batch: Batch = next(self._batches)
+        keys = [key for rollout in batch for key in self.engine.keys_of(rollout)]
+        tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
+        self.engine.trained(batch)
+        assert self.controller is not None
+        self.engine.forget_all_but(self.controller.situation.buffer.live)
+        return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """A batch is padded so that it splits into as many mini-batches as a batch of the configured size."""
+        return self.sortedrl.minibatches * dp_size * int(self.config.actor_rollout_ref.rollout.n)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with self._minibatches_of(self.config.actor_rollout_ref.actor, batch):
+            return super()._update_actor(batch, metrics)
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with self._minibatches_of(self.config.critic, batch):
+            return super()._update_critic(batch, metrics)
+
+    @contextmanager
+    def _minibatches_of(self, settings: Any, batch: Any) -> Iterator[None]:
+        """Batches differ in size; the number of optimiser steps must not, or a few left over would make one alone."""
+        usual = settings.ppo_mini_batch_size
+        prompts = len(batch) // int(self.config.actor_rollout_ref.rollout.n)
+        settings.ppo_mini_batch_size = prompts // self.sortedrl.minibatches
+        try:
+            yield
+        finally:
+            settings.ppo_mini_batch_size = usual
+
+    def _publish(self) -> None:
+        """Once a step, before the first who needs it: the checkpoint or the weight sync."""
+        assert self.controller is not None
+        if self.controller.situation.version < self.global_steps:
+            self.controller.publish()
+
+    # Checkpoints: verl's, with the scheduler's state in the same folder
+
+    def _save_checkpoint(self) -> None:
+        assert self.controller is not None
+        self._publish()
+        self._mark("checkpoint")
+        self.engine.scores.wait_for_all(self.sortedrl.schedule.score_wait_seconds)
+        self._events.flush()
+        os.fsync(self._events.fileno())
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"controller": self.controller.state(), "engine": self.engine.state()}
+        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        super()._save_checkpoint()  # writes last which checkpoint is the newest
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if not self.global_steps:
+            return
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = Path(self.config.trainer.resume_from_path)
+        if not (folder / STATE_FILE).exists():
+            raise ValueError(
+                f"{folder} has no {STATE_FILE}: this checkpoint was written in another trainer mode. Resume it in that "
+                "mode, or start anew with trainer.resume_mode=disable."
+            )
+        self._restored = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+
+    # Parts
+
+    def _engine(self) -> VerlEngine:
+        rollout = self.config.actor_rollout_ref.rollout
+        engine = VerlEngine(
+            self.exchange,
+            self.checkpoint_manager,
+            slots=self.sortedrl.slots or int(rollout.max_num_seqs) * len(self.llm_server_manager.get_replicas()),
+            send=self._send,
+            clear=_clear,
+            check_workers=self.agent_loop_manager.wait_until_ready,
+            keeps_tokens=self.sortedrl.strategy.keeps_tokens,
+        )
+        if self._restored is not None:
+            engine.restore(self._restored["engine"], self._restored["controller"]["version"])
+        return engine
+
+    def _controller(self, engine: VerlEngine) -> Controller:
+        schedule = self.sortedrl.schedule
+        data = self.config.data
+        arguments = dict(data.get("apply_chat_template_kwargs") or {})
+        prompts = DatasetPrompts(self.train_dataset, self.tokenizer, arguments)
+        rollouts_per_epoch = len(prompts) * schedule.rollouts_per_prompt
+        # verl's number of steps is the run's length, whatever the batches hold: the data must not end before.
+        epochs = 1 + -(-2 * self.total_training_steps * schedule.rollouts_per_update // rollouts_per_epoch)
+        log = EventLog(self.metrics)
+        controller = Controller(
+            engine,
+            Prompts(prompts, epochs=epochs, seed=schedule.seed, shuffle=bool(data.shuffle)),
+            engine.scores,
+            schedule,
+            log=log,
+        )
+        self._open_log(log)
+        if self._restored is not None:
+            controller.restore(self._restored["controller"], last_time=self._last_time)
+        return controller
+
+    def _open_log(self, log: EventLog) -> None:
+        """What an earlier run wrote beyond the checkpoint stays, behind a mark, and no figure counts it."""
+        path = self.sortedrl.folder / "events.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = without_rolled_back(read_events(path)) if path.exists() else []
+        counted = 0 if self._restored is None else self._restored["controller"]["events"]
+        self._last_time = max((event.at for event in earlier), default=0.0)
+        self.metrics.fold(earlier[:counted])
+        _cut_torn_line(path)
+        self._events = path.open("a", encoding="utf-8")
+        write = JsonLines(self._events)
+        if len(earlier) > counted:
+            write(RolledBack(self._last_time, len(earlier) - counted))
+        log.sinks.append(write)
+
+    def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
+        """Rows of the dataset, each with its ticket, to the agent loop workers."""
+        fields = collate_fn([self.train_dataset[int(request.prompt.id)] for request, _ in requests])
+        siblings = self.sortedrl.schedule.rollouts_per_prompt
+        fields["uid"] = numpy.array([str(request.id // siblings) for request, _ in requests], dtype=object)
+        tickets = numpy.empty(len(requests), dtype=object)
+        tickets[:] = [ticket for _, ticket in requests]
+        fields[TICKET] = tickets
+        batch = tensordict_utils.get_tensordict(fields)
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
+        self.agent_loop_manager.generate_sequences(batch)
+
+    def _mark(self, phase: str) -> None:
+        if self.controller is not None:
+            self.controller.mark_phase(phase)
+
+
+def _clear(keys: Collection[str]) -> None:
+    transfer_queue.kv_clear(keys=list(keys), partition_id=PARTITION)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A killed run may leave half a line at the end."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)

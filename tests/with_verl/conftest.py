@@ -1,0 +1,26 @@
+"""Real verl, Ray and TransferQueue on a CPU (`make test-verl`). What is added to verl is in cpu_backend.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+JOB = HERE.parents[1] / "benchmarks" / "verl_job"
+
+if find_spec("transfer_queue") is None:
+    collect_ignore_glob = ["test_*.py"]  # verl is not installed in this environment
+else:  # before verl is imported, here and in Ray's processes
+    sys.path[:0] = [str(HERE), str(JOB)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(JOB), os.environ.get("PYTHONPATH", "")])
+    os.environ |= {
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "cpu_backend",
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

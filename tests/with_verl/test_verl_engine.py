@@ -1,0 +1,279 @@
+"""The engine contract, kept by verl's real parts: Ray, TransferQueue, agent loop manager and workers, client, load
+balancer and replica control. The rollout server is cpu_backend's; nothing is trained here, so there is no worker group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import ray
+import transfer_queue
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl_config import compose
+
+from engine_contract import BUDGETS, EngineContract, Ledger, resumed
+from sortedrl.core.engine import EngineDied, Failed, Finished, Request, Tokens
+from sortedrl.integrations.verl.agent import TICKET, SortedAgentLoopManager, SortedClient, Ticket
+from sortedrl.integrations.verl.engine import VerlEngine
+from sortedrl.integrations.verl.exchange import open_exchange
+
+HERE = Path(__file__).resolve().parent
+SLOTS = 4
+FAILS = 666  # the id of a request whose agent loop raises
+TWO_TURNS = 700  # ids from here on have an agent loop of two turns
+
+
+def agent_of(request: Request) -> str:
+    if request.id == FAILS:
+        return "no_such_agent"
+    return "two_turns" if request.id >= TWO_TURNS else "single_turn_agent"
+
+
+class Stack:
+    """What verl's trainer has at hand when it begins to fit."""
+
+    def __init__(self) -> None:
+        agents = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={HERE / 'two_turns.yaml'}"
+        self.config = compose("partial", agents, slots=16, workers=2)
+        self.config.transfer_queue.enable = True
+        transfer_queue.init(self.config.transfer_queue)
+        no_training = SimpleNamespace(world_size=1, workers=[None])
+        self.servers = LLMServerManager.create(config=self.config, worker_group=no_training)
+        settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
+        self.control = CheckpointEngineManager(settings, actor_wg=None, replicas=self.servers.get_replicas())
+        self.exchange = open_exchange()
+        client = self.servers.get_client(client_cls=SortedClient, exchange=self.exchange)
+        self.manager: AgentLoopManagerTQ = SortedAgentLoopManager.create(
+            config=self.config, llm_client=client, teacher_client=None, reward_loop_worker_handles=None
+        )
+        self.made = 0
+        self.sent: list[int] = []
+        self.cleared: list[str] = []
+
+    @property
+    def server(self) -> Any:
+        return self.servers.server_handles[0]
+
+    def engine(self, slots: int, *, keeps_tokens: bool = True) -> DrivenEngine:
+        ray.get(self.exchange.collect.remote(0.0))
+        self.control.resume_generation_replicas()
+        engine = DrivenEngine(
+            self.exchange,
+            self.control,
+            slots=slots,
+            send=self.send,
+            clear=self.clear,
+            check_workers=self.manager.wait_until_ready,
+            keeps_tokens=keeps_tokens,
+        )
+        engine.stack = self
+        engine.restore({"count": self.made, "keys": {}, "rewards": {}}, version=0)  # dispatch numbers go on
+        self.made += 1_000_000
+        return engine
+
+    def send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
+        self.sent += [request.id for request, _ in requests]
+        tickets = numpy.empty(len(requests), dtype=object)
+        tickets[:] = [ticket for _, ticket in requests]
+        batch = tensordict_utils.get_tensordict(
+            {
+                "raw_prompt": [[{"role": "user", "content": "Ann says Bob is a knave."}] for _ in requests],
+                "agent_name": [agent_of(request) for request, _ in requests],
+                "index": [request.id for request, _ in requests],
+                "uid": [str(request.id) for request, _ in requests],
+                TICKET: tickets,
+            }
+        )
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
+        self.manager.generate_sequences(batch)
+
+    def clear(self, keys: Collection[str]) -> None:
+        self.cleared += keys
+
+
+class DrivenEngine(VerlEngine):
+    """Brings the version to the servers itself, as the trainer's weight sync does."""
+
+    stack: Stack
+
+    def load(self, weights: Any, version: int) -> None:
+        ray.get(self.stack.server.update_weights.remote({}, version))
+        self.version = version
+        super().load(weights, version)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    ray.init(num_cpus=8, include_dashboard=False, configure_logging=False)
+    yield Stack()
+    transfer_queue.close()
+    ray.shutdown()
+
+
+class TestVerlEngine(EngineContract):
+    deterministic = False  # verl's servers are given no seeds
+
+    @pytest.fixture(autouse=True)
+    def _with_stack(self, stack: Stack) -> None:
+        self.stack = stack
+
+    def make_engine(self, slots: int) -> VerlEngine:
+        return self.stack.engine(slots)
+
+    def test_starts_in_order_and_fills_the_slots(self) -> None:
+        """They are handed to verl in order; several workers may bring them to the servers in another, within a few
+        milliseconds, and only then are they reported as started."""
+        del self.stack.sent[:]
+        ledger = self.undisturbed(self.requests())
+        assert self.stack.sent == list(range(len(BUDGETS)))
+        assert ledger.most_running == self.slots
+
+
+def requests(budgets: Sequence[int], first: int = 0) -> list[Request]:
+    return TestVerlEngine().requests(budgets, first_id=first)
+
+
+def test_a_resumed_rollout_goes_on_from_its_tokens(stack: Stack) -> None:
+    """The log-probabilities of the joined response are those of one model reading it from the start."""
+    engine = stack.engine(SLOTS)
+    ledger = Ledger(engine)
+    first = requests([40, 40, 40])
+    ledger.submit(first)
+    changes = engine.poll()
+    ledger.apply(changes)
+    ledger.stop(ledger.open_ids)
+    stopped = [request for request in first if request.id not in ledger.finished]
+    parts = {request.id: list(ledger.segments[request.id]) for request in stopped}
+    ledger.submit([resumed(request, parts[request.id]) for request in stopped])
+    ledger.run()
+    prompt = _prompt_tokens(stack)
+    for request in stopped:
+        segments = parts[request.id] + ledger.segments[request.id]
+        tokens = [token for segment in segments for token in segment.tokens]
+        logprobs = [value for segment in segments for value in segment.logprobs]
+        expected = ray.get(stack.server.log_probabilities.remote(prompt + tokens))[len(prompt) - 1 :]
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def _prompt_tokens(stack: Stack) -> list[int]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(stack.config.actor_rollout_ref.model.path)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Ann says Bob is a knave."}], add_generation_prompt=True, tokenize=False
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_a_stop_right_after_a_submit_leaves_nothing_behind(stack: Stack) -> None:
+    """The requests are still on their way to the servers: none may be served behind the stop."""
+    for _ in range(5):
+        engine = stack.engine(SLOTS)
+        engine.submit(requests([100] * 8))
+        engine.stop(list(range(8)))
+        engine.wake()
+        served = ray.get(stack.server.counts.remote())["served"]
+        assert engine.poll(engine.now() + 0.3) == []
+        assert ray.get(stack.server.counts.remote())["served"] == served
+
+
+def test_late_arrivals_at_a_server_that_parks_them_are_stopped(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's way: what arrives behind an abort is not refused but held until the servers are resumed."""
+    monkeypatch.setattr(stack.control, "abort_replicas", lambda reject_request: _abort_and_park(stack))
+    engine = stack.engine(SLOTS)
+    engine.submit(requests([100] * 4))
+    engine.stop(list(range(4)))
+    engine.wake()
+    assert engine.poll(engine.now() + 0.3) == []
+
+
+def _abort_and_park(stack: Stack) -> None:
+    CheckpointEngineManager.abort_replicas(stack.control, reject_request=False)
+
+
+def test_an_agent_loop_that_fails_is_a_failed_rollout(stack: Stack) -> None:
+    engine = stack.engine(SLOTS)
+    engine.submit(requests([5], first=FAILS))
+    (failed,) = engine.poll()
+    assert isinstance(failed, Failed) and "no_such_agent" in failed.reason
+    assert engine.poll() == []
+
+
+def test_an_abort_that_is_not_ours_loses_nothing(stack: Stack) -> None:
+    engine = stack.engine(SLOTS)
+    engine.submit(requests([60, 60]))
+    changes = engine.poll()
+    stack.control.abort_replicas()
+    stack.control.resume_generation_replicas()
+    while sum(isinstance(change, Finished) for change in changes) < 2:
+        changes += engine.poll()
+    tokens = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in (0, 1)}
+    assert all(0 < count <= 60 for count in tokens.values())
+
+
+def stored(keys: list[str]) -> Any:
+    """They are put there while the rollout is already reported as finished."""
+    deadline = time.monotonic() + 30
+    fields = ["responses", "rollout_log_probs"]
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ValueError):  # not there yet, or not whole
+            found = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=fields)
+            if len(found) == len(keys):
+                return found
+        time.sleep(0.05)
+    raise TimeoutError(keys)
+
+
+def test_finished_trajectories_are_in_the_transfer_queue(stack: Stack) -> None:
+    engine = stack.engine(SLOTS)
+    ledger = Ledger(engine)
+    ledger.submit(requests([20, 20]))
+    ledger.run()
+    newest = [f"{id}_{engine.dispatch_of(id)}_0" for id in (0, 1)]
+    data = stored(newest)
+    for place, id in enumerate((0, 1)):
+        assert data["responses"][place].tolist() == ledger.tokens(id)
+        assert data["rollout_log_probs"][place].tolist() == pytest.approx(ledger.logprobs(id), abs=1e-6)
+
+
+def test_on_policy_runs_agent_loops_of_several_turns_and_starts_stopped_ones_anew(stack: Stack) -> None:
+    engine = stack.engine(SLOTS, keeps_tokens=False)
+    ledger = Ledger(engine)
+    first = requests([40, 40, 40], first=TWO_TURNS)
+    ledger.submit(first)
+    ledger.apply(engine.poll())
+    ledger.stop(ledger.open_ids)
+    ledger.submit([request for request in first if request.id not in ledger.finished])
+    ledger.run()
+    assert sorted(ledger.finished) == [request.id for request in first]
+    assert [len(ledger.segments[id]) for id in ledger.finished] == [2, 2, 2], "a report for each turn"
+
+
+def test_a_mode_that_resumes_refuses_a_second_turn(stack: Stack) -> None:
+    ledger = Ledger(stack.engine(SLOTS))
+    ledger.submit(requests([40], first=TWO_TURNS))
+    ledger.run()
+    assert "second turn" in ledger.failed[TWO_TURNS] and "on-policy" in ledger.failed[TWO_TURNS]
+
+
+def test_a_worker_that_dies_ends_the_engine_with_a_word(stack: Stack) -> None:
+    """The last test: the workers are gone after it."""
+    engine = stack.engine(SLOTS)
+    stack.control.abort_replicas()  # so that requests are held back and their worker dies with them
+    engine.submit(requests([100] * 4))
+    for worker in stack.manager.agent_loop_workers:
+        ray.kill(worker)
+    with pytest.raises(EngineDied, match="agent loop worker"):
+        while True:
+            engine.poll()

@@ -1,0 +1,106 @@
+"""Whole training jobs: verl's main program, its trainer, FSDP 2, TransferQueue, reward workers and Ray, on this CPU.
+
+Each job is a process of its own, as a user starts it. They take minutes, most of it imports in Ray's processes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data import write
+from verl_config import JOB, MODEL
+
+from sortedrl.core import events
+from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.observe.metrics import Metrics
+from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
+
+pytestmark = pytest.mark.slow
+PROMPTS, SIBLINGS, SLOTS = 4, 2, 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write(folder, KnightsAndKnaves.small(count=200), held_out=4)
+    return folder
+
+
+def run(setting: str, data: Path, out: Path, *more: str, steps: int = 4) -> dict[str, Any]:
+    command = [
+        sys.executable, str(JOB / "job.py"), setting, "--cpu", "--model", str(MODEL), "--data", str(data),
+        "--out", str(out), "--steps", str(steps), "--prompts", str(PROMPTS), "--siblings", str(SIBLINGS),
+        "--slots", str(SLOTS), "--prompt-tokens", "96", "--response-tokens", "160", "--workers", "1", *more,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    result: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return result
+
+
+def check_log(folder: Path, updates: int) -> list[events.Event]:
+    """What must hold in every mode."""
+    log = without_rolled_back(read_events(folder / "events.jsonl"))
+    found = [event for event in log if isinstance(event, events.Updated)]
+    assert [event.update for event in found] == [event.version for event in found] == list(range(updates))
+    trained = Counter(rollout for event in found for rollout in event.rollouts)
+    assert set(trained.values()) == {1}, "every rollout is trained on once"
+    for event in found:
+        assert list(event.lengths) == sorted(event.lengths)
+        sets = Counter(rollout // SIBLINGS for rollout in event.rollouts)
+        assert set(sets.values()) == {SIBLINGS}, "GRPO is given whole sibling sets"
+    metrics = Metrics()
+    metrics.fold(log)
+    figures = metrics.figures()
+    assert 0 <= figures.bubble <= figures.idle <= 1
+    assert figures.updates == updates
+    return log
+
+
+def staleness(log: list[events.Event]) -> set[int]:
+    return {
+        event.version - version
+        for event in log
+        if isinstance(event, events.Updated)
+        for segments in event.segments
+        for version, _ in segments
+    }
+
+
+def test_on_policy_trains_on_tokens_of_the_learners_version_only(data: Path, tmp_path: Path) -> None:
+    result = run("on-policy", data, tmp_path / "run")
+    log = check_log(tmp_path / "run", updates=4)
+    assert staleness(log) == {0}
+    assert any(isinstance(event, events.Stopped) and event.dropped for event in log)
+    redone = [event for event in log if isinstance(event, events.Submitted) and event.attempt]
+    assert redone and all(event.kept == 0 for event in redone)
+    assert result["steps"] == 4 and len(result["reward"]) == 4
+    assert max(result["probability_difference_max"]) < 1e-5, "the servers sample from the learner's weights"
+    assert result["trained_rollouts"] == sum(len(e.rollouts) for e in log if isinstance(e, events.Updated))
+
+
+def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run("partial", data, folder, "--save-every", "2", "--override", "trainer.test_freq=2", steps=4)
+    before = check_log(folder, updates=4)
+    assert max(staleness(before)) <= 4
+    assert any(isinstance(event, events.Submitted) and event.kept for event in before), "stopped rollouts are resumed"
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")  # as if the job was killed in its third step
+    trained = {
+        rollout
+        for event in before
+        if isinstance(event, events.Updated) and event.update < 2
+        for rollout in event.rollouts
+    }
+    resume = ["--override", "trainer.resume_mode=auto"]
+    run("partial", data, folder, *resume, steps=4)
+    after = check_log(folder, updates=4)
+    again = [e for e in after if isinstance(e, events.Updated) and e.update >= 2]
+    assert len(again) == 2 and not trained & {rollout for event in again for rollout in event.rollouts}
+    assert max(staleness(after)) <= 4
