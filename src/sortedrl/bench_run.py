@@ -23,9 +23,10 @@ Say = Callable[[str], None]
 def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
     cases, schedule = settings.cases(), settings.schedule()
     workload = settings.workload(settings.cohorts)
-    engine, vocabulary = bare_engine(settings, settings.prompt_tokens + settings.max_response_tokens)
+    max_length = settings.prompt_tokens + settings.max_response_tokens
+    engine, vocabulary = bare_engine(settings, max_length)
     say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
-    bench.warm_up(engine, vocabulary)
+    bench.warm_up(engine, vocabulary, max_length)
     limit = None
     if settings.limit == "measured":
         limit = bench.measured_limit(engine, workload, schedule, vocabulary)
@@ -68,7 +69,7 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
 def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
     engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
     say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
-    bench.warm_up(engine, vocabulary)
+    bench.warm_up(engine, vocabulary, settings.max_context_tokens)
     kv_tokens = getattr(engine, "kv_tokens", None)
     room = kv_tokens or engine.slots * settings.max_context_tokens
     cells = profile.measure(

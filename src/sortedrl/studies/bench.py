@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sortedrl.core.controller import Controller
-from sortedrl.core.engine import Engine, Finished, Request
+from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
@@ -73,14 +73,18 @@ class RandomPrompts(Sequence[Prompt]):
         return Prompt(str(index), [FIRST_WORD + mixed(index, i) % words for i in range(self._tokens)], index)
 
 
-def warm_up(engine: Engine, vocabulary: int) -> None:
-    """Let the engine compile, capture and allocate before a clock runs."""
-    prompts = RandomPrompts(engine.slots, 32, vocabulary)
-    forced = ForcedLengths(engine, lambda request: WARM_UP_TOKENS)
-    forced.submit([Request(-1 - i, prompt, (), WARM_UP_TOKENS, i) for i, prompt in enumerate(prompts)])
+def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
+    """Let the engine compile, capture and allocate before a clock runs, within `max_length` tokens of context."""
+    tokens = max(1, min(WARM_UP_TOKENS, max_length // 2))
+    prompts = RandomPrompts(engine.slots, max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
+    forced = ForcedLengths(engine, lambda request: tokens)
+    forced.submit([Request(-1 - i, prompt, (), tokens, i) for i, prompt in enumerate(prompts)])
     left = engine.slots
     while left:
-        left -= sum(isinstance(change, Finished) for change in forced.poll())
+        for change in forced.poll():
+            if isinstance(change, Failed):
+                raise RuntimeError(f"the engine cannot run a first request: {change.reason}")
+            left -= isinstance(change, Finished)
 
 
 def run(
@@ -140,6 +144,8 @@ def measured_limit(
         made = 0
         while min(done) < least:
             for change in forced.poll():
+                if isinstance(change, Failed):
+                    raise RuntimeError(f"the engine refused a request: {change.reason}")
                 if isinstance(change, Finished):
                     slot, length = inside.pop(change.id)
                     made += length
