@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
+from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 4096  # of one forward pass, padding included
@@ -106,7 +107,7 @@ class EmbeddedEngine:
             inside.add(request.id)
             self._check_sampling(request)
         for request in requests:
-            reason = self._refusal(request)
+            reason = refusal(request, self._max_length)
             if reason is None:
                 self._queue.append(request)
             else:
@@ -230,19 +231,6 @@ class EmbeddedEngine:
     def _report(self) -> list[Change]:
         changes, self._unreported = self._unreported, []
         return changes
-
-    def _refusal(self, request: Request) -> str | None:
-        prompt, kept = len(request.prompt.tokens), request.kept_length
-        if prompt == 0:
-            return "the prompt has no tokens, and the model needs at least 1 to continue from"
-        if prompt + kept >= self._max_length:
-            return (
-                f"a prompt of {prompt} and a kept response of {kept} tokens leave no room for a token under "
-                f"max_length = {self._max_length}: raise it to at least {prompt + kept + 1}"
-            )
-        if request.budget < 1:
-            return f"budget = {request.budget}: at least 1 token must be left to make"
-        return None
 
     def _check_sampling(self, request: Request) -> None:
         sampling = request.sampling

@@ -28,6 +28,7 @@ from typing import Any
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.hashing import mixed
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings
 
 OLDEST_VLLM = (0, 25)
@@ -204,19 +205,11 @@ class VllmEngine:
         )
 
     def _refusal(self, request: Request) -> str | None:
-        prompt, kept = len(request.prompt.tokens), request.kept_length
-        if prompt == 0:
-            return "the prompt has no tokens, and the model needs at least 1 to continue from"
-        if prompt + kept >= self._max_length:
-            return (
-                f"a prompt of {prompt} and a kept response of {kept} tokens leave no room for a token under "
-                f"max_length = {self._max_length}: raise it to at least {prompt + kept + 1}"
-            )
-        if request.budget < 1:
-            return f"budget = {request.budget}: at least 1 token must be left to make"
-        if max(request.prompt.tokens) >= self._vocabulary:  # vLLM would break down in mid-step, with all that runs
+        reason = refusal(request, self._max_length)
+        if reason is None and max(request.prompt.tokens) >= self._vocabulary:
+            # vLLM would break down in mid-step, with all that runs.
             return f"the prompt has token {max(request.prompt.tokens)}, the model knows {self._vocabulary} tokens"
-        return None
+        return reason
 
     def _stop_strings(self, request: Request) -> StopStrings | None:
         strings = request.sampling.stop_strings
