@@ -286,7 +286,8 @@ class EngineContract:
         left = [id for id in requests if id not in ledger.finished]
         ledger.submit([resumed(requests[id], first_parts[id]) for id in left])
         ledger.run()
-        assert {segment.version for id in left for segment in ledger.segments[id]} == {6}
+        # An engine that is far away may have finished all of them before the stop arrived.
+        assert {segment.version for id in left for segment in ledger.segments[id]} == ({6} if left else set())
 
     def test_log_probabilities_are_log_probabilities(self) -> None:
         ledger = self.undisturbed(self.requests())
