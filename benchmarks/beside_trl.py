@@ -432,8 +432,10 @@ def as_json(args: argparse.Namespace, runs: Runs, fastest: str) -> dict[str, Any
     }
 
 
-def parsed_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="sortedrl train beside TRL's GRPOTrainer, on CPU.")
+def parsed_arguments(
+    arguments: Sequence[str] | None, description: str = "sortedrl train beside TRL's GRPOTrainer, on CPU."
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="built-in")
     parser.add_argument("--task", default="knights_and_knaves:small")
     parser.add_argument("--updates", type=int, default=20)

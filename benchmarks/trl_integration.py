@@ -41,6 +41,7 @@ from beside_trl import (
     TrlSetting,
     _generate_once,
     flags_for,
+    parsed_arguments,
     reward_table,
     trl_config,
 )
@@ -222,23 +223,8 @@ def as_json(args: argparse.Namespace, results: dict[str, list[Result]], fastest:
     }
 
 
-def parsed_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="SortedGRPOTrainer beside plain GRPOTrainer, on CPU.")
-    parser.add_argument("--model", default="built-in")
-    parser.add_argument("--task", default="knights_and_knaves:small")
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3, help="repeat r trains with seed r")
-    parser.add_argument("--rollouts-per-update", type=int, default=64)
-    parser.add_argument("--rollouts-per-prompt", type=int, default=8)
-    parser.add_argument("--max-response-tokens", type=int, default=512)
-    parser.add_argument("--slots", type=int, default=32, help="responses that our engine decodes at once")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write every run to this file")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parsed_arguments(arguments)
+    args = parsed_arguments(arguments, "SortedGRPOTrainer beside plain GRPOTrainer, on CPU.")
     print(
         f"{args.model}, {args.task}: {args.updates} updates of {args.rollouts_per_update} rollouts, "
         f"{args.rollouts_per_prompt} a prompt, at most {args.max_response_tokens} tokens; {args.threads} threads; "

@@ -52,6 +52,9 @@ def vllm_engine(
         raise ConfigurationError(
             "engine_options", dict(settings.resolved_engine_options()), str(error), "vLLM's EngineArgs names them."
         ) from None
+    except (OSError, ValueError) as error:
+        reason = f"vLLM cannot run it: {str(error).strip().splitlines()[0]}"
+        raise ConfigurationError("model", model, reason, "See --engine-options and the model's folder.") from None
 
 
 def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tokenizer: Any = None) -> Engine:
@@ -94,8 +97,12 @@ def bare_engine(settings: Any, max_length: int) -> tuple[Engine, int]:
 
 
 def _bare_embedded(settings: Any, model: str, max_length: int) -> tuple[Engine, int]:
-    import torch
-    from transformers import AutoModelForCausalLM
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        reason = f"{error.name} is not installed"
+        raise ConfigurationError("engine", "embedded", reason, "pip install 'sortedrl[train]'") from None
 
     from sortedrl.engines.embedded import EmbeddedEngine
 

@@ -28,7 +28,7 @@ from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tok
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
 from sortedrl.engines.refusals import refusal
-from sortedrl.engines.stop_strings import StopStrings
+from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 _PREFILL_TOKENS = 4096  # of one forward pass, padding included
 _PREFILL_TOKENS_ON_GPU = 32768
@@ -94,7 +94,7 @@ class EmbeddedEngine:
         self._steps_waited = 0  # by requests without a row
         self._vacated = False  # rows were left since they were arranged
         self._unreported: list[Change] = []
-        self._stop_watches: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_watches = StopWatches(tokenizer)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -151,7 +151,7 @@ class EmbeddedEngine:
                 request=request,
                 context=context,
                 budget=min(request.budget, self._max_length - len(context)),
-                stop_strings=self._stop_strings(request),
+                stop_strings=self._stop_watches.of(request),
             )
             self._unreported.append(Started(request.id, self.now()))
 
@@ -243,14 +243,6 @@ class EmbeddedEngine:
                 f"stop_strings = {sampling.stop_strings} are text, and the engine has no tokenizer: "
                 "pass EmbeddedEngine(..., tokenizer=...)"
             )
-
-    def _stop_strings(self, request: Request) -> StopStrings | None:
-        strings = request.sampling.stop_strings
-        if not strings:
-            return None
-        if strings not in self._stop_watches:
-            self._stop_watches[strings] = StopStrings(self._tokenizer, strings)
-        return self._stop_watches[strings]
 
 
 def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:

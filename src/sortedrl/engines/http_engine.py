@@ -37,7 +37,7 @@ from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.stop_strings import StopStrings
+from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 try:
     import aiohttp
@@ -113,7 +113,7 @@ class HttpEngine(ABC):
         self._tokenizer = tokenizer
         self._seeded = seeded
         self.weights_folder = weights_folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
-        self._stop_watches: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_watches = StopWatches(tokenizer)
         self._news = threading.Condition()  # guards these four
         self._changes: list[Change] = []
         self._inside: set[int] = set()
@@ -177,7 +177,7 @@ class HttpEngine(ABC):
                 if request.id in inside:
                     raise ValueError(f"request {request.id} is in the engine already: stop it first")
                 inside.add(request.id)
-                self._watch_of(request)
+                self._stop_watches.of(request)
             self._inside = inside
         self._loop.call_soon_threadsafe(self._enqueue, list(requests))
 
@@ -292,7 +292,7 @@ class HttpEngine(ABC):
             request = self._queue.popleft()
             self._names_given += 1
             name = f"{self._name_prefix}-{self._names_given:012d}"  # none is the beginning of another
-            sent = Sent(request, name, request.kept_tokens, self.now(), self._watch_of(request))
+            sent = Sent(request, name, request.kept_tokens, self.now(), self._stop_watches.of(request))
             self._sent[name] = sent
             if not self._server_is_full:
                 sent.in_slot = True
@@ -448,16 +448,6 @@ class HttpEngine(ABC):
 
     def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _watch_of(self, request: Request) -> StopStrings | None:
-        strings = request.sampling.stop_strings
-        if not strings or request.sampling.ignore_end:
-            return None
-        if self._tokenizer is None:
-            raise ValueError(f"stop_strings = {strings} are text, and the engine has no tokenizer: pass tokenizer=...")
-        if strings not in self._stop_watches:
-            self._stop_watches[strings] = StopStrings(self._tokenizer, strings)
-        return self._stop_watches[strings]
 
 
 class ServerPool(Pool):

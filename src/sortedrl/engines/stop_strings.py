@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from sortedrl.core.engine import Request
+
 _VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # of a decoded text
 
 
@@ -36,3 +38,21 @@ class StopStrings:
             return frozenset(entries)
         texts = self.tokenizer.batch_decode([[entry] for entry in entries], **_VERBATIM)
         return frozenset(e for e, text in zip(entries, texts, strict=True) if last_characters & set(text))
+
+
+class StopWatches:
+    """The watch of each request that has stop strings; requests with the same strings share one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._watches: dict[tuple[str, ...], StopStrings] = {}
+
+    def of(self, request: Request) -> StopStrings | None:
+        strings = request.sampling.stop_strings
+        if not strings or request.sampling.ignore_end:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(f"stop_strings = {strings} are text, and the engine has no tokenizer: pass tokenizer=...")
+        if strings not in self._watches:
+            self._watches[strings] = StopStrings(self._tokenizer, strings)
+        return self._watches[strings]

@@ -29,7 +29,7 @@ from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted
 from sortedrl.core.hashing import mixed
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.refusals import refusal
-from sortedrl.engines.stop_strings import StopStrings
+from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 OLDEST_VLLM = (0, 25)
 _SEED_BITS = 63
@@ -85,7 +85,7 @@ class VllmEngine:
         self._name_of: dict[int, str] = {}  # by request id
         self._running: set[str] = set()
         self._unreported: list[Change] = []
-        self._stop_watches: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_watches = StopWatches(tokenizer)
         self._llm = _started_vllm(model, slots=slots, max_length=max_length, rests=rests, options=options)
         self._core = self._llm.engine_core  # vLLM's in-process client
         self._scheduler = self._core.engine_core.scheduler
@@ -175,7 +175,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         self._made += 1
-        inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_strings(request))
+        inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_watches.of(request))
         context = [*request.prompt.tokens, *inside.kept]
         try:
             core_request = self._llm.input_processor.process_inputs(
@@ -210,16 +210,6 @@ class VllmEngine:
             # vLLM would break down in mid-step, with all that runs.
             return f"the prompt has token {max(request.prompt.tokens)}, the model knows {self._vocabulary} tokens"
         return reason
-
-    def _stop_strings(self, request: Request) -> StopStrings | None:
-        strings = request.sampling.stop_strings
-        if not strings or request.sampling.ignore_end:
-            return None
-        if self._tokenizer is None:
-            raise ValueError(f"stop_strings = {strings} are text, and the engine has no tokenizer: pass tokenizer=...")
-        if strings not in self._stop_watches:
-            self._stop_watches[strings] = StopStrings(self._tokenizer, strings)
-        return self._stop_watches[strings]
 
     # Steps
 
