@@ -389,7 +389,10 @@ class Compare(Train):
 
 
 class Bench(WorkloadSettings, EngineChoice):
-    """The paper's throughput experiment on a real engine: schedules on equal, forced lengths."""
+    """The paper's throughput experiment on a real engine: schedules on equal, forced lengths.
+
+    The sizes are what the built-in model can run; give those of your own model.
+    """
 
     model: Annotated[
         str,
@@ -401,6 +404,12 @@ class Bench(WorkloadSettings, EngineChoice):
     modes: Annotated[
         tuple[str, ...], Field(min_length=1, description="each mode[@cold|warm|oracle][*OVERSUBSCRIBE]")
     ] = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
+    slots: Annotated[int, Field(ge=1, description="requests that the engine runs at once")] = 32
+    rollouts_per_update: Annotated[int, Field(ge=1)] = 32
+    prompts_per_cohort: Annotated[int, Field(ge=1)] = 128
+    prompt_tokens: Annotated[int, Field(ge=0)] = 32
+    max_response_tokens: Annotated[int, Field(ge=1)] = 800
+    median_length: Annotated[float, Field(gt=0, description="tokens; median of the drawn lengths")] = 100.0
     cohorts: Annotated[int, Field(ge=1)] = 1
     updates: Annotated[int | None, Field(ge=1, description="stop each mode after this many updates")] = None
     limit: Annotated[
