@@ -4,7 +4,8 @@
 
 All settings share model, data, seed, learner and rollout servers; they differ in the lines of `SETTINGS` alone. The
 job's folder gets verl's metrics (metrics.jsonl), SortedRL's event log (events.jsonl) and result.json: wall-clock per
-trained rollout, bubble and reward. `--cpu` needs tests/with_verl on the path: see there for what it adds to verl.
+trained rollout, bubble and reward; `--summarise` makes it from the files of a job that was cut off. `--cpu` needs
+tests/with_verl on the path: see there for what it adds to verl.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def overrides(asked: argparse.Namespace) -> list[str]:
         f"data.max_prompt_length={asked.prompt_tokens}",
         f"data.max_response_length={asked.response_tokens}",
         "data.dataloader_num_workers=0",
+        "+ray_kwargs.ray_init.include_dashboard=False",
         "data.seed=0",
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={asked.model}",
@@ -91,7 +92,6 @@ def _cpu(asked: argparse.Namespace) -> list[str]:
         "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
         "ray_kwargs.ray_init.num_cpus=16",  # counts for Ray's placement, not of this machine
         "+ray_kwargs.ray_init.num_gpus=1",
-        "+ray_kwargs.ray_init.include_dashboard=False",
     ]
 
 
@@ -110,32 +110,34 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
         added |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
         modules.insert(0, "cpu_backend")
     added["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
-    path = [str(HERE), str(HERE.parents[1] / "tests" / "verl"), os.environ.get("PYTHONPATH", "")]
+    path = [str(HERE), str(HERE.parents[1] / "tests" / "with_verl"), os.environ.get("PYTHONPATH", "")]
     added["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return {**os.environ, **added}
 
 
-def result(asked: argparse.Namespace, wall_seconds: float) -> dict[str, Any]:
+def result(asked: argparse.Namespace) -> dict[str, Any]:
     """From verl's metrics and, in every setting, from the starts and ends of requests at the servers."""
     lines = [json.loads(line)["data"] for line in (asked.out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "training/global_step" in line]
-    seconds = sum(line["timing_s/step"] for line in steps)
     occupancy = summary(asked.out / "occupancy", asked.slots)
-    rollouts = occupancy["trained_rollouts"]
+    rollouts = occupancy["rollouts"][: len(steps)]
+    counted = slice(1 if len(steps) > 1 else 0, None)  # the first step compiles and warms up
+    trained = max(1, sum(rollouts[counted]))
     found = {
         "setting": asked.setting,
         "steps": len(steps),
-        "wall_seconds": wall_seconds,
-        "step_seconds": seconds,
-        "generation_seconds": sum(line["timing_s/gen"] for line in steps),
-        "trained_rollouts": rollouts,
-        "seconds_per_trained_rollout": seconds / max(1, rollouts),
+        "rollouts": rollouts,
+        "step_seconds": [line["timing_s/step"] for line in steps],
+        "generation_seconds": [line["timing_s/gen"] for line in steps],
         "bubble_at_servers": occupancy["bubble"],
         "reward": [line["critic/score/mean"] for line in steps],
         "response_length": [line["response_length/mean"] for line in steps],
         # the trainer's probability of each token against the server's: weights, tokens and their order are right
         "probability_difference_max": [line["training/rollout_probs_diff_max"] for line in steps],
+        "probability_difference_mean": [line["training/rollout_probs_diff_mean"] for line in steps],
     }
+    for name in ("step_seconds", "generation_seconds"):
+        found[f"{name}_per_trained_rollout"] = sum(found[name][counted]) / trained
     last = steps[-1] if steps else {}
     return found | {name: value for name, value in last.items() if name.startswith("sortedrl/")}
 
@@ -156,16 +158,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--summarise", action="store_true", help="run nothing: only write result.json")
     parser.add_argument("--override", nargs="*", default=[], help="more of verl's own settings")
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
     (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(asked), f"hydra.run.dir={asked.out}/hydra"]
-    done = subprocess.run(command, env=environment(asked), check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    found = result(asked, time.monotonic() - began)
+    if not asked.summarise:
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(asked), f"hydra.run.dir={asked.out}/hydra"]
+        done = subprocess.run(command, env=environment(asked), check=False)
+        if done.returncode:
+            sys.exit(done.returncode)
+    found = result(asked)
     (asked.out / "result.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
 

@@ -62,10 +62,10 @@ def watch_sampling(module: ModuleType) -> None:
     module.PPOTrainer._step_once = step_once
 
 
-def summary(folder: Path, slots: int) -> dict[str, float]:
+def summary(folder: Path, slots: int) -> dict[str, Any]:
     """Busy slot-time within the harvests over all of it. What waits at a server beyond its slots is not busy."""
     requests = _lines(folder.glob("request-*.jsonl"))
-    harvests = _lines(folder.glob("harvest-*.jsonl"))
+    harvests = sorted(_lines(folder.glob("harvest-*.jsonl")), key=lambda harvest: harvest["begin"])
     marks = sorted(
         [(r["begin"], 1, 0) for r in requests]
         + [(r["end"], -1, 0) for r in requests]
@@ -79,8 +79,8 @@ def summary(folder: Path, slots: int) -> dict[str, float]:
             busy += min(active, slots) * (at - last)
             seconds += at - last
         last, active, inside = at, active + request, inside + harvest
-    rollouts = sum(h["rollouts"] for h in harvests)
-    return {"bubble": 1 - busy / (slots * seconds), "harvest_seconds": seconds, "trained_rollouts": rollouts}
+    rollouts = [h["rollouts"] for h in harvests]
+    return {"bubble": 1 - busy / (slots * seconds), "harvest_seconds": seconds, "rollouts": rollouts}
 
 
 def _lines(paths: Iterable[Path]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def test_on_policy_trains_on_tokens_of_the_learners_version_only(data: Path, tmp
     assert redone and all(event.kept == 0 for event in redone)
     assert result["steps"] == 4 and len(result["reward"]) == 4
     assert max(result["probability_difference_max"]) < 1e-5, "the servers sample from the learner's weights"
-    assert result["trained_rollouts"] == sum(len(e.rollouts) for e in log if isinstance(e, events.Updated))
+    assert sum(result["rollouts"]) == sum(len(e.rollouts) for e in log if isinstance(e, events.Updated))
 
 
 def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path, tmp_path: Path) -> None:
