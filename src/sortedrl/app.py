@@ -144,8 +144,8 @@ class TrainingRun:
         self.learner = Learner(materials.model, settings.learner_settings())
         self.engine = self._engine()
         self.scorer = self._scorer()
-        self.batched = Batched(console.begin(self.metrics, str(folder.path), self.total_updates()))
-        self.log = EventLog(self.metrics, self.batched)
+        self.batched = Batched(self.metrics, console.begin(self.metrics, str(folder.path), self.total_updates()))
+        self.log = EventLog(self.batched)
         self.controller = Controller(
             self.engine,
             Prompts(materials.train, epochs=settings.epochs, seed=settings.seed),
@@ -252,6 +252,7 @@ class TrainingRun:
         after = self._evaluate(done)
         self._save(done)
         self._export()
+        self.batched.settle()
         assert self.before is not None
         difference = paired_difference(self.before.correct, after.correct)
         summary = {
@@ -318,6 +319,7 @@ class TrainingRun:
         return found
 
     def _record(self, batch: Batch, stats: dict[str, float]) -> None:
+        self.batched.settle()
         figures = self.metrics.glance()
         done = batch.update + 1
         rewards = [rollout.reward or 0.0 for rollout in batch]

@@ -231,7 +231,7 @@ class Batched:
     """A sink that hands events on to its sinks many at a time: at each change of phase, once in this time, or when many
     wait. Between the steps of a model, code and data that were not used for a while cost several times as much."""
 
-    def __init__(self, *sinks: Sink, most: int = 256, seconds: float = 0.25) -> None:
+    def __init__(self, *sinks: Sink, most: int = 1024, seconds: float = 0.5) -> None:
         self.sinks = list(sinks)
         self._most = most
         self._seconds = seconds
