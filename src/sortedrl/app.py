@@ -347,6 +347,7 @@ class TrainingRun:
         wanted = max(1, min(self.settings.save_rollouts, len(batch)))
         for place in range(wanted if self.settings.save_rollouts else 0):
             rollout = batch.rollouts[place * (len(batch) - 1) // max(1, wanted - 1)]
+            response = self.materials.tokenizer.decode(rollout.tokens)
             self.folder.append(
                 "rollouts.jsonl",
                 {
@@ -354,18 +355,18 @@ class TrainingRun:
                     "rollout": rollout.id,
                     "prompt": rollout.prompt.id,
                     "question": rollout.prompt.payload.question,
-                    "response": self.materials.tokenizer.decode(rollout.tokens),
+                    "response": response,
                     "reward": rollout.reward,
                     "detail": rollout.detail,
                     "truncated": rollout.truncated,
                     "segments": [[segment.version, len(segment)] for segment in rollout.segments],
-                    "segment_ends": self._segment_ends(rollout),
+                    "segment_ends": [*self._segment_ends(rollout), len(response)],
                 },
             )
 
     def _segment_ends(self, rollout: Rollout) -> list[int]:
-        """Where each segment ends in the response, in characters."""
-        ends = accumulate(map(len, rollout.segments))
+        """Where each segment but the last ends in the response, in characters."""
+        ends = accumulate(map(len, rollout.segments[:-1]))
         return [len(self.materials.tokenizer.decode(rollout.tokens[:end])) for end in ends]
 
     def total_updates(self) -> int:

