@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup test test-slow test-vllm test-verl test-ray simulate train lint clean
+.PHONY: setup test test-slow test-vllm test-sglang test-verl test-ray simulate train lint clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,17 @@ VLLM := .venv-vllm/bin
 test-vllm: .venv-vllm/.set-up
 	$(VLLM)/python -m pytest tests/with_vllm
 
+# SGLang pins another torch and asks for CUDA packages: what it needs on a CPU is listed whole.
+SGLANG := .venv-sglang/bin
+.venv-sglang/.set-up: pyproject.toml tests/with_sglang/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG)/python -m pip install --quiet --upgrade pip
+	$(SGLANG)/python -m pip install --quiet --no-deps --requirement tests/with_sglang/requirements.txt --editable .
+	touch $@
+
+test-sglang: .venv-sglang/.set-up
+	$(SGLANG)/python -m pytest tests/with_sglang
+
 # verl wants an older transformers than the rest, so its tests have an environment of their own.
 VERL := .venv-verl/bin
 .venv-verl/.set-up: pyproject.toml constraints-verl.txt
@@ -66,4 +77,4 @@ train: setup
 	$(BIN)/sortedrl train
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .venv-sglang .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -44,6 +44,7 @@ class SglangStandIn:
         self.is_ill = False
         self.hangs = False
         self.speaks_another_format = False
+        self.calls_ends_aborts = False  # as SGLang does when the abort comes in the step of the last token
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self._runs_at_once = runs_at_once
@@ -179,7 +180,7 @@ class SglangStandIn:
         while reason is None:
             await asyncio.sleep(self.step_seconds)
             await self._hang()
-            if any(body["rid"].startswith(prefix) for prefix in self._aborted):
+            if self._is_aborted(body["rid"]):
                 reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
                 fresh: list[tuple[float, int, None]] = []
             else:
@@ -191,6 +192,9 @@ class SglangStandIn:
                     reason = {"type": "stop", "matched": token}
                 elif len(made) == parameters["max_new_tokens"]:
                     reason = {"type": "length", "length": len(made)}
+                if reason is not None and self.calls_ends_aborts:
+                    await self._until_aborted(body["rid"])
+                    reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
             shown = fresh if self.incremental else made
             about = {
                 "id": body["rid"],
@@ -200,6 +204,13 @@ class SglangStandIn:
             }
             event = {"text": "", "output_ids": [t for _, t, _ in shown], "meta_info": about}
             await _send(response, {"tokens": shown} if self.speaks_another_format else event)
+
+    def _is_aborted(self, name: str) -> bool:
+        return any(name.startswith(prefix) for prefix in self._aborted)
+
+    async def _until_aborted(self, name: str) -> None:
+        while not self._is_aborted(name):
+            await asyncio.sleep(0.01)
 
     def _next(self, context: list[int], parameters: dict[str, Any], seed: int) -> tuple[int, float]:
         temperature = parameters["temperature"]

@@ -1,5 +1,5 @@
-"""Engines behind HTTP. SGLang's own engine is tested against a stand-in (tests/sglang_stand_in.py), never against
-SGLang; a real vLLM server is tested in tests/with_vllm."""
+"""Engines behind HTTP, against a stand-in for SGLang (tests/sglang_stand_in.py), which can also be made to go wrong.
+Real servers are tested in tests/with_vllm and tests/with_sglang."""
 
 from __future__ import annotations
 
@@ -74,6 +74,32 @@ class TestSglangStandIn(EngineContract):
 
 class TestSglangStandInThatRepeatsAllTokens(TestSglangStandIn):
     incremental = False
+
+
+@pytest.mark.parametrize("end", ["budget", "end token"])
+def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
+    """Else it would be resumed with nothing left to make."""
+    server = stand_in()
+    engine = engine_at(server, seeded=True)
+    reference = Ledger(engine)
+    reference.submit([endless(0, 6)])
+    reference.run()
+    server.calls_ends_aborts = True
+    expected = reference.tokens(0)
+    if end == "end token":
+        newest = max(set(expected), key=expected.index)
+        expected = expected[: expected.index(newest) + 1]
+        engine = SglangEngine(server.url, slots=4, eos_token_ids=[newest], seeded=True)
+        _open.append(engine)
+    ledger = Ledger(engine)
+    budget = 6 if end == "budget" else 40
+    ledger.submit([replace(endless(0, budget), sampling=Sampling(ignore_end=end == "budget"))])
+    while len(ledger.tokens(0)) < len(expected) - 1:
+        ledger.apply(engine.poll())
+    time.sleep(0.3)
+    ledger.stop([0])
+    assert ledger.finished == {0: end == "budget"}
+    assert ledger.tokens(0) == expected
 
 
 def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:

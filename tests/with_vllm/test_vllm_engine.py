@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from engine_contract import EngineContract, Ledger, resumed
 from sortedrl.core.engine import Engine, EngineDied, Preempted, Request, Sampling
@@ -15,8 +15,8 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.models import BUILT_IN_MODEL
+from tiny_llama import ON_GPU, PROBES, logprobs_of, shake, tiny_model
 
-ON_GPU = torch.cuda.is_available()
 DTYPE = "float32"
 TOLERANCE = 1e-3 if not ON_GPU else 2e-2  # attention in float32 is done in TF32 on a GPU
 BASE: dict[str, Any] = {"enforce_eager": True, "dtype": DTYPE, "seed": 0} | (
@@ -80,40 +80,6 @@ def _greedy(request: Request) -> Request:
     return Request(request.id, request.prompt, request.kept, request.budget, request.seed, Sampling(temperature=0.0))
 
 
-def logprobs_of(model: Any) -> Any:
-    def scored(context: Any, response: Any) -> list[float]:
-        ids = torch.tensor([[*context, *response]], device=model.device)
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(context) - 1 : -1].float()
-        picked = torch.tensor(list(response), device=model.device)
-        return torch.log_softmax(logits, -1).gather(1, picked[:, None])[:, 0].tolist()
-
-    return scored
-
-
-def tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.to("cuda" if ON_GPU else "cpu")
-
-
-PROBES = [[5, 6, 7, 8] * 40, [9, 10, 11], [20] * 144]  # long enough to fill blocks of 128 cached tokens
-
-
 class TestWeights:
     @pytest.fixture(scope="class", params=[True, False], ids=["tied", "untied"])
     def pair(self, request: Any, tmp_path_factory: Any) -> Any:
@@ -133,14 +99,14 @@ class TestWeights:
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
         checked.difference()  # fills the prefix cache with keys of the old weights
         for version in (1, 2):
-            _shake(model, seed=version)
+            shake(model, seed=version)
             checked.load(dict(model.named_parameters()), version)
             assert checked.last_difference < TOLERANCE
 
     def test_a_forgotten_load_is_noticed(self, pair: Any) -> None:
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
-        _shake(model, seed=7)
+        shake(model, seed=7)
         with pytest.raises(WeightsDiffer, match="nats a token"):
             checked.load(None, 3)
         checked.load(dict(model.named_parameters()), 4)
@@ -150,7 +116,7 @@ class TestWeights:
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
         checked.difference()
-        _shake(model, seed=8)
+        shake(model, seed=8)
         engine._keep_old_keys = True
         try:
             with pytest.raises(WeightsDiffer):
@@ -180,7 +146,7 @@ def test_without_the_named_output_layer_a_tied_model_goes_wrong_or_is_mended(tmp
     """States what this vLLM does when the output layer of a tied model is not named at a reload."""
     model = tiny_model(tmp_path, tied=True)
     engine = engine_of(tmp_path, 4)
-    _shake(model, seed=1)
+    shake(model, seed=1)
     weights = [(name, weight) for name, weight in model.named_parameters() if name != "lm_head.weight"]
     engine._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     engine._core.reset_prefix_cache()
@@ -189,13 +155,6 @@ def test_without_the_named_output_layer_a_tied_model_goes_wrong_or_is_mended(tmp
     engine.load(weights, 1)
     assert CheckedWeights(engine, logprobs_of(model), PROBES).difference() < TOLERANCE
     engine.close()
-
-
-def _shake(model: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.2)
 
 
 def test_built_in_model_loads_and_agrees_with_transformers() -> None:
@@ -261,7 +220,7 @@ def test_rest_gives_memory_away_and_comes_back(tmp_path: Path) -> None:
     free_before = torch.cuda.mem_get_info()[0]
     engine.rest()
     assert torch.cuda.mem_get_info()[0] > free_before + (1 << 30)
-    _shake(model, seed=3)
+    shake(model, seed=3)
     checked.load(dict(model.named_parameters()), 1)
     assert checked.last_difference < TOLERANCE
     engine.rest()

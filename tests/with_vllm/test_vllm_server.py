@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_vllm_engine import DTYPE, ON_GPU, PROBES, TOLERANCE, _shake, logprobs_of, tiny_model
+from test_vllm_engine import DTYPE, TOLERANCE
 
 from engine_contract import EngineContract, Ledger
+from server_process import ServerProcess, serving
 from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.engine import Engine, Preempted
 from sortedrl.core.rollout import Prompt
@@ -27,47 +22,19 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.vllm_server import VllmServerEngine
+from tiny_llama import ON_GPU, PROBES, logprobs_of, shake, tiny_model
 
-START_SECONDS = 600
 SLOTS = 8
 MAX_LENGTH = 256
 
 
-class Server:
-    """vLLM's own server as a process, with the flags that docs/engines.md names."""
-
-    def __init__(self, model: Path, log: Path, *flags: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", DTYPE, "--enforce-eager"]
-        command += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(SLOTS)]
-        command += ["--tokens-only", "--logprobs-mode", "processed_logprobs", *flags]
-        command += ["--gpu-memory-utilization", "0.1"] if ON_GPU else []
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-
-    def wait(self) -> Server:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
-                    return self
-            except OSError:
-                time.sleep(0.3)
-        self.kill()
-        raise RuntimeError(f"vLLM's server did not start:\n{self.log.read_text()[-3000:]}")
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its engine process, too
-        self.process.wait()
+def command(model: Path, *flags: str) -> list[str]:
+    """vLLM's own server, with the flags that docs/engines.md names."""
+    parts = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    parts += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", DTYPE, "--enforce-eager"]
+    parts += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(SLOTS)]
+    parts += ["--tokens-only", "--logprobs-mode", "processed_logprobs", *flags]
+    return parts + (["--gpu-memory-utilization", "0.1"] if ON_GPU else [])
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +45,18 @@ def model(tmp_path_factory: Any) -> tuple[Path, Any]:
     return folder, made
 
 
-@contextmanager
-def serve(folder: Path, log: Path, *flags: str) -> Iterator[Server]:
-    server = Server(folder, log, *flags)
-    try:
-        yield server.wait()
-    finally:
-        server.kill()
+def serve(folder: Path, log: Path, *flags: str) -> AbstractContextManager[ServerProcess]:
+    return serving(command(folder, *flags), log, VLLM_SERVER_DEV_MODE="1")
 
 
 @pytest.fixture(scope="module")
-def server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[Server]:
+def server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerProcess]:
     with serve(model[0], tmp_path_factory.mktemp("log") / "server.log", "--enable-prefix-caching") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def doomed(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[Server]:
+def doomed(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerProcess]:
     """Has memory for a few requests only, and is killed in the last test that uses it."""
     flags = [
         "--num-gpu-blocks-override",
@@ -107,7 +69,7 @@ def doomed(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[Server]:
         yield made
 
 
-def engine_at(server: Server, slots: int = 4, eos: Sequence[int] = (), **options: Any) -> VllmServerEngine:
+def engine_at(server: ServerProcess, slots: int = 4, eos: Sequence[int] = (), **options: Any) -> VllmServerEngine:
     return VllmServerEngine(server.url, slots=slots, eos_token_ids=eos, **options)
 
 
@@ -119,7 +81,7 @@ class TestVllmServer(EngineContract):
     long_budget = 220
 
     @pytest.fixture(autouse=True)
-    def _server(self, server: Server, model: tuple[Path, Any]) -> Iterator[None]:
+    def _server(self, server: ServerProcess, model: tuple[Path, Any]) -> Iterator[None]:
         self._at, self._model = server, model[1]
         self._engines: list[VllmServerEngine] = []
         yield
@@ -138,7 +100,7 @@ class TestVllmServer(EngineContract):
         return replace(request, sampling=Sampling(temperature=0.0))
 
 
-def test_an_end_token_ends_a_response_and_is_part_of_it(server: Server) -> None:
+def test_an_end_token_ends_a_response_and_is_part_of_it(server: ServerProcess) -> None:
     reference = Ledger(engine_at(server))
     reference.submit([endless(0, 30, temperature=0.0)])
     reference.run()
@@ -150,13 +112,13 @@ def test_an_end_token_ends_a_response_and_is_part_of_it(server: Server) -> None:
     assert ledger.tokens(0) == reference.tokens(0)[: reference.tokens(0).index(end) + 1]
 
 
-def test_weights_change_every_weight_and_old_keys_are_forgotten(server: Server, model: tuple[Path, Any]) -> None:
+def test_weights_change_every_weight_and_old_keys_are_forgotten(server: ServerProcess, model: tuple[Path, Any]) -> None:
     """Both of vLLM's silent traps: the tied output layer, which only the tied model has, and the prefix cache."""
     learner = model[1]
     engine = engine_at(server)
     checked = CheckedWeights(engine, logprobs_of(learner), PROBES)
     for version in (1, 2):
-        _shake(learner, seed=version)
+        shake(learner, seed=version)
         checked.load(dict(learner.named_parameters()), version)
         assert checked.last_difference < TOLERANCE
     assert engine.load_seconds < 30
@@ -164,7 +126,9 @@ def test_weights_change_every_weight_and_old_keys_are_forgotten(server: Server, 
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_temperature_is_in_the_log_probabilities(server: Server, model: tuple[Path, Any], temperature: float) -> None:
+def test_temperature_is_in_the_log_probabilities(
+    server: ServerProcess, model: tuple[Path, Any], temperature: float
+) -> None:
     learner = model[1]
     ledger = Ledger(engine_at(server))
     ledger.engine.load(dict(learner.named_parameters()), 1)
@@ -180,7 +144,7 @@ def test_temperature_is_in_the_log_probabilities(server: Server, model: tuple[Pa
         assert ledger.logprobs(0)[position] == pytest.approx(float(expected[position, token]), abs=10 * TOLERANCE)
 
 
-def test_seeds_repeat_a_response_and_a_resume_does_not_replay_its_noise(server: Server) -> None:
+def test_seeds_repeat_a_response_and_a_resume_does_not_replay_its_noise(server: ServerProcess) -> None:
     def run(*requests: Request) -> Ledger:
         ledger = Ledger(engine_at(server, slots=1, seeded=True))
         ledger.submit(requests)
@@ -194,7 +158,7 @@ def test_seeds_repeat_a_response_and_a_resume_does_not_replay_its_noise(server: 
     assert run(other).tokens(0) != first.tokens(0)
 
 
-def test_what_the_server_rejects_fails_with_its_reason(server: Server) -> None:
+def test_what_the_server_rejects_fails_with_its_reason(server: ServerProcess) -> None:
     ledger = Ledger(engine_at(server))
     too_long = Request(0, Prompt("long", [3] * (MAX_LENGTH + 10)), (), 4, 0)
     nothing = Request(1, Prompt("nothing", []), (), 4, 0)
@@ -210,12 +174,12 @@ def test_an_address_without_a_server_is_a_configuration_error() -> None:
         VllmServerEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[2])
 
 
-def test_more_slots_than_the_server_runs_are_refused(server: Server) -> None:
+def test_more_slots_than_the_server_runs_are_refused(server: ServerProcess) -> None:
     with pytest.raises(ConfigurationError, match=r"--max-num-seqs 8, and this engine has 9 slots.*--max-num-seqs 9"):
         engine_at(server, slots=9)
 
 
-def test_a_whole_run_of_the_scheduler(server: Server, model: tuple[Path, Any]) -> None:
+def test_a_whole_run_of_the_scheduler(server: ServerProcess, model: tuple[Path, Any]) -> None:
     prompts = [Prompt(f"p{i}", [3 + i % 50, 4, 5]) for i in range(24)]
     schedule = Schedule(
         mode="partial+elevator", rollouts_per_update=6, prompts_per_cohort=12, max_response_tokens=48, max_staleness=3
@@ -229,7 +193,7 @@ def test_a_whole_run_of_the_scheduler(server: Server, model: tuple[Path, Any]) -
     assert sorted(trained) == list(range(24))
 
 
-def test_preemptions_come_from_the_servers_own_count(doomed: Server) -> None:
+def test_preemptions_come_from_the_servers_own_count(doomed: ServerProcess) -> None:
     ledger = Ledger(engine_at(doomed, slots=SLOTS))
     seen: list[Any] = []
     ledger.submit([endless(id, 240) for id in range(2 * SLOTS)])
@@ -241,7 +205,9 @@ def test_preemptions_come_from_the_servers_own_count(doomed: Server) -> None:
     assert any(isinstance(change, Preempted) for change in seen)
 
 
-def test_a_server_killed_in_mid_rollout_hands_out_what_came_then_is_dead(doomed: Server, server: Server) -> None:
+def test_a_server_killed_in_mid_rollout_hands_out_what_came_then_is_dead(
+    doomed: ServerProcess, server: ServerProcess
+) -> None:
     """In a pool the other server goes on with its requests; alone, the engine says that it died."""
     alone = Ledger(engine_at(doomed, slots=2))
     pooled = Ledger(Pool([engine_at(doomed, slots=2), engine_at(server, slots=2)]))
@@ -265,7 +231,7 @@ def test_a_server_killed_in_mid_rollout_hands_out_what_came_then_is_dead(doomed:
     pooled.engine.close()  # type: ignore[attr-defined]
 
 
-def test_weights_that_do_not_load_end_the_engine(server: Server, model: tuple[Path, Any]) -> None:
+def test_weights_that_do_not_load_end_the_engine(server: ServerProcess, model: tuple[Path, Any]) -> None:
     """The last test of this server: it stays paused, with some of the new weights."""
     engine = engine_at(server)
     wrong = {name: weight[:-1] if weight.ndim == 2 else weight for name, weight in model[1].state_dict().items()}

@@ -164,6 +164,12 @@ class HttpEngine(ABC):
     async def load_folder(self, folder: Path, version: int) -> None:
         """Have the server load the weights of this folder, in place, and forget all keys of the old ones."""
 
+    def room_for(self, request: Request) -> int:
+        """Tokens that the server may make: its budget, or what fits beside its context."""
+        if self.max_length is None:
+            return request.budget
+        return min(request.budget, max(1, self.max_length - len(request.prompt.tokens) - request.kept_length))
+
     # The protocol
 
     def now(self) -> float:
@@ -331,6 +337,8 @@ class HttpEngine(ABC):
                 if sent.stop_strings.completed_by_last(sent.kept, sent.tokens):
                     tokens, end = tokens[:count], "stop"
                     break
+        if end not in (None, "stop", "length"):
+            end = self._end_of(sent) or end  # it was aborted in the step of its last token
         sent.heard_at = now = self.now()
         id = sent.request.id
         changes: list[Change] = []
@@ -345,6 +353,12 @@ class HttpEngine(ABC):
             changes.append(Failed(id, now, f"the server ended it: {end}"))
         self._add(*changes)
         return end is not None
+
+    def _end_of(self, sent: Sent) -> str | None:
+        """How its tokens end, if they do."""
+        if sent.tokens and sent.tokens[-1] in self._eos and not sent.request.sampling.ignore_end:
+            return "stop"
+        return "length" if len(sent.tokens) >= self.room_for(sent.request) else None
 
     async def _fail_or_die(self, sent: Sent, reason: str) -> None:
         """One request's bad luck, or the first sign of the server's end: which of them, its health tells soon."""
@@ -372,6 +386,10 @@ class HttpEngine(ABC):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for sent in leaving:  # the word of the end may have been lost
+            end = self._end_of(sent)
+            if end is not None and sent.request.id in self._inside:
+                self._add(Finished(sent.request.id, self.now(), truncated=end == "length"))
 
     async def _aborts(self, names: Sequence[str]) -> bool:
         try:

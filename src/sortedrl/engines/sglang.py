@@ -2,11 +2,13 @@
 
     python -m sglang.launch_server --model-path MODEL --max-running-requests 256 --incremental-streaming-output
 
-**Only tried against a stand-in**: SGLang needs a GPU of its own, and what is here was written after the source of
-0.5.23 and tested against a small server that speaks its format (tests/sglang_stand_in.py), never against SGLang.
+Tried with SGLang 0.5.23 on a CPU, where its own PyTorch code took the place of its compiled kernels (tests/with_sglang),
+and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not tried on a GPU.
 
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
   tokens so far; that works, and costs more with every token.
+- **Ends**: SGLang ends a response at its model's own end tokens, too. They must be among `eos_token_ids`: a response
+  that is aborted in the step of its last token is told from them to be whole.
 - SGLang's log-probabilities are those after temperature, and before top-p: so `top_p` must be 1.
 - **Noise**: `seeded=True` sends `sampling_seed`, which SGLang heeds only with `--enable-deterministic-inference`.
 - **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`.
@@ -15,6 +17,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from sortedrl.core.hashing import mixed
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.http_engine import LOAD_SECONDS, Delta, HttpEngine, Refused, Sent, reason_of
 
+_EMPTY_SECONDS = 30.0
 _START = "python -m sglang.launch_server --model-path MODEL --max-running-requests {slots}"
 
 
@@ -73,13 +77,12 @@ class SglangEngine(HttpEngine):
 
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
         context = [*request.prompt.tokens, *request.kept_tokens]
-        room = request.budget if self.max_length is None else max(1, self.max_length - len(context))
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": 1.0,
             "top_k": -1,  # the model's own configuration may say otherwise
-            "max_new_tokens": min(request.budget, room),
+            "max_new_tokens": self.room_for(request),
             "ignore_eos": sampling.ignore_end,
             "stop_token_ids": [] if sampling.ignore_end else self._eos,
             "no_stop_trim": True,  # the end token is part of the response
@@ -119,6 +122,15 @@ class SglangEngine(HttpEngine):
 
     async def load_folder(self, folder: Path, version: int) -> None:
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
+        await self._until_empty()
         update = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
         await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
         await self.call("POST", "/continue_generation", body={})
+
+    async def _until_empty(self) -> None:
+        """Requests whose streams were closed leave a little later, and the cache is not emptied while one is inside."""
+        deadline = self.now() + _EMPTY_SECONDS
+        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in await self._loads()):
+            if self.now() > deadline:
+                raise Refused(500, f"requests are still inside {_EMPTY_SECONDS:.0f} s after they were aborted")
+            await asyncio.sleep(0.02)

@@ -79,12 +79,11 @@ class VllmServerEngine(HttpEngine):
 
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
         context = [*request.prompt.tokens, *request.kept_tokens]
-        room = request.budget if self.max_length is None else max(1, self.max_length - len(context))
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": min(request.budget, room),
+            "max_tokens": self.room_for(request),
             "ignore_eos": True,  # the end tokens are named here, whatever the model's own configuration says
             "stop_token_ids": [] if sampling.ignore_end else self._eos,
             "logprobs": 0,

@@ -1,0 +1,52 @@
+"""A small random Llama for tests of real servers and engines, and what they are checked against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ON_GPU = torch.cuda.is_available()
+
+
+def logprobs_of(model: Any) -> Any:
+    def scored(context: Any, response: Any) -> list[float]:
+        ids = torch.tensor([[*context, *response]], device=model.device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(context) - 1 : -1].float()
+        picked = torch.tensor(list(response), device=model.device)
+        return torch.log_softmax(logits, -1).gather(1, picked[:, None])[:, 0].tolist()
+
+    return scored
+
+
+def tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.to("cuda" if ON_GPU else "cpu")
+
+
+PROBES = [[5, 6, 7, 8] * 40, [9, 10, 11], [20] * 144]  # long enough to fill blocks of 128 cached tokens
+
+
+def shake(model: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
