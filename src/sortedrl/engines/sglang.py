@@ -2,7 +2,7 @@
 
     python -m sglang.launch_server --model-path MODEL --max-running-requests 256 --incremental-streaming-output
 
-Tried with SGLang 0.5.23 on a CPU, where its own PyTorch code took the place of its compiled kernels (tests/with_sglang),
+Tried with SGLang 0.5.23 on a CPU, where its own PyTorch code stood in for its compiled kernels (tests/with_sglang),
 and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not tried on a GPU.
 
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
