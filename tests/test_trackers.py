@@ -97,9 +97,12 @@ def read_wandb(folder: Path) -> list[tuple[str, int, float]]:
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     found = []
-    for data in leveldb_records(path.read_bytes(), begin=7):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    deadline = time.monotonic() + 30
+    records: list[Any] = []
+    while not any(record.HasField("exit") for record in records) and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process of its own writes the file, and is not always done when the run says so
+        records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_records(path.read_bytes(), begin=7)]
+    for record in records:
         if record.HasField("history"):
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             step = row.pop(STEP)
