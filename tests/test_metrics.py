@@ -64,12 +64,49 @@ def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
         "refill": 2 / 20,
         "held_back": 2 / 20,
         "drain": (2 + 2 * 5) / 20,
+        "queued": 0.0,
         "kv_limited": 0.0,
     }
     assert result.bubble == pytest.approx(16 / 20)
 
 
-def test_a_slot_is_kv_limited_where_the_engine_has_work_and_does_not_run_it() -> None:
+def test_what_the_engine_has_not_begun_is_queued() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        submitted(0.0, 1),
+        Started(1.0, 0, 0),
+        Started(3.0, 1, 1),
+        Finished(10.0, 0, 4, 4, False),
+        Finished(10.0, 1, 4, 4, False),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble_parts["queued"] == (2 + 2) / 20
+    assert result.bubble_parts["kv_limited"] == 0
+
+
+def test_from_a_preemption_on_what_waits_is_kv_limited_until_nothing_waits() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        submitted(0.0, 1),
+        Started(0.0, 0, 0),
+        Started(0.0, 1, 1),
+        Preempted(2.0, 1, 30),
+        Finished(4.0, 0, 8, 8, False),
+        submitted(4.0, 2),
+        Started(5.0, 1, 0),  # 1 runs again, 2 still waits
+        Started(6.0, 2, 1),
+        Finished(7.0, 2, 8, 8, False),
+        submitted(7.0, 3),
+        Started(8.0, 3, 1),
+        Finished(10.0, 1, 6, 6, False),
+        Finished(10.0, 3, 6, 6, False),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble_parts["kv_limited"] == (2 + 2 + 1) / 20
+    assert result.bubble_parts["queued"] == 1 / 20
+
+
+def test_a_slot_is_kv_limited_where_a_request_was_preempted_and_waits() -> None:
     result = figures(
         submitted(0.0, 0),
         submitted(0.0, 1),

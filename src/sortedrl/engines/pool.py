@@ -10,8 +10,8 @@ its thread, so members may block in `poll`; they must run in real time, which le
 A member is lost when a call raises `EngineDied`, or when it cannot load weights. The pool then goes on without it:
 - its requests return to the head of the queue and continue elsewhere behind the tokens that they delivered. The caller
   sees a preemption: no retry is used up, nothing that was delivered is lost, and no token is delivered twice;
-- its slots stay empty and still count in `slots`, so that the figures show the loss (as KV-limited: there is work and
-  no room for it), until another engine takes its place (`rejoin`), which works from the next `load` on;
+- its slots stay empty and still count in `slots`, so that the figures show the loss (as KV-limited or queued: there is
+  work and no room for it), until another engine takes its place (`rejoin`), which works from the next `load` on;
 - when the last member is lost, `poll` and `load` raise `EngineDied`.
 """
 

@@ -20,7 +20,7 @@ from sortedrl.core.events import Event
 
 HARVEST = "harvest"
 NEAREST = 50  # pairs that an estimate of the uncut length looks at
-BUBBLE_PARTS = ("drain", "refill", "kv_limited", "held_back")
+BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back")
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
@@ -97,6 +97,7 @@ class Metrics:
         self._phase = ""
         self._gate = "open"
         self._running = self._live = 0
+        self._memory_is_short = False  # from a preemption on, for as long as something waits in the engine
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
         self._resting: defaultdict[str, float] = defaultdict(float)  # seconds of phases in which the engine rests
         self._harvest_seconds = 0.0
@@ -161,13 +162,16 @@ class Metrics:
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
         self._time = at
+        if self._live <= self._running:
+            self._memory_is_short = False
         if self._phase != HARVEST:
             self._resting[self._phase] += seconds
             return
         self._harvest_seconds += seconds
         submitted = min(self.slots, self._live)
         if submitted > self._running:
-            self._empty["kv_limited"] += (submitted - self._running) * seconds
+            part = "kv_limited" if self._memory_is_short else "queued"
+            self._empty[part] += (submitted - self._running) * seconds
         if submitted < self.slots:
             self._empty[_PART_OF_GATE[self._gate]] += (self.slots - submitted) * seconds
 
@@ -205,6 +209,7 @@ class Metrics:
 
     def _on_preempted(self, event: events.Preempted) -> None:
         self._leave_slot(event.rollout)
+        self._memory_is_short = True
         self._count["preemptions"] += 1
         self._count["re_prefill"] += event.recompute
 

@@ -27,7 +27,7 @@ WORK = {
     "failed": "#93205c",
     "running": "#7d9db1",
 }
-BUBBLE = {"drain": "#eba23a", "held_back": "#f2cc74", "refill": "#d9772b", "kv_limited": "#b98a1f"}
+BUBBLE = {"drain": "#eba23a", "held_back": "#f2cc74", "refill": "#d9772b", "queued": "#c4573a", "kv_limited": "#b98a1f"}
 REST = {
     "learner": "#7d8794",
     "weights": "#98a1ac",
