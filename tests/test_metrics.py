@@ -84,7 +84,55 @@ def test_what_the_engine_has_not_begun_is_queued() -> None:
     assert result.bubble_parts["kv_limited"] == 0
 
 
-def test_from_a_preemption_on_what_waits_is_kv_limited_until_nothing_waits() -> None:
+def test_a_preemption_is_forgotten_with_the_harvest_even_if_no_time_passes_between() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        submitted(0.0, 1),
+        Started(0.0, 0, 0),
+        Started(0.0, 1, 1),
+        Preempted(2.0, 1, 30),
+        Stopped(4.0, 0, 4, 4, 0),
+        Stopped(4.0, 1, 2, 2, 0),
+        submitted(4.0, 0),
+        submitted(4.0, 1),
+        Started(6.0, 0, 0),
+        Started(6.0, 1, 1),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble_parts["kv_limited"] == 2 / 20
+    assert result.bubble_parts["queued"] == 4 / 20
+
+
+def test_a_preemption_is_forgotten_once_all_slots_are_full_though_more_waits() -> None:
+    result = figures(
+        *(submitted(0.0, id) for id in range(4)),
+        Started(0.0, 0, 0),
+        Started(0.0, 1, 1),
+        Preempted(2.0, 1, 30),
+        Started(4.0, 1, 1),
+        Finished(6.0, 0, 6, 6, False),
+        Started(7.0, 2, 0),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble_parts["kv_limited"] == 2 / 20
+    assert result.bubble_parts["queued"] == 1 / 20
+
+
+def test_what_is_taken_back_before_it_began_is_queued() -> None:
+    result = figures(
+        submitted(0.0, 0),
+        Started(0.0, 0, 0),
+        submitted(0.0, 1),
+        Started(0.0, 1, 1),
+        Preempted(1.0, 1, 0),  # a server over HTTP said that it runs one only
+        Started(3.0, 1, 1),
+        Phase(10.0, "end"),
+    )
+    assert result.bubble_parts["queued"] == 2 / 20
+    assert result.bubble_parts["kv_limited"] == 0
+
+
+def test_from_a_preemption_on_what_waits_is_kv_limited_until_all_runs() -> None:
     result = figures(
         submitted(0.0, 0),
         submitted(0.0, 1),

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from occupancy import summary
+from occupancy import bubble, harvests_in
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {
@@ -116,30 +116,37 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def result(asked: argparse.Namespace) -> dict[str, Any]:
-    """From verl's metrics and, in every setting, from the starts and ends of requests at the servers."""
-    lines = [json.loads(line)["data"] for line in (asked.out / "metrics.jsonl").read_text().splitlines()]
+    """From verl's metrics and, in every setting, from the starts and ends of requests at the servers.
+
+    Lists have an entry for each step. Figures of the whole job leave the first step out: it compiles and warms up.
+    """
+    text = (asked.out / "metrics.jsonl").read_text()
+    lines = [json.loads(line)["data"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
     steps = [line for line in lines if "training/global_step" in line]
-    occupancy = summary(asked.out / "occupancy", asked.slots)
-    rollouts = occupancy["rollouts"][: len(steps)]
-    counted = slice(1 if len(steps) > 1 else 0, None)  # the first step compiles and warms up
-    trained = max(1, sum(rollouts[counted]))
+    if len(steps) < 2:
+        sys.exit(f"{asked.out}: {len(steps)} steps were done, a result needs two")
+    harvests = harvests_in(asked.out / "occupancy")[: len(steps)]
+    rollouts = [harvest["rollouts"] for harvest in harvests]
+    trained = sum(rollouts[1:])
     found = {
         "setting": asked.setting,
-        "steps": len(steps),
         "rollouts": rollouts,
         "step_seconds": [line["timing_s/step"] for line in steps],
         "generation_seconds": [line["timing_s/gen"] for line in steps],
-        "bubble_at_servers": occupancy["bubble"],
+        "update_seconds": [line["timing_s/update_actor"] for line in steps],
         "reward": [line["critic/score/mean"] for line in steps],
         "response_length": [line["response_length/mean"] for line in steps],
         # the trainer's probability of each token against the server's: weights, tokens and their order are right
         "probability_difference_max": [line["training/rollout_probs_diff_max"] for line in steps],
         "probability_difference_mean": [line["training/rollout_probs_diff_mean"] for line in steps],
+        "bubble_at_servers": bubble(asked.out / "occupancy", harvests[1:], asked.slots),
     }
     for name in ("step_seconds", "generation_seconds"):
-        found[f"{name}_per_trained_rollout"] = sum(found[name][counted]) / trained
-    last = steps[-1] if steps else {}
-    return found | {name: value for name, value in last.items() if name.startswith("sortedrl/")}
+        found[f"{name}_per_step"] = sum(found[name][1:]) / len(steps[1:])
+        found[f"{name}_per_trained_rollout"] = sum(found[name][1:]) / trained
+    rewarded = zip(rollouts[1:], found["reward"][1:], strict=True)
+    found["reward_mean"] = sum(count * reward for count, reward in rewarded) / trained
+    return found | {name: value for name, value in steps[-1].items() if name.startswith("sortedrl/")}
 
 
 def main() -> None:
@@ -164,6 +171,8 @@ def main() -> None:
     asked.out = asked.out.resolve()
     (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)
     if not asked.summarise:
+        for old in [*asked.out.glob("*.json*"), *asked.out.glob("occupancy/*")]:
+            old.unlink()
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(asked), f"hydra.run.dir={asked.out}/hydra"]
         done = subprocess.run(command, env=environment(asked), check=False)
         if done.returncode:

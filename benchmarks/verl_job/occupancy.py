@@ -2,7 +2,7 @@
 
 Loaded by verl in all its processes (VERL_USE_EXTERNAL_MODULES). The client notes when each request goes to a server and
 when it comes back; the trainer notes from when to when it waits for a batch, and how many rollouts it got. Both append
-lines to files of their own in OCCUPANCY_FOLDER; `summary` puts them together. Times are the host's monotonic clock.
+lines to files of their own in OCCUPANCY_FOLDER; `bubble` puts them together. Times are the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,10 +62,14 @@ def watch_sampling(module: ModuleType) -> None:
     module.PPOTrainer._step_once = step_once
 
 
-def summary(folder: Path, slots: int) -> dict[str, Any]:
-    """Busy slot-time within the harvests over all of it. What waits at a server beyond its slots is not busy."""
+def harvests_in(folder: Path) -> list[dict[str, Any]]:
+    """From when to when the trainer waited for each batch, and the rollouts that it got."""
+    return sorted(_lines(folder.glob("harvest-*.jsonl")), key=lambda harvest: harvest["begin"])
+
+
+def bubble(folder: Path, harvests: Sequence[dict[str, Any]], slots: int) -> float:
+    """Empty slot-time within these harvests over all of it. What waits at a server beyond its slots is not busy."""
     requests = _lines(folder.glob("request-*.jsonl"))
-    harvests = sorted(_lines(folder.glob("harvest-*.jsonl")), key=lambda harvest: harvest["begin"])
     marks = sorted(
         [(r["begin"], 1, 0) for r in requests]
         + [(r["end"], -1, 0) for r in requests]
@@ -74,17 +78,18 @@ def summary(folder: Path, slots: int) -> dict[str, Any]:
     )
     busy = seconds = last = 0.0
     active = inside = 0
-    for at, request, harvest in marks:
+    for at, request_change, harvest_change in marks:
         if inside:
             busy += min(active, slots) * (at - last)
             seconds += at - last
-        last, active, inside = at, active + request, inside + harvest
-    rollouts = [h["rollouts"] for h in harvests]
-    return {"bubble": 1 - busy / (slots * seconds), "harvest_seconds": seconds, "rollouts": rollouts}
+        last, active, inside = at, active + request_change, inside + harvest_change
+    return 1 - busy / (slots * seconds) if seconds else 0.0
 
 
 def _lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    """Of files that a killed job may have left with half a line at the end."""
+    lines = (line for path in paths for line in path.read_text().splitlines(keepends=True))
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 if FOLDER:

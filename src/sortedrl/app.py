@@ -252,7 +252,6 @@ class TrainingRun:
         after = self._evaluate(done)
         self._save(done)
         self._export()
-        self.batched.settle()
         assert self.before is not None
         difference = paired_difference(self.before.correct, after.correct)
         summary = {
@@ -360,14 +359,14 @@ class TrainingRun:
                     "detail": rollout.detail,
                     "truncated": rollout.truncated,
                     "segments": [[segment.version, len(segment)] for segment in rollout.segments],
-                    "segment_ends": [*self._segment_ends(rollout), len(response)],
+                    "segment_ends": self._segment_ends(rollout, response),
                 },
             )
 
-    def _segment_ends(self, rollout: Rollout) -> list[int]:
-        """Where each segment but the last ends in the response, in characters."""
-        ends = accumulate(map(len, rollout.segments[:-1]))
-        return [len(self.materials.tokenizer.decode(rollout.tokens[:end])) for end in ends]
+    def _segment_ends(self, rollout: Rollout, response: str) -> list[int]:
+        """Where each segment ends in the response, in characters."""
+        inner = accumulate(map(len, rollout.segments[:-1]))
+        return [*(len(self.materials.tokenizer.decode(rollout.tokens[:end])) for end in inner), len(response)]
 
     def total_updates(self) -> int:
         rollouts = len(self.materials.train) * self.settings.epochs * self.settings.rollouts_per_prompt

@@ -225,7 +225,7 @@ class HttpEngine(ABC):
     def _load_from(self, folder: Path, version: int) -> None:
         try:
             self._result_of(self.load_folder(folder, version))
-        except (Refused, *_BROKEN) as error:
+        except (Refused, KeyError, TypeError, ValueError, *_BROKEN) as error:
             self._die(f"the weights of version {version} did not load to the end ({_said(error)}); restart the server")
             raise EngineDied(f"{self.url}: {self._death}") from error
 
@@ -312,7 +312,8 @@ class HttpEngine(ABC):
                 async for event in events:
                     if self._hear(sent, self.delta_of(event, sent)):
                         return
-            await self._fail_or_die(sent, "the server ended the response before its end")
+            if not self._finish_if_whole(sent):
+                await self._fail_or_die(sent, "the server ended the response before its end")
         except Refused as refusal:
             if refusal.status < 500:
                 self._fail(sent, f"the server refused it: {refusal}")
@@ -338,7 +339,7 @@ class HttpEngine(ABC):
                     tokens, end = tokens[:count], "stop"
                     break
         if end not in (None, "stop", "length"):
-            end = self._end_of(sent) or end  # it was aborted in the step of its last token
+            end = self._end_of(sent) or end  # such as aborted, in the step of its last token
         sent.heard_at = now = self.now()
         id = sent.request.id
         changes: list[Change] = []
@@ -359,6 +360,15 @@ class HttpEngine(ABC):
         if sent.tokens and sent.tokens[-1] in self._eos and not sent.request.sampling.ignore_end:
             return "stop"
         return "length" if len(sent.tokens) >= self.room_for(sent.request) else None
+
+    def _finish_if_whole(self, sent: Sent) -> bool:
+        """Report the end that the server did not get to report, if the tokens have come to one."""
+        end = self._end_of(sent)
+        with self._news:
+            is_new = end is not None and sent.request.id in self._inside
+            if is_new:
+                self._add(Finished(sent.request.id, self.now(), truncated=end == "length"))
+        return is_new
 
     async def _fail_or_die(self, sent: Sent, reason: str) -> None:
         """One request's bad luck, or the first sign of the server's end: which of them, its health tells soon."""
@@ -386,10 +396,8 @@ class HttpEngine(ABC):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for sent in leaving:  # the word of the end may have been lost
-            end = self._end_of(sent)
-            if end is not None and sent.request.id in self._inside:
-                self._add(Finished(sent.request.id, self.now(), truncated=end == "length"))
+        for sent in leaving:
+            self._finish_if_whole(sent)
 
     async def _aborts(self, names: Sequence[str]) -> bool:
         try:
@@ -433,11 +441,14 @@ class HttpEngine(ABC):
             return False
 
     def _die(self, reason: str) -> None:
+        sent_now = list(self._sent.values())
         with self._news:
+            for sent in sent_now:
+                self._finish_if_whole(sent)
             self._death = self._death or reason
             self._news.notify_all()
         here = asyncio.current_task() if self._is_own_thread() else None
-        for sent in self._sent.values():
+        for sent in sent_now:
             if sent.task is not None and sent.task is not here:
                 self._loop.call_soon_threadsafe(sent.task.cancel)
 

@@ -97,7 +97,7 @@ class Metrics:
         self._phase = ""
         self._gate = "open"
         self._running = self._live = 0
-        self._memory_is_short = False  # from a preemption on, for as long as something waits in the engine
+        self._memory_is_short = False  # from a preemption on, until no slot stands empty while something waits
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
         self._resting: defaultdict[str, float] = defaultdict(float)  # seconds of phases in which the engine rests
         self._harvest_seconds = 0.0
@@ -162,8 +162,6 @@ class Metrics:
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
         self._time = at
-        if self._live <= self._running:
-            self._memory_is_short = False
         if self._phase != HARVEST:
             self._resting[self._phase] += seconds
             return
@@ -206,10 +204,11 @@ class Metrics:
     def _on_started(self, event: events.Started) -> None:
         self._in_slot.add(event.rollout)
         self._running += 1
+        self._note_room()
 
     def _on_preempted(self, event: events.Preempted) -> None:
         self._leave_slot(event.rollout)
-        self._memory_is_short = True
+        self._memory_is_short |= event.recompute > 0  # 0: it had not begun
         self._count["preemptions"] += 1
         self._count["re_prefill"] += event.recompute
 
@@ -251,7 +250,11 @@ class Metrics:
     def _leave_engine(self, rollout: int, made: int) -> None:
         self._live -= 1
         self._leave_slot(rollout)
+        self._note_room()
         self._count["generated"] += made
+
+    def _note_room(self) -> None:
+        self._memory_is_short &= min(self.slots, self._live) > self._running
 
     def _leave_slot(self, rollout: int) -> None:
         if rollout in self._in_slot:
