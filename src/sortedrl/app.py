@@ -346,7 +346,7 @@ class TrainingRun:
         wanted = max(1, min(self.settings.save_rollouts, len(batch)))
         for place in range(wanted if self.settings.save_rollouts else 0):
             rollout = batch.rollouts[place * (len(batch) - 1) // max(1, wanted - 1)]
-            response = self.materials.tokenizer.decode(rollout.tokens)
+            response = str(self.materials.tokenizer.decode(rollout.tokens))
             self.folder.append(
                 "rollouts.jsonl",
                 {
