@@ -1,0 +1,168 @@
+"""What every engine over HTTP must do with a real server: ends, weights, temperature, whole runs, and its death.
+
+A module that tests a server has the fixtures `model` (folder and model), `server`, and `doomed`, another server of the
+same model that may be killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_contract import EngineContract, Ledger
+from server_process import ServerProcess
+from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
+from sortedrl.core.engine import Engine
+from sortedrl.core.rollout import Prompt
+from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.engines.http_engine import HttpEngine
+from sortedrl.engines.pool import Pool
+from tiny_llama import PROBES, logprobs_of, shake
+
+SLOTS = 8  # of a server
+END = 2  # the model's own end token
+ENDLESS = 200  # tokens
+
+
+def endless(id: int, budget: int, **sampling: Any) -> Request:
+    return Request(id, Prompt(str(id), [3 + id % 40] * 6), (), budget, id, Sampling(ignore_end=True, **sampling))
+
+
+class OnServer:
+    """`engine_type` and `tolerance` (of a log-probability) are the server's."""
+
+    engine_type: type[HttpEngine]
+    tolerance = 1e-3
+
+    def engine_at(self, server: ServerProcess, slots: int = 4, eos: Sequence[int] = (), **options: Any) -> HttpEngine:
+        return self.engine_type(server.url, slots=slots, eos_token_ids=eos, **options)
+
+
+class ServerContract(OnServer, EngineContract):
+    long_budget = ENDLESS
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: ServerProcess, model: tuple[Path, Any]) -> Iterator[None]:
+        self._at, self._model = server, model[1]
+        self._engines: list[HttpEngine] = []
+        yield
+        for engine in self._engines:
+            engine.close()
+
+    def make_engine(self, slots: int) -> Engine:
+        self._engines.append(self.engine_at(self._at, slots, eos=[END]))
+        return self._engines[-1]
+
+    def weights(self, version: int) -> Any:
+        return self._model.state_dict()
+
+    def reproducible(self, request: Request) -> Request:
+        """A server's noise is drawn for the whole batch, or replayed from a resume."""
+        return replace(request, sampling=Sampling(temperature=0.0))
+
+
+class ServerTests(OnServer):
+    def test_an_end_token_ends_a_response_and_is_part_of_it(self, server: ServerProcess) -> None:
+        reference = Ledger(self.engine_at(server))
+        reference.submit([endless(0, 30, temperature=0.0)])
+        reference.run()
+        end = reference.tokens(0)[7]
+        ledger = Ledger(self.engine_at(server, eos=[end]))
+        ledger.submit([replace(endless(0, 30), sampling=Sampling(temperature=0.0))])
+        ledger.run()
+        assert ledger.finished == {0: False}
+        assert ledger.tokens(0) == reference.tokens(0)[: reference.tokens(0).index(end) + 1]
+
+    def test_weights_change_every_weight_and_old_keys_are_forgotten(
+        self, server: ServerProcess, model: tuple[Path, Any]
+    ) -> None:
+        """The model has tied embeddings, and the probes repeat: an output layer or a cache that stays is noticed."""
+        learner = model[1]
+        engine = self.engine_at(server)
+        checked = CheckedWeights(engine, logprobs_of(learner), PROBES)
+        for version in (1, 2):
+            shake(learner, seed=version)
+            checked.load(dict(learner.named_parameters()), version)
+            assert checked.last_difference < self.tolerance
+        assert engine.load_seconds < 30
+        engine.close()
+
+    @pytest.mark.parametrize("temperature", [0.5, 2.0])
+    def test_temperature_is_in_the_log_probabilities(
+        self, server: ServerProcess, model: tuple[Path, Any], temperature: float
+    ) -> None:
+        learner = model[1]
+        ledger = Ledger(self.engine_at(server))
+        ledger.engine.load(dict(learner.named_parameters()), 1)
+        prompt = [5, 6, 7]
+        ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
+        ledger.run()
+        tokens = ledger.tokens(0)
+        ids = torch.tensor([[*prompt, *tokens]], device=learner.device)
+        with torch.no_grad():
+            logits = learner(ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.log_softmax(logits / temperature, -1)
+        for position, token in enumerate(tokens):
+            made = ledger.logprobs(0)[position]
+            assert made == pytest.approx(float(expected[position, token]), abs=10 * self.tolerance)
+
+    def test_a_whole_run_of_the_scheduler(self, server: ServerProcess, model: tuple[Path, Any]) -> None:
+        prompts = [Prompt(f"p{i}", [3 + i % 50, 4, 5]) for i in range(24)]
+        schedule = Schedule(
+            mode="partial+elevator",
+            rollouts_per_update=6,
+            prompts_per_cohort=12,
+            max_response_tokens=48,
+            max_staleness=3,
+        )
+        controller = Controller(self.engine_at(server, slots=8), Prompts(prompts), ScoreAtOnce(len), schedule)
+        trained = []
+        for batch in controller:
+            trained += [rollout.id for rollout in batch]
+            assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
+            controller.publish(model[1].state_dict())
+        assert sorted(trained) == list(range(24))
+
+
+class ServerEnds(OnServer):
+    """The last tests of a module: they leave both servers useless."""
+
+    def test_a_server_killed_in_mid_rollout_hands_out_what_came_then_is_dead(
+        self, doomed: ServerProcess, server: ServerProcess
+    ) -> None:
+        """In a pool the other server goes on with its requests; alone, the engine says that it died."""
+        alone = Ledger(self.engine_at(doomed, slots=2))
+        pooled = Ledger(Pool([self.engine_at(doomed, slots=2), self.engine_at(server, slots=2)]))
+        pooled.submit([endless(id, ENDLESS) for id in range(8)])
+        while min(len(pooled.tokens(id)) for id in range(4)) < 5:
+            pooled.apply(pooled.engine.poll())
+        alone.submit([endless(id, ENDLESS) for id in range(1000)])  # more than it can have done
+        while not alone.tokens(1):
+            alone.apply(alone.engine.poll())
+        doomed.kill()
+        pooled.run()
+        assert sorted(pooled.finished) == list(range(8)) and not pooled.failed
+        assert all(len(pooled.tokens(id)) == ENDLESS for id in range(8))
+        with pytest.raises(EngineDied, match="does not answer any more"):
+            while True:
+                alone.apply(alone.engine.poll())
+        assert not alone.failed, "no retry is used up"
+        assert alone.engine.stop(range(1000)) == []
+        with pytest.raises(EngineDied, match=doomed.url):
+            alone.engine.submit([endless(5, 3)])
+        pooled.engine.close()  # type: ignore[attr-defined]
+
+    def test_weights_that_do_not_load_end_the_engine(self, server: ServerProcess, model: tuple[Path, Any]) -> None:
+        """The server stays paused, with some of the new weights."""
+        engine = self.engine_at(server)
+        wrong = {name: weight[:-1] if weight.ndim == 2 else weight for name, weight in model[1].state_dict().items()}
+        with pytest.raises(EngineDied, match=r"weights of version 1 did not load to the end .*restart the server"):
+            engine.load(wrong, 1)
+        with pytest.raises(EngineDied, match="did not load to the end"):
+            engine.submit([endless(0, 3)])
+        engine.close()
