@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +41,9 @@ _engines: list[RayEngine] = []
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    ray.init(address=made.address, logging_level="error", log_to_driver=False)
+    paths = os.pathsep.join(str(Path(__file__).parents[1] / folder) for folder in ("src", "tests"))
+    environment = {"env_vars": {"PYTHONPATH": paths}}  # engines are made from functions of this module
+    ray.init(address=made.address, logging_level="error", log_to_driver=False, runtime_env=environment)
     yield made
     ray.shutdown()
     made.shutdown()

@@ -171,8 +171,8 @@ def main() -> None:
     asked.out = asked.out.resolve()
     (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)
     if not asked.summarise:
-        for old in [*asked.out.glob("*.json*"), *asked.out.glob("occupancy/*")]:
-            old.unlink()
+        for old in [asked.out / "metrics.jsonl", asked.out / "result.json", *asked.out.glob("occupancy/*")]:
+            old.unlink(missing_ok=True)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(asked), f"hydra.run.dir={asked.out}/hydra"]
         done = subprocess.run(command, env=environment(asked), check=False)
         if done.returncode:
