@@ -53,7 +53,7 @@ case $part in
     bench memory "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 2 --updates 4
     ;;
   smollm)
-    [ -d "$out/model" ] || python3 scripts/warm_start_pretrained.py --gguf "${gguf:?set GGUF to a GGUF file of SmolLM2-135M-Instruct}" \
+    [ -f "$out/model/recipe.json" ] || python3 scripts/warm_start_pretrained.py --gguf "${gguf:?set GGUF to a GGUF file of SmolLM2-135M-Instruct}" \
       --steps 150 --out "$out/model"
     for mode in ${MODES:-baseline partial+elevator on-policy+planned}; do
       sortedrl train --model "$out/model" --engine vllm --engine-options gpu_memory_utilization 0.3 --mode "$mode" \

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine_contract import EngineContract, Ledger
 from server_process import ServerProcess
@@ -102,14 +101,8 @@ class ServerTests(OnServer):
         prompt = [5, 6, 7]
         ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
         ledger.run()
-        tokens = ledger.tokens(0)
-        ids = torch.tensor([[*prompt, *tokens]], device=learner.device)
-        with torch.no_grad():
-            logits = learner(ids).logits[0, len(prompt) - 1 : -1].float()
-        expected = torch.log_softmax(logits / temperature, -1)
-        for position, token in enumerate(tokens):
-            made = ledger.logprobs(0)[position]
-            assert made == pytest.approx(float(expected[position, token]), abs=10 * self.tolerance)
+        expected = logprobs_of(learner, temperature)(prompt, ledger.tokens(0))
+        assert ledger.logprobs(0) == pytest.approx(expected, abs=10 * self.tolerance)
 
     def test_a_whole_run_of_the_scheduler(self, server: ServerProcess, model: tuple[Path, Any]) -> None:
         prompts = [Prompt(f"p{i}", [3 + i % 50, 4, 5]) for i in range(24)]

@@ -48,6 +48,10 @@ def updated(at: float, lengths: Sequence[int], *, first: int = 0, version: int =
 # Slot-time
 
 
+def both_running() -> tuple[Event, ...]:
+    return submitted(0.0, 0), submitted(0.0, 1), Started(0.0, 0, 0), Started(0.0, 1, 1)
+
+
 def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
     """Two slots for 10 s: both empty for 1 s before the first submit, one in use for 4 s, then drained."""
     result = figures(
@@ -86,10 +90,7 @@ def test_what_the_engine_has_not_begun_is_queued() -> None:
 
 def test_a_preemption_is_forgotten_with_the_harvest_even_if_no_time_passes_between() -> None:
     result = figures(
-        submitted(0.0, 0),
-        submitted(0.0, 1),
-        Started(0.0, 0, 0),
-        Started(0.0, 1, 1),
+        *both_running(),
         Preempted(2.0, 1, 30),
         Stopped(4.0, 0, 4, 4, 0),
         Stopped(4.0, 1, 2, 2, 0),
@@ -134,10 +135,7 @@ def test_what_is_taken_back_before_it_began_is_queued() -> None:
 
 def test_from_a_preemption_on_what_waits_is_kv_limited_until_all_runs() -> None:
     result = figures(
-        submitted(0.0, 0),
-        submitted(0.0, 1),
-        Started(0.0, 0, 0),
-        Started(0.0, 1, 1),
+        *both_running(),
         Preempted(2.0, 1, 30),
         Finished(4.0, 0, 8, 8, False),
         submitted(4.0, 2),
@@ -156,10 +154,7 @@ def test_from_a_preemption_on_what_waits_is_kv_limited_until_all_runs() -> None:
 
 def test_a_slot_is_kv_limited_where_a_request_was_preempted_and_waits() -> None:
     result = figures(
-        submitted(0.0, 0),
-        submitted(0.0, 1),
-        Started(0.0, 0, 0),
-        Started(0.0, 1, 1),
+        *both_running(),
         Preempted(4.0, 1, 30),
         Finished(8.0, 0, 8, 8, False),
         Started(8.0, 1, 0),

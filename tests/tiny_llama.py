@@ -11,13 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ON_GPU = torch.cuda.is_available()
 
 
-def logprobs_of(model: Any) -> Any:
+def logprobs_of(model: Any, temperature: float = 1.0) -> Any:
     def scored(context: Any, response: Any) -> list[float]:
         ids = torch.tensor([[*context, *response]], device=model.device)
         with torch.no_grad():
             logits = model(ids).logits[0, len(context) - 1 : -1].float()
         picked = torch.tensor(list(response), device=model.device)
-        return torch.log_softmax(logits, -1).gather(1, picked[:, None])[:, 0].tolist()
+        return torch.log_softmax(logits / temperature, -1).gather(1, picked[:, None])[:, 0].tolist()
 
     return scored
 

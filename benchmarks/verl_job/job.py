@@ -18,7 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from occupancy import bubble, harvests_in
+from occupancy import bubble, harvests_in, until_last_response, whole_lines
+
+from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.observe.metrics import Metrics
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {
@@ -120,12 +123,13 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
 
     Lists have an entry for each step. Figures of the whole job leave the first step out: it compiles and warms up.
     """
-    text = (asked.out / "metrics.jsonl").read_text()
-    lines = [json.loads(line)["data"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    steps = [line for line in lines if "training/global_step" in line]
+    lines = whole_lines([asked.out / "metrics.jsonl"])
+    steps = [line["data"] for line in lines if "training/global_step" in line["data"]]
     if len(steps) < 2:
         sys.exit(f"{asked.out}: {len(steps)} steps were done, a result needs two")
-    harvests = harvests_in(asked.out / "occupancy")[: len(steps)]
+    occupancy = asked.out / "occupancy"
+    harvests = harvests_in(occupancy)[: len(steps)]
+    without_polling = until_last_response(occupancy, harvests)
     rollouts = [harvest["rollouts"] for harvest in harvests]
     trained = sum(rollouts[1:])
     found = {
@@ -139,13 +143,18 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
         # the trainer's probability of each token against the server's: weights, tokens and their order are right
         "probability_difference_max": [line["training/rollout_probs_diff_max"] for line in steps],
         "probability_difference_mean": [line["training/rollout_probs_diff_mean"] for line in steps],
-        "bubble_at_servers": bubble(asked.out / "occupancy", harvests[1:], asked.slots),
+        "last_response_seconds": [harvest["end"] - harvest["begin"] for harvest in without_polling],
+        "bubble_at_servers": bubble(occupancy, harvests[1:], asked.slots),
+        "bubble_until_last_response": bubble(occupancy, without_polling[1:], asked.slots),
     }
     for name in ("step_seconds", "generation_seconds"):
         found[f"{name}_per_step"] = sum(found[name][1:]) / len(steps[1:])
         found[f"{name}_per_trained_rollout"] = sum(found[name][1:]) / trained
     rewarded = zip(rollouts[1:], found["reward"][1:], strict=True)
     found["reward_mean"] = sum(count * reward for count, reward in rewarded) / trained
+    if (asked.out / "events.jsonl").exists():
+        log = without_rolled_back(read_events(asked.out / "events.jsonl"))
+        found["bubble_parts_of_event_log"] = Metrics().fold(log).figures().bubble_parts
     return found | {name: value for name, value in steps[-1].items() if name.startswith("sortedrl/")}
 
 

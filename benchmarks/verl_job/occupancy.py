@@ -64,12 +64,23 @@ def watch_sampling(module: ModuleType) -> None:
 
 def harvests_in(folder: Path) -> list[dict[str, Any]]:
     """From when to when the trainer waited for each batch, and the rollouts that it got."""
-    return sorted(_lines(folder.glob("harvest-*.jsonl")), key=lambda harvest: harvest["begin"])
+    return sorted(whole_lines(folder.glob("harvest-*.jsonl")), key=lambda harvest: harvest["begin"])
+
+
+def until_last_response(folder: Path, harvests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The harvests, each only until its last response was there: the rest is the trainer's polling."""
+    ends = [request["end"] for request in whole_lines(folder.glob("request-*.jsonl"))]
+
+    def shortened(harvest: dict[str, Any]) -> dict[str, Any]:
+        within = [end for end in ends if harvest["begin"] <= end <= harvest["end"]]
+        return harvest | {"end": max(within, default=harvest["begin"])}
+
+    return [shortened(harvest) for harvest in harvests]
 
 
 def bubble(folder: Path, harvests: Sequence[dict[str, Any]], slots: int) -> float:
     """Empty slot-time within these harvests over all of it. What waits at a server beyond its slots is not busy."""
-    requests = _lines(folder.glob("request-*.jsonl"))
+    requests = whole_lines(folder.glob("request-*.jsonl"))
     marks = sorted(
         [(r["begin"], 1, 0) for r in requests]
         + [(r["end"], -1, 0) for r in requests]
@@ -86,7 +97,7 @@ def bubble(folder: Path, harvests: Sequence[dict[str, Any]], slots: int) -> floa
     return 1 - busy / (slots * seconds) if seconds else 0.0
 
 
-def _lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+def whole_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Of files that a killed job may have left with half a line at the end."""
     lines = (line for path in paths for line in path.read_text().splitlines(keepends=True))
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -174,12 +174,8 @@ def test_temperature_is_in_the_log_probabilities(tmp_path: Path, temperature: fl
     prompt = [5, 6, 7]
     ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
     ledger.run()
-    tokens = ledger.tokens(0)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]], device=model.device)).logits[0, len(prompt) - 1 : -1].float()
-    expected = torch.log_softmax(logits / temperature, -1).cpu()
-    for position, token in enumerate(tokens):
-        assert ledger.logprobs(0)[position] == pytest.approx(float(expected[position, token]), abs=10 * TOLERANCE)
+    expected = logprobs_of(model, temperature)(prompt, ledger.tokens(0))
+    assert ledger.logprobs(0) == pytest.approx(expected, abs=10 * TOLERANCE)
     engine.close()
 
 
