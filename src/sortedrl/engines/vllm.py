@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ class VllmEngine:
         self.slots = slots
         self.version = 0
         self.load_seconds = 0.0  # of the last load
-        self.inside_seconds = 0.0  # in vLLM's own steps, of all time: the rest is ours
+        self.inside_seconds = 0.0  # in vLLM's own code, of all time: the rest is ours
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
         self._tokenizer = tokenizer
@@ -177,13 +178,15 @@ class VllmEngine:
         self._made += 1
         inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_watches.of(request))
         context = [*request.prompt.tokens, *inside.kept]
-        try:
-            core_request = self._llm.input_processor.process_inputs(
-                inside.name, tokens_input(context), self._parameters(request, len(context)), self._tasks
-            )
-        except ValueError as error:
-            return f"vLLM refused it: {error}"
-        self._core.add_request(core_request)
+        parameters = self._parameters(request, len(context))
+        with self._in_vllm():
+            try:
+                core_request = self._llm.input_processor.process_inputs(
+                    inside.name, tokens_input(context), parameters, self._tasks
+                )
+            except ValueError as error:
+                return f"vLLM refused it: {error}"
+            self._core.add_request(core_request)
         self._inside[inside.name] = inside
         self._name_of[request.id] = inside.name
         return None
@@ -219,11 +222,11 @@ class VllmEngine:
             raise EngineDied(self._died)
         began = self.now()
         try:
-            outputs = self._core.get_output().outputs
+            with self._in_vllm():
+                outputs = self._core.get_output().outputs
         except Exception as error:
             self._died = f"vLLM stopped working: {error}"
             raise EngineDied(self._died) from error
-        self.inside_seconds += self.now() - began
         ended = [output for output in outputs if self._take(output)]
         self._follow_scheduler(began, {output.request_id for output in ended})
         for output in ended:
@@ -279,7 +282,8 @@ class VllmEngine:
 
     def _remove(self, leaving: Sequence[_Inside], *, abort: bool = True) -> None:
         if abort and self._died is None:
-            self._core.abort_requests([inside.name for inside in leaving])
+            with self._in_vllm():
+                self._core.abort_requests([inside.name for inside in leaving])
         for inside in leaving:
             del self._inside[inside.name]
             del self._name_of[inside.request.id]
@@ -290,9 +294,18 @@ class VllmEngine:
         if self._died is not None:
             raise EngineDied(self._died)
         core = self._core.engine_core
-        while core.scheduler.has_requests() or core.batch_queue:
-            self._core.get_output()
+        with self._in_vllm():
+            while core.scheduler.has_requests() or core.batch_queue:
+                self._core.get_output()
         self._running.clear()
+
+    @contextmanager
+    def _in_vllm(self) -> Iterator[None]:
+        began = self.now()
+        try:
+            yield
+        finally:
+            self.inside_seconds += self.now() - began
 
     def _report(self) -> list[Change]:
         changes, self._unreported = self._unreported, []
