@@ -85,6 +85,7 @@ class VllmEngine:
         self._inside: dict[str, _Inside] = {}  # by vLLM's name
         self._name_of: dict[int, str] = {}  # by request id
         self._running: set[str] = set()
+        self._followed: list[Any] = []  # vLLM's running batch when it was last looked at
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
         self._llm = _started_vllm(model, slots=slots, max_length=max_length, rests=rests, options=options)
@@ -251,10 +252,11 @@ class VllmEngine:
 
     def _follow_scheduler(self, at: float, ended: set[str]) -> None:
         """What the step's own schedule did to the running batch, before what it made ended some requests."""
-        running = {request.request_id for request in self._scheduler.running}
-        running |= ended
-        if running == self._running:
+        if self._scheduler.running == self._followed:  # most steps: the same requests in the same order
             return
+        self._followed = list(self._scheduler.running)
+        running = {request.request_id for request in self._followed}
+        running |= ended
         for name in self._running - running:
             inside = self._inside.get(name)
             if inside is not None:
@@ -298,6 +300,7 @@ class VllmEngine:
             while core.scheduler.has_requests() or core.batch_queue:
                 self._core.get_output()
         self._running.clear()
+        self._followed = []
 
     @contextmanager
     def _in_vllm(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ and resumed is prefilled again, as it would be after an update.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -57,26 +57,18 @@ class Case:
         return replace(with_mode(schedule, self.mode), oversubscribe=self.oversubscribe)
 
 
-class RandomPrompts(Sequence[Prompt]):
-    """`count` different prompts of `tokens` random words, so that no engine can reuse the keys of another one."""
-
-    def __init__(self, count: int, tokens: int, vocabulary: int) -> None:
-        self._count, self._tokens, self._vocabulary = count, tokens, vocabulary
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        words = self._vocabulary - FIRST_WORD
-        return Prompt(str(index), [FIRST_WORD + mixed(index, i) % words for i in range(self._tokens)], index)
+def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[Prompt]:
+    """A prompt of `tokens` random words for each place: all differ, so no engine can reuse the keys of another one."""
+    words = vocabulary - FIRST_WORD
+    return [
+        Prompt(str(place), [FIRST_WORD + mixed(place, i) % words for i in range(tokens)], place) for place in places
+    ]
 
 
 def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
     """Let the engine compile, capture and allocate before a clock runs, within `max_length` tokens of context."""
     tokens = max(1, min(WARM_UP_TOKENS, max_length // 2))
-    prompts = RandomPrompts(engine.slots, max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
+    prompts = random_prompts(range(engine.slots), max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
     forced = ForcedLengths(engine, lambda request: tokens)
     forced.submit([Request(-1 - i, prompt, (), tokens, i) for i, prompt in enumerate(prompts)])
     left = engine.slots
@@ -98,10 +90,11 @@ def run(
 ) -> dict[str, Any]:
     """One mode on the engine, from the first load to the last update: its figures, and what our own code cost."""
     engine.load(None, 0)  # a run counts versions from 0
+    prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)  # before the clock runs
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     controller = Controller(
         ForcedLengths(engine, length_of_request(workload.lengths)),
-        Prompts(RandomPrompts(workload.prompts, workload.prompt_tokens, vocabulary), epochs=1, seed=schedule.seed),
+        Prompts(prompts, epochs=1, seed=schedule.seed),
         DirectScorer(lambda rollout: Verdict(0.0, correct=False)),
         schedule,
         expectation=expectation_for(workload, schedule),
@@ -126,7 +119,7 @@ def measured_limit(
 ) -> float:
     """Tokens a second with every slot full in steady state: `turnovers` of each slot after its first."""
     forced = ForcedLengths(engine, length_of_request(workload.lengths))
-    prompts = RandomPrompts(workload.prompts, workload.prompt_tokens, vocabulary)
+    prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)
     done = [0] * engine.slots
     inside: dict[int, tuple[int, int]] = {}  # request id -> slot, length
     ids = iter(range(1 << 40))

@@ -19,7 +19,7 @@ from typing import Any
 from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
-from sortedrl.studies.bench import RandomPrompts
+from sortedrl.studies.bench import random_prompts
 
 _LEAD_TOKENS = 8  # until the batch runs evenly
 _SMALLEST_PREFILL_STEP = 512  # tokens that any engine prefills in a step at least
@@ -115,9 +115,9 @@ def _measured(engine: Engine, running: int, context: int, vocabulary: int, steps
     longest = _LEAD_TOKENS + steps + ahead
     forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
     first = seed * (running + 1)  # other prompts in every cell: none finds its keys in a cache
-    prompts = RandomPrompts(first + running + 1, context, vocabulary)
+    prompts = random_prompts(range(first, first + running + 1), context, vocabulary)  # before the clock runs
     began = engine.now()
-    forced.submit([Request(i, prompts[first + i], (), longest, i) for i in range(running + 1)])
+    forced.submit([Request(i, prompt, (), longest, i) for i, prompt in enumerate(prompts)])
     ended: dict[int, float] = {}
     while not ended.keys() >= {first_to_end, second}:
         for change in forced.poll():
