@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM in process on one GPU of 140 GB, no network: the measurements of docs/results.md, section 9, and those that it still
-# lacks. Measured so far, with 2,048 tokens of prefill a step (PREFILL=2048; the default is vLLM's): profile, cold with
-# MODES=baseline, four with the first two modes, memory, contract.
+# lacks. Measured so far, with 2,048 tokens of prefill a step (PREFILL=2048; the default is vLLM's): profile, cold but for
+# the cap of 1.15, four with elevator and APRIL, wide with the elevator, memory, smollm, contract.
 #
 #   benchmarks/h200.sh PART [OUT]
 #
