@@ -1,6 +1,6 @@
 """The simulated tables of docs/results.md, as Markdown. `python benchmarks/reference_tables.py [SECTION ...]`.
 
-Sections: reference staleness siblings update-size kv-limited re-prefill paper speed (default: all).
+Sections: reference staleness oversubscribe siblings update-size kv-limited re-prefill paper speed (default: all).
 Every table states its workload; seeds 0 to 4 unless it says otherwise; means, and in brackets least to greatest.
 """
 
@@ -77,6 +77,20 @@ def staleness() -> None:
             quality = "warm" if mode == "partial+elevator" else "cold"
             rows.append(Case(f"{mode} ({quality}), max_staleness {bound}", Workload(expectation=quality), schedule))
         table(compare(rows, SEEDS), {"mean update": lambda f: f"{f['rollouts_per_update_mean']:.0f}"})
+
+
+def oversubscribe() -> None:
+    """Fewer responses under way at an update: younger data, less to prefill again, and slots that wait."""
+    for preset in ("memory-bound", "h200-8b"):
+        workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
+        rows = [
+            Case(f"partial+elevator ({quality}), oversubscribe {cap}", replace(workload, expectation=quality), schedule)
+            for quality in QUALITIES
+            for cap in (None, 1.5, 1.3, 1.15)
+            for schedule in (Schedule(mode="partial+elevator", oversubscribe=cap),)
+        ]
+        print(f"### {preset}\n")
+        table(compare(rows, SEEDS))
 
 
 def siblings() -> None:
@@ -217,6 +231,7 @@ def one_speed_run(mode: str, rollouts: int) -> None:
 SECTIONS: dict[str, Callable[[], None]] = {
     "reference": reference,
     "staleness": staleness,
+    "oversubscribe": oversubscribe,
     "siblings": siblings,
     "update-size": update_size,
     "kv-limited": kv_limited,

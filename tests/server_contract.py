@@ -6,6 +6,7 @@ same model that may be killed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,10 @@ class ServerTests(OnServer):
         expected = logprobs_of(learner, temperature)(prompt, ledger.tokens(0))
         assert ledger.logprobs(0) == pytest.approx(expected, abs=10 * self.tolerance)
 
-    def test_a_whole_run_of_the_scheduler(self, server: ServerProcess, model: tuple[Path, Any]) -> None:
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_a_whole_run_of_the_scheduler(
+        self, server: ServerProcess, model: tuple[Path, Any], *, overlap: bool
+    ) -> None:
         prompts = [Prompt(f"p{i}", [3 + i % 50, 4, 5]) for i in range(24)]
         schedule = Schedule(
             mode="partial+elevator",
@@ -112,14 +116,20 @@ class ServerTests(OnServer):
             prompts_per_cohort=12,
             max_response_tokens=48,
             max_staleness=3,
+            overlap=overlap,
         )
         controller = Controller(self.engine_at(server, slots=8), Prompts(prompts), ScoreAtOnce(len), schedule)
-        trained = []
+        trained, made_meanwhile = [], 0
         for batch in controller:
             trained += [rollout.id for rollout in batch]
             assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
+            if overlap:
+                finished = controller.situation.buffer.ready
+                controller.carry_on_during(lambda: time.sleep(0.5))
+                made_meanwhile += controller.situation.buffer.ready - finished
             controller.publish(model[1].state_dict())
         assert sorted(trained) == list(range(24))
+        assert (made_meanwhile > 0) == overlap
 
 
 class ServerEnds(OnServer):

@@ -145,3 +145,11 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert (tmp_path / "logs" / "partial.jsonl").read_text().count("Updated") == 2
     assert main(["bench", "--modes", "aprill"]) == 2
     assert "Did you mean april?" in capsys.readouterr().err
+
+
+def test_bench_honours_the_settings_of_the_schedule() -> None:
+    schedule = Schedule(max_staleness=2, oversubscribe=1.5)
+    assert bench.Case.parsed("partial+elevator@oracle").schedule(schedule).oversubscribe == 1.5
+    assert bench.Case.parsed("partial+elevator*1.3").schedule(schedule).oversubscribe == 1.3
+    assert bench.Case.parsed("partial").schedule(schedule).max_staleness == 2
+    assert bench.Case.parsed("on-policy").schedule(schedule).max_staleness is None

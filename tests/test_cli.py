@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,19 @@ def test_plan_honours_what_is_allowed() -> None:
     found = json.loads(sortedrl("plan", "--json", "--expectation", "oracle", *SMALL, *fresh).stdout)
     assert found["choice"]["staleness_mean"] == 0
     assert abs(found["choice"]["length_bias"]) <= 0.01
+
+
+def test_simulate_honours_the_settings_of_the_schedule() -> None:
+    def figures(*flags: str) -> dict[str, Any]:
+        modes = ["--modes", "partial+elevator", "baseline", "--learner-seconds-per-update", "2000"]
+        done = sortedrl("simulate", "--json", *SMALL, *modes, *flags)
+        return dict(json.loads(done.stdout)["modes"])
+
+    plain, bounded = figures(), figures("--max-staleness", "1")
+    assert plain["partial+elevator"]["staleness_max"] > 1 == bounded["partial+elevator"]["staleness_max"]
+    overlapping = figures("--overlap")
+    assert overlapping["partial+elevator"]["wall_seconds"] < 0.9 * plain["partial+elevator"]["wall_seconds"]
+    assert overlapping["baseline"]["wall_seconds"] == plain["baseline"]["wall_seconds"]
 
 
 def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -842,6 +843,12 @@ def test_with_overlap_the_engine_goes_on_while_the_learner_steps() -> None:
 
 
 # Errors
+
+
+def test_an_error_of_a_setting_survives_the_way_to_another_process() -> None:
+    error = ConfigurationError("slots", 0, "nothing could run", "Use 1.")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.key, copied.fix) == (str(error), "slots", "Use 1.")
 
 
 @pytest.mark.parametrize(

@@ -233,9 +233,7 @@ class TrainingRun:
 
     def _update(self, batch: Batch) -> None:
         settings, done = self.settings, batch.update + 1
-        if isinstance(self.engine, CheckedWeights):
-            self.engine.rest()
-        stats = self.learner.step(batch.rollouts, batch.version, batch.update % settings.updates_per_cohort())
+        stats = self._step(batch)
         self.controller.publish(self._weights())
         if isinstance(self.engine, CheckedWeights):
             stats |= {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
@@ -244,6 +242,17 @@ class TrainingRun:
             self._evaluate(done)
         if settings.checkpoint_every and done % settings.checkpoint_every == 0:
             self._save(done)
+
+    def _step(self, batch: Batch) -> dict[str, float]:
+        def step() -> dict[str, float]:
+            place = batch.update % self.settings.updates_per_cohort()
+            return self.learner.step(batch.rollouts, batch.version, place)
+
+        if self.settings.overlap:
+            return self.controller.carry_on_during(step)
+        if isinstance(self.engine, CheckedWeights):
+            self.engine.rest()
+        return step()
 
     def _weights(self) -> Any:
         return None if self.engine_shares_model else self.learner.weights()

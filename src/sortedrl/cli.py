@@ -119,7 +119,7 @@ def _run_plan(settings: Any) -> int:
     from sortedrl.config import as_json
     from sortedrl.studies import plan, tables
 
-    schedule = settings.schedule("partial")
+    schedule = settings.schedule()
     workload = replace(settings.workload(settings.cohorts), expectation=settings.expectation)
     if settings.dry_run:
         return _print_dry_run(settings, schedule, workload.prompts)

@@ -25,7 +25,7 @@ from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.observe.trackers import require_packages
 from sortedrl.studies.plan import Allowed
 from sortedrl.studies.simulate import MODES
-from sortedrl.studies.workload import Workload
+from sortedrl.studies.workload import Workload, with_mode
 
 Expectation = Literal["cold", "warm", "oracle"]
 
@@ -79,6 +79,7 @@ class WorkloadSettings(Settings):
         float | None, Field(description="cap on what is started, as a multiple of the need; default: the mode's own")
     ] = None
     max_staleness: Annotated[int | None, Field(description="bound in versions, partial modes; kept by waiting")] = None
+    overlap: Annotated[bool, Field(description="the engine goes on while the learner steps: partial modes")] = False
     keep_seed: Annotated[bool, Field(description="a redo draws the length of the attempt that was cut")] = False
     step_time: Annotated[
         str,
@@ -96,16 +97,17 @@ class WorkloadSettings(Settings):
     score_seconds: Annotated[float, Field(ge=0, description="from a rollout's end to its reward")] = 0.0
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
 
-    def schedule(self, mode: str = "baseline") -> Schedule:
-        strategy = strategy_named(mode)
+    def schedule(self) -> Schedule:
+        """All that was set; `with_mode` gives it to another mode, less what that one cannot honour."""
         return Schedule(
-            mode=mode,
+            mode="partial+elevator",
             rollouts_per_update=self.rollouts_per_update,
             prompts_per_cohort=self.prompts_per_cohort,
             rollouts_per_prompt=self.rollouts_per_prompt,
             compare_siblings=self.compare_siblings,
             oversubscribe=self.oversubscribe,
-            max_staleness=self.max_staleness if strategy.keeps_tokens else None,
+            max_staleness=self.max_staleness,
+            overlap=self.overlap,
             max_response_tokens=self.max_response_tokens,
             keep_seed=self.keep_seed,
         )
@@ -175,7 +177,7 @@ class Simulate(WorkloadSettings):
 
     def check(self) -> None:
         for mode in self.modes:
-            strategy_named(mode).check(self.schedule(mode))
+            strategy_named(mode).check(with_mode(self.schedule(), mode))
         self.check_context_fits()
 
 
@@ -191,11 +193,14 @@ class PlanSettings(WorkloadSettings):
     max_staleness_mean: Annotated[float | None, Field(ge=0, description="largest mean staleness of a token")] = None
 
     def check(self) -> None:
-        self.schedule("partial")
+        self.schedule()
         self.check_context_fits()
 
     def allowed(self) -> Allowed:
         return Allowed(self.max_length_bias, self.max_staleness_mean, self.max_cohort_updates)
+
+
+SERVERS = ("vllm-server", "sglang")
 
 
 class EngineChoice(Settings):
@@ -269,6 +274,9 @@ class Train(ModelSettings):
     rollouts_per_prompt: Annotated[int, Field(ge=1)] = 8
     oversubscribe: float | None = None
     max_staleness: int | None = None
+    overlap: Annotated[
+        bool, Field(description="the engine goes on while the learner steps: partial modes, servers of their own GPUs")
+    ] = False
     algorithm: Literal["reinforce++", "grpo", "rloo", "ppo"] = "grpo"
     baseline: Annotated[
         Literal["siblings", "previous_cohorts", "cohort_so_far", "batch"] | None,
@@ -321,6 +329,7 @@ class Train(ModelSettings):
             compare_siblings=self.compares_siblings(),
             oversubscribe=self.oversubscribe,
             max_staleness=self.max_staleness,
+            overlap=self.overlap,
             max_response_tokens=self.max_response_tokens,
             seed=self.seed,
         )
@@ -358,6 +367,8 @@ class Train(ModelSettings):
     def check(self) -> None:
         schedule = self.schedule()
         strategy_named(self.mode).check(schedule)
+        if self.overlap:
+            self._check_overlap()
         if self.compares_siblings() and self.rollouts_per_prompt < 2:
             raise ConfigurationError(
                 "rollouts_per_prompt",
@@ -369,6 +380,22 @@ class Train(ModelSettings):
             raise ConfigurationError("temperature", 0, "greedy responses have nothing to learn from", "Use 1.0.")
         require_packages(self.tracker)
 
+    def _check_overlap(self) -> None:
+        if self.engine not in SERVERS:
+            raise ConfigurationError(
+                "overlap",
+                self.overlap,
+                f"engine {self.engine} runs in this process and would share the device with the learner",
+                f"Use --engine {' or '.join(SERVERS)}, or leave it out.",
+            )
+        if self.max_staleness is None:
+            raise ConfigurationError(
+                "overlap",
+                self.overlap,
+                "where the learner is the slower part, what waits for it would grow older without end",
+                "Set --max-staleness too, for example 4.",
+            )
+
 
 class Compare(Train):
     """Train once for each mode and seed, interleaved, on the same data order."""
@@ -378,10 +405,10 @@ class Compare(Train):
 
     def of(self, mode: str, seed: int, out: Path) -> Train:
         plain = self.model_dump(exclude={"modes", "seeds", "json_output"})
-        keeps = strategy_named(mode).keeps_tokens
-        return Train.model_validate(
-            plain | {"mode": mode, "seed": seed, "out": out, "max_staleness": self.max_staleness if keeps else None}
-        )
+        plain |= {"mode": mode, "seed": seed, "out": out}
+        if not strategy_named(mode).keeps_tokens:
+            plain |= {"max_staleness": None, "overlap": False}
+        return Train.model_validate(plain)
 
     def check(self) -> None:
         for mode in self.modes:
@@ -432,7 +459,7 @@ class Bench(WorkloadSettings, EngineChoice):
 
     def check(self) -> None:
         for case in self.cases():
-            strategy_named(case.mode).check(case.schedule(self.schedule(case.mode)))
+            strategy_named(case.mode).check(case.schedule(self.schedule()))
         if self.limit == "simulated" and not self.step_time:
             raise ConfigurationError("limit", "simulated", "there is no step time to simulate with", "--step-time FILE")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,11 +16,13 @@ from test_vllm_engine import DTYPE, TOLERANCE
 from engine_contract import Ledger
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests, endless
 from server_process import ServerProcess, serving
+from sortedrl.cli import main
 from sortedrl.core import Request
 from sortedrl.core.engine import Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.vllm_server import VllmServerEngine
+from sortedrl.models import BUILT_IN_MODEL
 from tiny_llama import ON_GPU, tiny_model
 
 MAX_LENGTH = 256
@@ -117,6 +120,30 @@ class TestServer(ServerTests):
             ledger.apply(changes)
         assert all(len(ledger.tokens(id)) == 240 for id in range(2 * SLOTS))
         assert any(isinstance(change, Preempted) for change in seen)
+
+
+@pytest.mark.parametrize("flags", [[], ["--overlap", "--max-staleness", "4"]], ids=["in turn", "overlap"])
+def test_training_with_a_server(tmp_path: Path, flags: list[str]) -> None:
+    small = [
+        "--slots",
+        str(SLOTS),
+        "--rollouts-per-update",
+        "8",
+        "--prompts-per-cohort",
+        "8",
+        "--rollouts-per-prompt",
+        "4",
+    ]
+    small += ["--max-prompt-tokens", "128", "--max-response-tokens", "96", "--eval-problems", "8", "--dtype", DTYPE]
+    with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--enable-prefix-caching") as server:
+        at = ["--engine", "vllm-server", "--engine-urls", server.url]
+        assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "load_difference" in line]
+    assert len(updates) == 4
+    assert all(update["load_difference"] < 1e-2 and abs(update.get("mismatch_kl", 0.0)) < 1e-3 for update in updates)
+    figures = json.loads((tmp_path / "run" / "summary.json").read_text())["figures"]
+    assert ("learner" in figures["idle_parts"]) != bool(flags)
 
 
 class TestEnds(ServerEnds):

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sortedrl.core import engine as engine_changes
 from sortedrl.core import events
@@ -40,6 +41,8 @@ from sortedrl.core.scoring import Scorer
 from sortedrl.core.strategy import Situation, Strategy, is_overdue
 
 OPEN, DRAIN, HELD_BACK = "open", "drain", "held back"
+CARRY_ON_SECONDS = 0.05  # between two looks at a learner that steps beside the engine
+Result = TypeVar("Result")
 
 
 class StaleTokens(RuntimeError):
@@ -157,6 +160,18 @@ class Controller:
         while self.engine.now() < until:
             self._fill()
             self._advance(until)
+
+    def carry_on_during(self, step: Callable[[], Result]) -> Result:
+        """With `overlap`: generate while the learner's `step` runs in a thread of its own; what it returns.
+
+        The engine is used from the calling thread alone. Whatever either of the two raises is raised here, once
+        both have come to rest.
+        """
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner") as threads:
+            stepping = threads.submit(step)
+            while not stepping.done():
+                self.carry_on(until=self.engine.now() + CARRY_ON_SECONDS)
+        return stepping.result()
 
     # One harvest
 

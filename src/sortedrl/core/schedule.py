@@ -13,6 +13,9 @@ class ConfigurationError(ValueError):
         super().__init__(f"{key} = {value!r}: {why}. {fix}")
         self.key, self.value, self.why, self.fix = key, value, why, fix
 
+    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[str, object, str, str]]:
+        return type(self), (self.key, self.value, self.why, self.fix)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:

@@ -54,7 +54,8 @@ class Case:
         return cls(text, mode, expectation or "cold", oversubscribe)
 
     def schedule(self, schedule: Schedule) -> Schedule:
-        return replace(with_mode(schedule, self.mode), oversubscribe=self.oversubscribe)
+        cap = schedule.oversubscribe if self.oversubscribe is None else self.oversubscribe
+        return replace(with_mode(schedule, self.mode), oversubscribe=cap)
 
 
 def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[Prompt]:

@@ -16,6 +16,13 @@ from sortedrl.studies.workload import Workload, with_mode
 
 CLOSE = 0.02  # of the limit
 BASELINES = ("baseline", "baseline+longest-first")
+CAPPED = (  # a cap gives younger data, less waste and less to prefill again for some empty slots
+    ("on-policy", None),
+    ("on-policy+planned", 1.0),
+    ("on-policy+planned", 1.15),
+    ("partial+elevator", 1.3),
+    ("partial+elevator", 1.5),
+)
 UPDATE_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # update size over slots
 
 
@@ -72,7 +79,7 @@ def candidates(schedule: Schedule, allowed: Allowed) -> list[tuple[str, Schedule
         for mode in ("partial", "partial+planned", "partial+lookahead", "partial+elevator"):
             found.append((f"{mode}, {label}", with_mode(sized, mode)))
         if updates > 1:
-            for mode, cap in (("on-policy", None), ("on-policy+planned", 1.0), ("on-policy+planned", 1.15)):
+            for mode, cap in CAPPED:
                 suffix = "" if cap is None else f", oversubscribe {cap}"
                 found.append((f"{mode}, {label}{suffix}", replace(with_mode(sized, mode), oversubscribe=cap)))
     return found

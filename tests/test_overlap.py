@@ -1,0 +1,113 @@
+"""Overlap in real time: the engine goes on while the learner steps in a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from paced import PacedEngine
+from sortedrl.config import Train
+from sortedrl.core import Controller, EngineDied, Prompts, Schedule, ScoreAtOnce
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
+
+STEP_SECONDS = 0.1
+
+
+def controller_over(engine: PacedEngine, **settings: Any) -> Controller:
+    prompts = [Prompt(str(i), [1, 2, 3]) for i in range(40)]
+    schedule = Schedule(rollouts_per_update=4, prompts_per_cohort=12, overlap=True, max_staleness=2, **settings)
+    return Controller(engine, Prompts(prompts), ScoreAtOnce(lambda rollout: 1.0), schedule)
+
+
+def paced(**options: Any) -> PacedEngine:
+    return PacedEngine(slots=4, length_of=lambda request: 3 + request.id % 9, step_seconds=0.004, **options)
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "april", "partial"])
+def test_the_engine_goes_on_while_the_learner_steps(mode: str) -> None:
+    engine = paced()
+    controller = controller_over(engine, mode=mode)
+    trained, started_meanwhile, threads = [], [], set()
+
+    def step() -> str:
+        threads.add(threading.current_thread().name)
+        time.sleep(STEP_SECONDS)
+        return "stepped"
+
+    for batch in controller:
+        started = len(engine.submitted)
+        assert controller.carry_on_during(step) == "stepped"
+        started_meanwhile.append(len(engine.submitted) - started)
+        controller.publish()
+        trained += [rollout.id for rollout in batch]
+        assert all(batch.version - rollout.oldest_version <= 2 for rollout in batch)
+    assert sorted(trained) == list(range(40))
+    assert sum(started_meanwhile) >= 10
+    assert threading.current_thread().name not in threads
+
+
+def test_what_the_learner_raises_is_raised_and_the_run_can_go_on() -> None:
+    controller = controller_over(paced())
+    batches = iter(controller)
+    trained = [rollout.id for rollout in next(batches)]
+    with pytest.raises(MemoryError, match="too large"):
+        controller.carry_on_during(_too_large)
+    controller.publish()
+    for batch in batches:
+        trained += [rollout.id for rollout in batch]
+        controller.publish()
+    assert sorted(trained) == list(range(40))
+
+
+def _too_large() -> None:
+    raise MemoryError("too large")
+
+
+def test_an_engine_that_dies_lets_the_learner_end_its_step() -> None:
+    engine = paced()
+    controller = controller_over(engine)
+    stepped = threading.Event()
+
+    def step() -> None:
+        engine.die()
+        time.sleep(STEP_SECONDS)
+        stepped.set()
+
+    next(iter(controller))
+    with pytest.raises(EngineDied):
+        controller.carry_on_during(step)
+    assert stepped.is_set()
+
+
+def test_an_interrupt_during_a_step_leaves_a_state_to_go_on_from() -> None:
+    first, second = controller_over(paced()), controller_over(paced())
+    trained = []
+    for batch in first:
+        trained += [rollout.id for rollout in batch]
+        first.carry_on_during(first.interrupt)
+        first.publish()
+    assert 0 < len(trained) < 40
+    second.restore(json.loads(json.dumps(first.state())))
+    for batch in second:
+        trained += [rollout.id for rollout in batch]
+        second.carry_on_during(lambda: time.sleep(0.01))
+        second.publish()
+    assert sorted(trained) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"engine": "embedded", "max_staleness": 4}, "share the device"),
+        ({"engine": "vllm-server"}, "--max-staleness"),
+        ({"engine": "vllm-server", "max_staleness": None, "mode": "on-policy"}, "has to rest"),
+    ],
+)
+def test_overlap_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Train(overlap=True, **settings).check()
