@@ -44,9 +44,12 @@ class _Inside:
     request: Request
     kept: list[int]
     stop_strings: StopStrings | None
-    runs: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    def ends_with_stop_string(self) -> bool:
+        assert self.stop_strings is not None
+        return bool(self.tokens) and self.stop_strings.completed_by_last(self.kept, self.tokens)
 
 
 class VllmEngine:
@@ -179,11 +182,10 @@ class VllmEngine:
         self._made += 1
         inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_watches.of(request))
         context = [*request.prompt.tokens, *inside.kept]
-        parameters = self._parameters(request, len(context))
         with self._in_vllm():
             try:
                 core_request = self._llm.input_processor.process_inputs(
-                    inside.name, tokens_input(context), parameters, self._tasks
+                    inside.name, tokens_input(context), self._parameters(request, len(context)), self._tasks
                 )
             except ValueError as error:
                 return f"vLLM refused it: {error}"
@@ -228,27 +230,28 @@ class VllmEngine:
         except Exception as error:
             self._died = f"vLLM stopped working: {error}"
             raise EngineDied(self._died) from error
-        ended = [output for output in outputs if self._take(output)]
+        ended = self._take(outputs)
         self._follow_scheduler(began, {output.request_id for output in ended})
         for output in ended:
             self._end(output)
 
-    def _take(self, output: Any) -> bool:
-        """Keep the tokens of one request's step; whether it ended."""
-        inside = self._inside.get(output.request_id)
-        if inside is None:  # stopped while the step ran
-            return False
-        made = output.new_token_ids
-        if len(made) == 1:  # this line runs once a token
-            inside.tokens.append(made[0])
-            inside.logprobs.append(output.new_logprobs.logprobs.item(0))
-        elif made:
-            inside.tokens += made
-            inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-        if output.finish_reason is not None:
-            return True
-        watch = inside.stop_strings
-        return watch is not None and bool(inside.tokens) and watch.completed_by_last(inside.kept, inside.tokens)
+    def _take(self, outputs: Sequence[Any]) -> list[Any]:
+        """Keep the tokens that a step made; the outputs of the requests that it ended."""
+        ended = []
+        for output in outputs:  # the body runs once a token: it is most of what we add to a step
+            inside = self._inside.get(output.request_id)
+            if inside is None:  # stopped while the step ran
+                continue
+            made = output.new_token_ids
+            if len(made) == 1:
+                inside.tokens.append(made[0])
+                inside.logprobs.append(output.new_logprobs.logprobs.item(0))
+            elif made:
+                inside.tokens += made
+                inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None or (inside.stop_strings is not None and inside.ends_with_stop_string()):
+                ended.append(output)
+        return ended
 
     def _follow_scheduler(self, at: float, ended: set[str]) -> None:
         """What the step's own schedule did to the running batch, before what it made ended some requests."""
