@@ -190,6 +190,16 @@ class EngineContract:
         ledger.run()
         assert sorted(ledger.finished) == [0, 1, 10, 11, 12, 13]
 
+    def test_a_response_of_one_token_takes_its_slot_like_any_other(self) -> None:
+        """It may begin and end in one step of the engine, beside others that neither begin nor end."""
+        ledger = Ledger(self.make_engine(self.slots))
+        ledger.submit(self.requests(budgets=(self.long_budget,)))
+        while not ledger.started:
+            ledger.apply(ledger.engine.poll())
+        ledger.submit(self.requests(budgets=(1,), first_id=10))
+        ledger.run()  # the ledger sees to it that only what runs can finish
+        assert ledger.started.count(10) == 1 and len(ledger.tokens(10)) == 1
+
     def test_poll_returns_when_its_time_is_up(self) -> None:
         ledger = Ledger(self.make_engine(self.slots))
         for seconds in (0.0, 0.01):

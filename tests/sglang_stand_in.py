@@ -70,6 +70,7 @@ class SglangStandIn:
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
                 web.post("/update_weights_from_disk", self._update_weights),
+                web.post("/flush_cache", self._flush),
             ]
         )
         self._runner = web.AppRunner(app)
@@ -136,6 +137,10 @@ class SglangStandIn:
         self.calls.append("continue")
         self._is_paused = False
         return web.json_response({"status": "ok"})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        self.calls.append("flush")
+        return web.Response(text="Cache flushed.")
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()

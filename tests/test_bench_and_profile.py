@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,28 @@ def test_bench_honours_the_settings_of_the_schedule() -> None:
     assert bench.Case.parsed("partial+elevator*1.3").schedule(schedule).oversubscribe == 1.3
     assert bench.Case.parsed("partial").schedule(schedule).max_staleness == 2
     assert bench.Case.parsed("on-policy").schedule(schedule).max_staleness is None
+
+
+class Seen(ForcedLengths):
+    """An engine that remembers the prompts that it was given."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(endless_engine(slots), lambda request: request.budget)
+        self.prompts: list[tuple[int, ...]] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.prompts += [tuple(request.prompt.tokens) for request in requests]
+        super().submit(requests)
+
+
+def test_no_measurement_finds_its_keys_in_a_cache() -> None:
+    """No prompt begins as another one does, in the profile and in the limit, the warm-up included."""
+    engine = Seen(12)
+    bench.warm_up(engine, 1000, 400)
+    profile.measure(engine, profile.cells_for(12, 400, math.inf), 1000, steps=2, repeats=2)
+    beginnings = [prompt[:8] for prompt in engine.prompts]
+    assert len(set(beginnings)) == len(beginnings)
+    few = replace(WORKLOAD, prompts=20)
+    engine = Seen(16)
+    bench.measured_limit(engine, few, SCHEDULE, 1000)
+    assert len(engine.prompts) > 20 and len(set(engine.prompts)) == len(engine.prompts)

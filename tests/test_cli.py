@@ -154,6 +154,7 @@ BAD_INPUT = {
     "no lengths file": (["simulate", "--lengths", "/nowhere.jsonl"], ["lengths", "No such file"]),
     "memory below one response": (["simulate", "--kv-tokens", "100"], ["kv_tokens = 100", "8321"]),
     "oversubscribe below 1": (["simulate", "--oversubscribe", "0.5"], ["oversubscribe = 0.5"]),
+    "a cap that plan searches itself": (["plan", "--oversubscribe", "2"], ["oversubscribe = 2", "plan tries"]),
     "a staleness bound of 0": (["simulate", "--max-staleness", "0"], ["max_staleness = 0", "on-policy"]),
     "no config file": (["simulate", "--config", "/nowhere.toml"], ["config", "No such file"]),
 }

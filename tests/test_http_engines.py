@@ -314,6 +314,14 @@ def test_weights_leave_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_new_version_without_new_weights_empties_the_cache_all_the_same() -> None:
+    """Measurements load nothing, and must pay for every resume as a run does."""
+    server = stand_in()
+    engine = engine_at(server)
+    engine.load(None, 3)
+    assert engine.version == 3 and server.calls == ["pause", "flush", "continue"]
+
+
 def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [stand_in() for _ in range(3)]
     pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from typing import Any
@@ -12,16 +13,18 @@ import pytest
 from paced import PacedEngine
 from sortedrl.config import Train
 from sortedrl.core import Controller, EngineDied, Prompts, Schedule, ScoreAtOnce
+from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe.metrics import Metrics
 
 STEP_SECONDS = 0.1
 
 
-def controller_over(engine: PacedEngine, **settings: Any) -> Controller:
+def controller_over(engine: PacedEngine, log: EventLog | None = None, **settings: Any) -> Controller:
     prompts = [Prompt(str(i), [1, 2, 3]) for i in range(40)]
     schedule = Schedule(rollouts_per_update=4, prompts_per_cohort=12, overlap=True, max_staleness=2, **settings)
-    return Controller(engine, Prompts(prompts), ScoreAtOnce(lambda rollout: 1.0), schedule)
+    return Controller(engine, Prompts(prompts), ScoreAtOnce(lambda rollout: 1.0), schedule, log=log)
 
 
 def paced(**options: Any) -> PacedEngine:
@@ -98,6 +101,54 @@ def test_an_interrupt_during_a_step_leaves_a_state_to_go_on_from() -> None:
         second.carry_on_during(lambda: time.sleep(0.01))
         second.publish()
     assert sorted(trained) == list(range(40))
+
+
+def test_without_overlap_the_engine_must_rest() -> None:
+    controller = Controller(paced(), Prompts([Prompt("p", [1])]), ScoreAtOnce(len), Schedule(rollouts_per_update=1))
+    next(iter(controller))
+    with pytest.raises(RuntimeError, match=r"Schedule\(overlap=True\)"):
+        controller.carry_on_during(lambda: None)
+
+
+def test_both_failures_are_told() -> None:
+    engine = paced()
+    controller = controller_over(engine)
+    next(iter(controller))
+
+    def step() -> None:
+        engine.die()
+        raise MemoryError("too large")
+
+    with pytest.raises((EngineDied, MemoryError)) as caught:
+        controller.carry_on_during(step)
+    assert isinstance(caught.value, MemoryError) or "too large" in caught.value.__notes__[0]
+
+
+def test_a_second_interrupt_does_not_wait_for_the_learner() -> None:
+    controller = controller_over(paced())
+    next(iter(controller))
+    go_on = threading.Event()
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        controller.carry_on_during(lambda: go_on.wait(20))
+    assert time.perf_counter() - began < 10
+    go_on.set()
+
+
+def test_time_after_a_load_is_not_a_drain() -> None:
+    """Stopped rollouts wait for their slots while the caller writes down what it wants to."""
+    metrics = Metrics()
+    controller = controller_over(paced(), mode="partial", log=EventLog(metrics))
+    batches = iter(controller)
+    next(batches)
+    controller.carry_on_during(lambda: time.sleep(0.01))
+    controller.publish()
+    assert controller.situation.buffer.waiting
+    time.sleep(0.3)
+    next(batches)
+    parts = metrics.figures().bubble_parts
+    assert parts["refill"] > parts["drain"]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ class TrainingRun:
             max_updates=settings.updates,
         )
         self.before: Evaluation | None = None
+        self.evaluated: tuple[int, Evaluation] | None = None  # the last time, after how many updates
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
         self.seconds_before = 0.0  # of earlier parts of a resumed run
         self.began = time.perf_counter()
@@ -258,7 +259,7 @@ class TrainingRun:
         return None if self.engine_shares_model else self.learner.weights()
 
     def _finish(self, done: int) -> dict[str, Any]:
-        after = self._evaluate(done)
+        after = self._evaluate(done) if self.evaluated is None or self.evaluated[0] != done else self.evaluated[1]
         self._save(done)
         self._export()
         assert self.before is not None
@@ -324,6 +325,7 @@ class TrainingRun:
         )
         if self.best is None or score.value > self.best[0]:
             self.best = (score.value, f"update-{done:06d}")
+        self.evaluated = (done, found)
         return found
 
     def _record(self, batch: Batch, stats: dict[str, float]) -> None:

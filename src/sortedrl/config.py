@@ -193,6 +193,10 @@ class PlanSettings(WorkloadSettings):
     max_staleness_mean: Annotated[float | None, Field(ge=0, description="largest mean staleness of a token")] = None
 
     def check(self) -> None:
+        if self.oversubscribe is not None:
+            raise ConfigurationError(
+                "oversubscribe", self.oversubscribe, "plan tries caps of its own", "Leave it out, or use simulate."
+            )
         self.schedule()
         self.check_context_fits()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -69,6 +70,12 @@ def doomed(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerPro
         yield made
 
 
+def prefix_cache_hits(server: ServerProcess) -> float:
+    with urllib.request.urlopen(server.url + "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+
+
 class TestContract(ServerContract):
     engine_type = VllmServerEngine
 
@@ -89,6 +96,19 @@ class TestServer(ServerTests):
         assert first.tokens(0) == second.tokens(0)
         other = Request(0, request.prompt, (), 40, 99, request.sampling)
         assert run(other).tokens(0) != first.tokens(0)
+
+    def test_a_load_without_weights_empties_the_prefix_cache(self, server: ServerProcess) -> None:
+        def hits_of_a_repeated_prompt(version: int | None) -> float:
+            before = prefix_cache_hits(server)
+            if version is not None:
+                ledger.engine.load(None, version)
+            ledger.submit([Request(next(ids), Prompt("same", [7] * 150), (), 2, 0)])
+            ledger.run()
+            return prefix_cache_hits(server) - before
+
+        ledger, ids = Ledger(self.engine_at(server)), iter(range(3))
+        hits_of_a_repeated_prompt(None)
+        assert hits_of_a_repeated_prompt(None) > 0 == hits_of_a_repeated_prompt(5)
 
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
         ledger = Ledger(self.engine_at(server))

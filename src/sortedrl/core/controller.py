@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import heapq
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -157,6 +158,7 @@ class Controller:
 
     def carry_on(self, until: float) -> None:
         """With `overlap`: generate until the engine's clock reads `until`, while the learner steps elsewhere."""
+        self._require_overlap()
         while self.engine.now() < until:
             self._fill()
             self._advance(until)
@@ -164,14 +166,25 @@ class Controller:
     def carry_on_during(self, step: Callable[[], Result]) -> Result:
         """With `overlap`: generate while the learner's `step` runs in a thread of its own; what it returns.
 
-        The engine is used from the calling thread alone. Whatever either of the two raises is raised here, once
-        both have come to rest.
+        The engine is used from the calling thread alone. An error of the engine is raised when the step has ended,
+        with the step's own error as a note; a KeyboardInterrupt at once.
         """
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner") as threads:
-            stepping = threads.submit(step)
+        self._require_overlap()
+        stepping: Future[Result] = Future()
+        threading.Thread(target=_fulfil, args=(stepping, step), name="learner", daemon=True).start()
+        try:
             while not stepping.done():
                 self.carry_on(until=self.engine.now() + CARRY_ON_SECONDS)
+        except Exception as error:
+            failure = stepping.exception()  # waits for the step
+            if failure is not None:
+                error.add_note(f"The learner's step failed, too: {failure!r}")
+            raise
         return stepping.result()
+
+    def _require_overlap(self) -> None:
+        if not self.schedule.overlap:
+            raise RuntimeError("the engine rests while the learner steps: set Schedule(overlap=True) to carry on")
 
     # One harvest
 
@@ -330,8 +343,7 @@ class Controller:
                     s.expectation.forget(rollout.prompt.id)
         s.updates += 1
         s.learning = True
-        if not self.schedule.overlap:
-            self.mark_phase("learner")
+        self.mark_phase("harvest" if self.schedule.overlap else "learner")
         return batch
 
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
@@ -488,6 +500,8 @@ class Controller:
         self.engine.load(weights, version)
         self._weights = None
         if self.schedule.overlap:
+            self._gate = OPEN  # what was stopped waits for its slots
+            self.log.append(events.Gate(self._now(), OPEN))
             self.mark_phase("harvest")
 
     # Checkpoints, taken between two batches
@@ -560,3 +574,10 @@ class Controller:
         """Times in the log never go back, even if an engine reports late."""
         self._last_time = max(self._last_time, at + self._clock_offset)
         return self._last_time
+
+
+def _fulfil(promise: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        promise.set_result(work())
+    except BaseException as error:
+        promise.set_exception(error)

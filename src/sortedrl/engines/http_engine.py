@@ -161,8 +161,8 @@ class HttpEngine(ABC):
         """Tell the server to end these; whether it will end their streams by itself."""
 
     @abstractmethod
-    async def load_folder(self, folder: Path, version: int) -> None:
-        """Have the server load the weights of this folder, in place, and forget all keys of the old ones."""
+    async def load_folder(self, folder: Path | None, version: int) -> None:
+        """Have the server load the weights of this folder (None: keep its own), in place, and forget all keys."""
 
     def room_for(self, request: Request) -> int:
         """Tokens that the server may make: its budget, or what fits beside its context."""
@@ -208,21 +208,22 @@ class HttpEngine(ABC):
     def load(self, weights: Weights | Path | None, version: int) -> None:
         """Send the weights, under their Hugging Face names. If they do not arrive whole, the server is given up.
 
-        A path is a folder with `model.safetensors`. None: they have not changed, only their version has.
+        A path is a folder with `model.safetensors`. None: they have not changed, only their version has; keys are
+        forgotten all the same, so that a measurement pays for resumes as a run does.
         """
         self._raise_if_dead()
         if self._inside:
             raise RuntimeError(f"load of version {version} while {len(self._inside)} requests are in: stop them first")
         began = self.now()
-        if isinstance(weights, Path):
+        if weights is None or isinstance(weights, Path):
             self._load_from(weights, version)
-        elif weights is not None:
+        else:
             with written(weights, version, self.weights_folder) as folder:
                 self._load_from(folder, version)
         self.version = version
         self.load_seconds = self.now() - began
 
-    def _load_from(self, folder: Path, version: int) -> None:
+    def _load_from(self, folder: Path | None, version: int) -> None:
         try:
             self._result_of(self.load_folder(folder, version))
         except (Refused, KeyError, TypeError, ValueError, *_BROKEN) as error:

@@ -120,11 +120,14 @@ class SglangEngine(HttpEngine):
             await self.call("POST", "/abort_request", body={"rid": name})
         return True
 
-    async def load_folder(self, folder: Path, version: int) -> None:
+    async def load_folder(self, folder: Path | None, version: int) -> None:
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
         await self._until_empty()
-        update = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
-        await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
+        if folder is None:
+            await self.call("POST", "/flush_cache")
+        else:
+            update = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+            await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
         await self.call("POST", "/continue_generation", body={})
 
     async def _until_empty(self) -> None:

@@ -255,7 +255,7 @@ class VllmEngine:
 
     def _follow_scheduler(self, at: float, ended: set[str]) -> None:
         """What the step's own schedule did to the running batch, before what it made ended some requests."""
-        if self._scheduler.running == self._followed:  # most steps: the same requests in the same order
+        if self._scheduler.running == self._followed and ended <= self._running:  # most steps
             return
         self._followed = list(self._scheduler.running)
         running = {request.request_id for request in self._followed}

@@ -113,10 +113,11 @@ class VllmServerEngine(HttpEngine):
                 self._can_abort = False
         return self._can_abort
 
-    async def load_folder(self, folder: Path, version: int) -> None:
+    async def load_folder(self, folder: Path | None, version: int) -> None:
         await self.call("POST", "/pause", mode="abort")
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.call("POST", "/collective_rpc", body=reload, seconds=LOAD_SECONDS)
+        if folder is not None:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self.call("POST", "/collective_rpc", body=reload, seconds=LOAD_SECONDS)
         emptied = await self.call("POST", "/reset_prefix_cache")
         if isinstance(emptied, dict) and emptied.get("success") is False:
             raise Refused(500, "the prefix cache, which holds keys of the old weights, was not emptied")

@@ -120,16 +120,15 @@ def measured_limit(
 ) -> float:
     """Tokens a second with every slot full in steady state: `turnovers` of each slot after its first."""
     forced = ForcedLengths(engine, length_of_request(workload.lengths))
-    prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)
     done = [0] * engine.slots
     inside: dict[int, tuple[int, int]] = {}  # request id -> slot, length
     ids = iter(range(1 << 40))
 
     def start(slot: int) -> None:
         id = next(ids)
-        request = Request(
-            id, prompts[id % len(prompts)], (), schedule.max_response_tokens, mixed(mixed(schedule.seed, id), 0)
-        )
+        words = random_prompts([id], workload.prompt_tokens, vocabulary)[0]  # never twice: each pays its prefill
+        prompt = replace(words, payload=id % workload.prompts)  # whose length is drawn
+        request = Request(id, prompt, (), schedule.max_response_tokens, mixed(mixed(schedule.seed, id), 0))
         length = min(workload.lengths(request.prompt, request.seed), request.budget)
         inside[id] = (slot, length)
         forced.submit([request])

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from sortedrl.core.engine import Engine, Failed, Finished, Request
+from sortedrl.core.rollout import Prompt
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.studies.bench import random_prompts
@@ -95,10 +97,12 @@ def measure(
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
     found = []
-    for number, (running, context) in enumerate(cells):
-        runs = [
-            _measured(engine, running, context, vocabulary, steps, seed=number * repeats + i) for i in range(repeats)
-        ]
+    fresh = count(engine.slots)  # places of prompts that no warm-up and no other cell has: none finds keys in a cache
+    for running, context in cells:
+        runs = []
+        for _ in range(repeats):
+            prompts = random_prompts(islice(fresh, running + 1), context, vocabulary)  # before the clock runs
+            runs.append(_measured(engine, prompts, context, steps))
         step = median(run.step_seconds for run in runs)
         prefill = median(run.prefill_seconds_per_token for run in runs)
         found.append(Cell(running, context, runs[0].cached_tokens, step, prefill))
@@ -106,16 +110,16 @@ def measure(
     return found
 
 
-def _measured(engine: Engine, running: int, context: int, vocabulary: int, steps: int, seed: int) -> Cell:
-    first_to_end, second = running, running - 1  # the last two that are submitted
+def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: int) -> Cell:
+    """A step of all but one of the prompts, between the ends of the last two that are submitted."""
+    running = len(prompts) - 1
+    first_to_end, second = running, running - 1
     prefill_tokens = (running + 1) * context
     # Nobody else may end before the second: those that were prefilled first are ahead by at most this many steps.
     ahead = running + prefill_tokens // _SMALLEST_PREFILL_STEP
     lengths = {first_to_end: _LEAD_TOKENS, second: _LEAD_TOKENS + steps}
     longest = _LEAD_TOKENS + steps + ahead
     forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
-    first = seed * (running + 1)  # other prompts in every cell: none finds its keys in a cache
-    prompts = random_prompts(range(first, first + running + 1), context, vocabulary)  # before the clock runs
     began = engine.now()
     forced.submit([Request(i, prompt, (), longest, i) for i, prompt in enumerate(prompts)])
     ended: dict[int, float] = {}
