@@ -92,6 +92,13 @@ class ServerTests(OnServer):
         assert engine.load_seconds < 30
         engine.close()
 
+    def test_a_new_version_may_come_without_new_weights(self, server: ServerProcess) -> None:
+        ledger = Ledger(self.engine_at(server))
+        ledger.engine.load(None, 7)
+        ledger.submit([endless(0, 5)])
+        ledger.run()
+        assert [segment.version for segment in ledger.segments[0]] == [7] * len(ledger.segments[0])
+
     @pytest.mark.parametrize("temperature", [0.5, 2.0])
     def test_temperature_is_in_the_log_probabilities(
         self, server: ServerProcess, model: tuple[Path, Any], temperature: float
