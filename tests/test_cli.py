@@ -125,6 +125,31 @@ def test_simulate_honours_the_settings_of_the_schedule() -> None:
     assert overlapping["baseline"]["wall_seconds"] == plain["baseline"]["wall_seconds"]
 
 
+def test_plan_counts_the_learners_time() -> None:
+    def best(*flags: str) -> float:
+        return float(json.loads(sortedrl("plan", "--json", *SMALL, *flags).stdout)["choice"]["of_limit"])
+
+    slow = ["--learner-seconds-per-update", "2000"]
+    assert best(*slow) < 0.8 * best()
+    assert best(*slow, "--overlap") > 1.2 * best(*slow)
+
+
+def test_simulate_knows_the_memory_that_a_profile_found(tmp_path: Path) -> None:
+    cell = {"prefill_seconds_per_token": 1e-5, "cached_tokens": 100.0}
+    cells = [{**cell, "running": r, "context": c, "step_seconds": 0.01} for r in (1, 8) for c in (32, 64)]
+    for number, entry in enumerate(cells):
+        entry["cached_tokens"] = 50.0 * (number + 1)
+    fields = {"engine": "", "model": "", "slots": 16, "cells": cells, "machine": "", "load_seconds": None}
+    fields |= {"prefill_seconds_per_token": 1e-5, "prefill_tokens_per_step": None}
+    preempted = []
+    for kv_tokens in (None, 9000):
+        path = tmp_path / f"{kv_tokens}.json"
+        path.write_text(json.dumps({**fields, "kv_tokens": kv_tokens}))
+        done = sortedrl("simulate", "--json", *SMALL, "--modes", "baseline", "--step-time", str(path))
+        preempted.append(json.loads(done.stdout)["modes"]["baseline"]["preemptions"] > 0)
+    assert preempted == [False, True]
+
+
 def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('slots = 8\nrollouts_per_update = 8\nmodes = ["baseline"]\nprompts_per_cohort = 32\n')
@@ -156,6 +181,15 @@ BAD_INPUT = {
     "oversubscribe below 1": (["simulate", "--oversubscribe", "0.5"], ["oversubscribe = 0.5"]),
     "a cap that plan searches itself": (["plan", "--oversubscribe", "2"], ["oversubscribe = 2", "plan tries"]),
     "a staleness bound of 0": (["simulate", "--max-staleness", "0"], ["max_staleness = 0", "on-policy"]),
+    "a cap without end": (["bench", "--modes", "partial*inf"], ["oversubscribe = inf"]),
+    "several seeds of a bench": (["bench", "--seeds", "0", "1"], ["seeds", "one seed"]),
+    "a bench without a prompt": (["bench", "--prompt-tokens", "0"], ["prompt_tokens = 0"]),
+    "options of the embedded engine": (["bench", "--engine-options", "a", "1"], ["engine_options", "embedded"]),
+    "a server of the embedded engine": (["train", "--engine-urls", "http://x"], ["engine_urls", "vllm-server"]),
+    "a profile that does not fit": (["profile", "--max-context-tokens", "128"], ["max_context_tokens = 128"]),
+    "one mode of compare": (["compare", "--mode", "partial"], ["mode = 'partial'", "--modes"]),
+    "a mode twice": (["compare", "--modes", "baseline", "baseline"], ["modes", "twice"]),
+    "a wrong option of the task": (["train", "--task-options", "count", "abc"], ["task = 'knights_and_knaves:small'"]),
     "no config file": (["simulate", "--config", "/nowhere.toml"], ["config", "No such file"]),
 }
 

@@ -326,8 +326,15 @@ def test_replayed_lengths_are_those_of_the_prompt() -> None:
 
 def test_lengths_are_read_from_numbers_and_objects(tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
-    path.write_text('12\n\n{"length": 7}\n{"prompt": "a", "lengths": [3, 4]}\n{"prompt": "a", "length": 5.0}\n')
-    assert read_lengths(path) == ReplayedLengths(((12,), (7,), (3, 4, 5)))
+    path.write_text('{"lengths": [12]}\n\n{"prompt": "a", "lengths": [3, 4]}\n{"prompt": "a", "length": 5.0}\n')
+    assert read_lengths(path) == ReplayedLengths(((12,), (3, 4, 5)))
+
+
+def test_lengths_that_name_no_prompt_are_everybodys(tmp_path: Path) -> None:
+    """Else a prompt would have one length for ever, and one epoch would teach the next one all."""
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('12\n{"length": 7}\n9\n')
+    assert read_lengths(path) == ReplayedLengths(((12, 7, 9),))
 
 
 @pytest.mark.parametrize(
@@ -342,6 +349,7 @@ def test_lengths_are_read_from_numbers_and_objects(tmp_path: Path) -> None:
         ("NaN\n", "line 1: length nan"),
         ('{"size": 3}\n', r"line 1: no `length` or `lengths` in \['size'\]"),
         ('{"lengths": []}\n', "line 1: no `length`"),
+        ('7\n{"prompt": "a", "length": 3}\n', "some lengths name their prompt and some do not"),
     ],
 )
 def test_a_broken_file_of_lengths_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:

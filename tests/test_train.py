@@ -228,6 +228,38 @@ def test_a_reward_that_raises_is_counted_and_stops_nothing(model: Path, tmp_path
     assert all("judge out of order" in reason for reason in reasons)
 
 
+def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> None:
+    words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, "--task", "toy:RaisesAlways"]
+    done = sortedrl("train", *words, "--epochs", "1", check=False)
+    assert done.returncode == 2
+    assert "no update was made" in done.stderr and "rollouts were rejected" in done.stderr
+
+
+def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--updates", "5", "--eval-every", "1", "--checkpoint-every", "2", "--keep-checkpoints", "1")
+    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    scores = {
+        f"update-{line['update']:06d}": line["held_out"]["value"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "held_out" in line
+    }
+    saved = ["update-000000", "update-000002", "update-000004", "update-000005"]
+    assert kept == {max(saved, key=lambda name: scores[name]), "update-000005"}
+    evaluations = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "held_out" in line]
+    assert len(evaluations) == 6, "the last one is not repeated"
+
+
+def test_a_run_of_an_older_version_can_be_resumed(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--updates", "2")
+    settings = json.loads((run / "config.json").read_text())
+    del settings["overlap"]
+    (run / "config.json").write_text(json.dumps(settings))
+    sortedrl("train", "--resume", str(run), "--updates", "3")
+    assert len(logged_updates(run)) == 3
+
+
 BAD_INPUT = {
     "no such model": (["--model", "/nowhere/model"], ["model = '/nowhere/model'"]),
     "no such task": (["--task", "nights_and_knaves"], ["task", "nights_and_knaves"]),

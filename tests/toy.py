@@ -59,3 +59,8 @@ class RaisesSometimes(SayA):
         if int(problem.id[-1]) % 3 == 0:
             raise RuntimeError("judge out of order")
         return super().score(problem, response)
+
+
+class RaisesAlways(SayA):
+    def score(self, problem: Problem, response: str) -> Verdict:
+        raise RuntimeError("judge out of order")

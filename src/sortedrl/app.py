@@ -128,6 +128,10 @@ def embedded_engine(
 # Training
 
 
+class NothingLearnt(RuntimeError):
+    """A run that came to its end without one update."""
+
+
 class TrainingRun:
     def __init__(self, settings: Train, folder: RunFolder, materials: Materials, console: RunConsole) -> None:
         self.settings = settings
@@ -259,6 +263,11 @@ class TrainingRun:
         return None if self.engine_shares_model else self.learner.weights()
 
     def _finish(self, done: int) -> dict[str, Any]:
+        if not done:
+            raise NothingLearnt(
+                f"no update was made: {self.metrics.figures().rejected} rollouts were rejected, "
+                f"for reasons that `sortedrl report {self.folder.path}` lists"
+            )
         after = self._evaluate(done) if self.evaluated is None or self.evaluated[0] != done else self.evaluated[1]
         self._save(done)
         self._export()
@@ -323,8 +332,6 @@ class TrainingRun:
             f"held-out score after {done} updates: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
             f" ({len(held_out)} problems)"
         )
-        if self.best is None or score.value > self.best[0]:
-            self.best = (score.value, f"update-{done:06d}")
         self.evaluated = (done, found)
         return found
 
@@ -386,6 +393,7 @@ class TrainingRun:
 
     def _save(self, done: int) -> None:
         self.controller.mark_phase("checkpoint")
+        self._note_best(done)
         self.batched.settle()
         self.folder.flush()
         assert self.before is not None
@@ -398,6 +406,13 @@ class TrainingRun:
         checkpoint.save(self.folder.checkpoints, done, self.learner.state_dict(), self.controller.state(), notes)
         best = self.folder.checkpoints / self.best[1] if self.best else None
         checkpoint.remove_old(self.folder.checkpoints, self.settings.keep_checkpoints, also_keep=best)
+
+    def _note_best(self, done: int) -> None:
+        """Among those that are saved: what is evaluated between two checkpoints cannot be gone back to."""
+        if self.evaluated is not None and self.evaluated[0] == done:
+            score = mean_at_k(self.evaluated[1].correct).value
+            if self.best is None or score > self.best[0]:
+                self.best = (score, f"update-{done:06d}")
 
 
 class ShuffledRewards:

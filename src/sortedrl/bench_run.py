@@ -24,6 +24,8 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
     cases, schedule = settings.cases(), settings.schedule()
     workload = settings.workload(settings.cohorts)
     max_length = settings.prompt_tokens + settings.max_response_tokens
+    if settings.out is not None:
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
     engine, vocabulary = bare_engine(settings, max_length)
     say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     bench.warm_up(engine, vocabulary, max_length)
@@ -67,6 +69,7 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
 
 
 def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
     engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
     say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     bench.warm_up(engine, vocabulary, settings.max_context_tokens)
@@ -74,7 +77,7 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
     room = kv_tokens or engine.slots * settings.max_context_tokens
     cells = profile.measure(
         engine,
-        profile.cells_for(engine.slots, settings.max_context_tokens, room),
+        profile.cells_for(engine.slots, settings.max_context_tokens, room, settings.steps),
         vocabulary,
         steps=settings.steps,
         repeats=settings.repeats,

@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl import __version__
 
-_TOLD = ("CheckpointError", "EngineDied", "WeightsDiffer")  # by name: the modules of some need PyTorch
+_TOLD = ("CheckpointError", "EngineDied", "NothingLearnt", "WeightsDiffer")  # by name: the modules of some need PyTorch
 _SUMMARY = {
     "simulate": "what would each schedule give on your lengths",
     "plan": "which schedule to use, and whether you need one",
@@ -277,8 +277,9 @@ def _run_watch(settings: Any) -> int:
         return 0
     try:
         if settings.json_output:
-            print(json.dumps(watch.state(folder, settings.stopped_after_seconds)))
-            return 0
+            seen = watch.state(folder, settings.stopped_after_seconds)
+            print(json.dumps(seen))
+            return int(seen.get("outcome") == watch.STOPPED)
         with _run_console(settings) as console:
             watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
     except watch.DamagedLog as error:
@@ -377,6 +378,8 @@ def _write_trace(log: list[Any], out: Any) -> None:
     from sortedrl.core.schedule import ConfigurationError
     from sortedrl.observe.trace import write_trace
 
+    if out.is_dir():
+        raise ConfigurationError("out", str(out), "a folder, not a file", f"Use {out / 'trace.json'}.")
     temporary = out.with_name(f".{out.name}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

@@ -65,9 +65,11 @@ class WorkloadSettings(Settings):
     lengths: Annotated[
         Path | None, Field(description="JSONL of your own response lengths; without it a lognormal is drawn")
     ] = None
-    median_length: Annotated[float, Field(gt=0, description="tokens; median of the drawn lengths")] = 1273.7
-    length_sd_between: Annotated[float, Field(ge=0, description="sd of log length between prompts")] = 0.8
-    length_sd_within: Annotated[float, Field(ge=0, description="sd of log length within a prompt")] = 0.6
+    median_length: Annotated[
+        float, Field(gt=0, le=1e9, description="tokens; median of the drawn lengths, of which none is below 16")
+    ] = 1273.7
+    length_sd_between: Annotated[float, Field(ge=0, le=10, description="sd of log length between prompts")] = 0.8
+    length_sd_within: Annotated[float, Field(ge=0, le=10, description="sd of log length within a prompt")] = 0.6
     prompt_tokens: Annotated[int, Field(ge=0)] = 128
     max_response_tokens: Annotated[int, Field(ge=1)] = 8192
     slots: Annotated[int, Field(ge=1, description="requests that the engine runs at once")] = 128
@@ -110,6 +112,8 @@ class WorkloadSettings(Settings):
             overlap=self.overlap,
             max_response_tokens=self.max_response_tokens,
             keep_seed=self.keep_seed,
+            score_wait_seconds=max(SCORE_WAIT_SECONDS, 2 * self.score_seconds),
+            seed=self.seeds[0],
         )
 
     def workload(self, cohorts: int) -> Workload:
@@ -119,7 +123,7 @@ class WorkloadSettings(Settings):
             slots=self.slots,
             prompts=cohorts * self.prompts_per_cohort,
             prompt_tokens=self.prompt_tokens,
-            kv_tokens=self.kv_tokens,
+            kv_tokens=self.resolved_kv_tokens(),
             weights_seconds=self.weights_seconds,
             learner_seconds_per_update=self.learner_seconds_per_update,
             learner_seconds_per_token=self.learner_seconds_per_token,
@@ -154,12 +158,21 @@ class WorkloadSettings(Settings):
             found = found.scaled(per_prefill_token=self.prefill_seconds_per_token)
         return found
 
+    def resolved_kv_tokens(self) -> int | None:
+        """What is set, or what the profile found."""
+        if self.kv_tokens is None and self.step_time.endswith(".json"):
+            from sortedrl.studies import profile
+
+            self.resolved_step_time()  # a file that cannot be read is told of there
+            return profile.read(Path(self.step_time)).kv_tokens
+        return self.kv_tokens
+
     def check_context_fits(self) -> None:
-        longest = self.prompt_tokens + self.max_response_tokens
-        if self.kv_tokens is not None and longest + 1 > self.kv_tokens:
+        longest, kv_tokens = self.prompt_tokens + self.max_response_tokens, self.resolved_kv_tokens()
+        if kv_tokens is not None and longest + 1 > kv_tokens:
             raise ConfigurationError(
                 "kv_tokens",
-                self.kv_tokens,
+                kv_tokens,
                 f"one response at the limit needs {self.prompt_tokens} + {self.max_response_tokens} tokens",
                 f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
             )
@@ -205,6 +218,7 @@ class PlanSettings(WorkloadSettings):
 
 
 SERVERS = ("vllm-server", "sglang")
+SCORE_WAIT_SECONDS = Schedule().score_wait_seconds
 
 
 class EngineChoice(Settings):
@@ -221,6 +235,16 @@ class EngineChoice(Settings):
 
     def resolved_engine_options(self) -> dict[str, Any]:
         return {key: _literal(value) for key, value in self.engine_options.items()}
+
+    def check_engine(self) -> None:
+        if self.engine_urls and self.engine not in SERVERS:
+            raise ConfigurationError(
+                "engine_urls", self.engine_urls, f"engine {self.engine} has no server", f"--engine {SERVERS[0]}"
+            )
+        if self.engine_options and self.engine == "embedded":
+            raise ConfigurationError(
+                "engine_options", self.engine_options, "the embedded engine has none", "Leave it out, or --engine vllm."
+            )
 
 
 class ModelSettings(EngineChoice):
@@ -241,7 +265,7 @@ class ModelSettings(EngineChoice):
     eval_seed: int = 12345
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
-    threads: Annotated[int, Field(ge=0, description="CPU threads for PyTorch; 0: its own default")] = 0
+    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads for PyTorch; 0: its own default")] = 0
 
     def resolved_task_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {key: _literal(value) for key, value in self.task_options.items()}
@@ -250,6 +274,8 @@ class ModelSettings(EngineChoice):
     def torch_device(self) -> str:
         import torch
 
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError("device", "cuda", "PyTorch finds no such device here", "Leave it out: auto.")
         return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
     def torch_dtype(self) -> Any:
@@ -260,7 +286,8 @@ class ModelSettings(EngineChoice):
         return getattr(torch, self.dtype)
 
     def check(self) -> None:
-        """Nothing beyond the types yet: what can be wrong shows when the model and the task are read."""
+        """What else can be wrong shows when the model and the task are read."""
+        self.check_engine()
 
 
 class Evaluate(ModelSettings):
@@ -311,7 +338,9 @@ class Train(ModelSettings):
     scoring: Annotated[
         Literal["at-once", "background"], Field(description="background: for rewards that take their time")
     ] = "at-once"
-    score_limit_seconds: Annotated[float, Field(gt=0)] = 30.0
+    score_limit_seconds: Annotated[
+        float, Field(gt=0, description="with --scoring background: a reward that takes longer has failed")
+    ] = 30.0
     shuffle_rewards: Annotated[bool, Field(description="a control: nothing to learn, the score must not rise")] = False
     tracker: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
@@ -335,6 +364,7 @@ class Train(ModelSettings):
             max_staleness=self.max_staleness,
             overlap=self.overlap,
             max_response_tokens=self.max_response_tokens,
+            score_wait_seconds=max(SCORE_WAIT_SECONDS, 2 * self.score_limit_seconds),
             seed=self.seed,
         )
 
@@ -369,6 +399,7 @@ class Train(ModelSettings):
             raise ConfigurationError("algorithm", self.algorithm, str(error), "See docs/learner.md.") from None
 
     def check(self) -> None:
+        super().check()
         schedule = self.schedule()
         strategy_named(self.mode).check(schedule)
         if self.overlap:
@@ -377,8 +408,8 @@ class Train(ModelSettings):
             raise ConfigurationError(
                 "rollouts_per_prompt",
                 self.rollouts_per_prompt,
-                f"{self.algorithm} compares siblings, and a prompt has no two of them",
-                "Set it to 2 or more, or use --algorithm reinforce++.",
+                "siblings are compared, and a prompt has no two of them",
+                "Set it to 2 or more, or use --algorithm reinforce++ with its own baseline.",
             )
         if self.temperature == 0:
             raise ConfigurationError("temperature", 0, "greedy responses have nothing to learn from", "Use 1.0.")
@@ -415,6 +446,13 @@ class Compare(Train):
         return Train.model_validate(plain)
 
     def check(self) -> None:
+        for key in ("mode", "seed", "resume"):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ConfigurationError(key, value, "compare has several runs", "Use --modes and --seeds.")
+        for key in ("modes", "seeds"):
+            if len(set(getattr(self, key))) < len(getattr(self, key)):
+                raise ConfigurationError(key, getattr(self, key), "one is named twice", "Name each once.")
         for mode in self.modes:
             self.of(mode, 0, Path()).check()
 
@@ -440,7 +478,9 @@ class Bench(WorkloadSettings, EngineChoice):
     prompts_per_cohort: Annotated[int, Field(ge=1)] = 128
     prompt_tokens: Annotated[int, Field(ge=0)] = 32
     max_response_tokens: Annotated[int, Field(ge=1)] = 800
-    median_length: Annotated[float, Field(gt=0, description="tokens; median of the drawn lengths")] = 100.0
+    median_length: Annotated[
+        float, Field(gt=0, le=1e9, description="tokens; median of the drawn lengths, of which none is below 16")
+    ] = 100.0
     cohorts: Annotated[int, Field(ge=1)] = 1
     updates: Annotated[int | None, Field(ge=1, description="stop each mode after this many updates")] = None
     limit: Annotated[
@@ -464,6 +504,12 @@ class Bench(WorkloadSettings, EngineChoice):
     def check(self) -> None:
         for case in self.cases():
             strategy_named(case.mode).check(case.schedule(self.schedule()))
+        self.check_engine()
+        self.check_context_fits()
+        if len(self.seeds) > 1:
+            raise ConfigurationError("seeds", self.seeds, "a bench is one run of each mode", "Name one seed.")
+        if self.prompt_tokens < 1:
+            raise ConfigurationError("prompt_tokens", self.prompt_tokens, "an engine needs a token to begin", "Use 1.")
         if self.limit == "simulated" and not self.step_time:
             raise ConfigurationError("limit", "simulated", "there is no step time to simulate with", "--step-time FILE")
 
@@ -479,7 +525,17 @@ class ProfileSettings(EngineChoice):
     out: Annotated[Path, Field(description="file to write")] = Path("profile.json")
 
     def check(self) -> None:
-        """Whether the contexts fit shows when the model is read."""
+        from sortedrl.studies.profile import cells_for
+
+        self.check_engine()
+        cells = cells_for(self.slots, self.max_context_tokens, math.inf, self.steps)
+        if len({running for running, _ in cells}) < 2 or len({context for _, context in cells}) < 2:
+            raise ConfigurationError(
+                "max_context_tokens",
+                self.max_context_tokens,
+                f"measurements of {self.steps} steps at two contexts and two numbers of requests do not fit in it",
+                "Set it higher, or --steps or --slots lower.",
+            )
 
 
 class Watch(Settings):

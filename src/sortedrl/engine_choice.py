@@ -68,10 +68,13 @@ def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tok
     count = len(settings.engine_urls)
     slots = max(1, settings.slots // count)
     options: Mapping[str, Any] = settings.resolved_engine_options()
-    engines = [
-        _server(settings.engine)(url, slots=slots, eos_token_ids=eos_token_ids, tokenizer=tokenizer, **options)
-        for url in settings.engine_urls
-    ]
+    try:
+        engines = [
+            _server(settings.engine)(url, slots=slots, eos_token_ids=eos_token_ids, tokenizer=tokenizer, **options)
+            for url in settings.engine_urls
+        ]
+    except TypeError as error:
+        raise ConfigurationError("engine_options", dict(options), str(error), "docs/engines.md names them.") from None
     return engines[0] if count == 1 else ServerPool(engines)
 
 

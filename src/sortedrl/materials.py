@@ -40,7 +40,7 @@ def read_materials(settings: ModelSettings, say: Say) -> Materials:
         task = task_by_name(settings.task, **settings.resolved_task_options())
         train = encode(task.train(), tokenizer, settings.max_prompt_tokens)
         held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise ConfigurationError("task", settings.task, str(error), "See docs/tasks.md.") from None
     for part in (train, held_out):
         notice = part.rejection_notice()

@@ -108,7 +108,8 @@ def _cut_torn_line(path: Path) -> None:
 def refuse_changes(settings: Train, folder: RunFolder) -> None:
     """A run goes on with the settings that it began with, apart from those that only extend it."""
     saved = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
-    changed = {key: value for key, value in as_json(settings).items() if saved.get(key) != value}
+    defaults = as_json(type(settings)())  # of a run that an older version began, without this setting
+    changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
     refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
     if refused:
         listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())

@@ -32,7 +32,8 @@ class Prompts:
 
     @property
     def remaining(self) -> int:
-        return self.remaining_in_epoch + (self.epochs - 1 - self.epoch) * len(self.dataset)
+        epochs_left = self.epochs - 1 - self.epoch  # below 0 where a run is resumed with fewer epochs than it had
+        return max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
 
     def is_in_last_epoch(self, place: int) -> bool:
         """Was the prompt that was taken as number `place` (from 0) taken in the last epoch?"""

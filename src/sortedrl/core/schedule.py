@@ -53,6 +53,8 @@ class Schedule:
                     f" rollouts cannot fill one update of {self.rollouts_per_update}",
                     f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less.",
                 )
+        if self.oversubscribe is not None and not self.oversubscribe <= 1e6:
+            raise ConfigurationError("oversubscribe", self.oversubscribe, "more than can be", "Leave it out: no cap.")
         if self.oversubscribe is not None and not self.oversubscribe >= 1.0:
             raise ConfigurationError(
                 "oversubscribe",

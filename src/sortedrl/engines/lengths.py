@@ -59,9 +59,13 @@ class ReplayedLengths:
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A JSONL file: a number a line, or objects with `length` (or `lengths`) and, where known, `prompt`."""
+    """A JSONL file: a number a line, or objects with `length` (or `lengths`) and, where known, `prompt`.
+
+    Lengths without a prompt are drawn from by every response: what a prompt's last response says of its next is not
+    in the file.
+    """
     by_prompt: dict[object, list[int]] = {}
-    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         for prompt, length in _parsed(line, line_number, path):
@@ -70,6 +74,8 @@ def read_lengths(path: Path) -> ReplayedLengths:
             by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: holds no lengths")
+    if None in by_prompt and len(by_prompt) > 1:
+        raise ValueError(f"{path}: some lengths name their prompt and some do not")
     return ReplayedLengths(tuple(map(tuple, by_prompt.values())))
 
 
@@ -79,7 +85,10 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {line_number}: not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(value, dict):
-        yield line_number, value
+        yield None, value
+        return
+    if "prompt" not in value and "length" in value:
+        yield None, value["length"]
         return
     lengths = value.get("lengths", [value.get("length")])
     if lengths == [None] or not isinstance(lengths, list) or not lengths:

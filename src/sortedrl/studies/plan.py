@@ -37,7 +37,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate and what the simulation says of it."""
+    """A candidate and what the simulation says of it. `of_limit` is of the whole run, the learner's time included."""
 
     name: str
     schedule: Schedule
@@ -114,8 +114,9 @@ def plan(
 
 
 def option(name: str, schedule: Schedule, figures: dict[str, Any]) -> Option:
-    names = set(Option.__dataclass_fields__) - {"name", "schedule"}
-    return Option(name=name, schedule=schedule, **{key: figures[key] for key in names})
+    names = set(Option.__dataclass_fields__) - {"name", "schedule", "of_limit"}
+    of_limit = figures["trained_tokens_per_hour"] / 3600 / figures["limit"]
+    return Option(name=name, schedule=schedule, of_limit=of_limit, **{key: figures[key] for key in names})
 
 
 def choose(options: Sequence[Option], allowed: Allowed) -> tuple[Option, Option | None]:

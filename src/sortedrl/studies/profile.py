@@ -70,7 +70,7 @@ class Profile:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float) -> list[tuple[int, int]]:
+def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float, steps: int = 48) -> list[tuple[int, int]]:
     """(running, context) to measure: few to all slots, short to long contexts, as far as they fit in memory."""
     levels = sorted({1, max(1, slots // 8), max(1, slots // 4), max(1, slots // 2), max(1, slots - 1)})
     contexts = [SHORT_CONTEXT, *(c for c in (longest_context // 4, longest_context // 2) if c > 2 * SHORT_CONTEXT)]
@@ -78,13 +78,13 @@ def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float) ->
         (r, c)
         for c in contexts
         for r in levels
-        if r < slots and (r + 1) * (c + 128) <= cached_tokens_at_most and c + _room_for(r, c) <= longest_context
+        if r < slots and (r + 1) * (c + 128) <= cached_tokens_at_most and c + _room_for(r, c, steps) <= longest_context
     ]
 
 
-def _room_for(running: int, context: int) -> int:
+def _room_for(running: int, context: int, steps: int) -> int:
     """Tokens that a request of the cell may make at most, for a generous number of steps."""
-    return 2 * _LEAD_TOKENS + 128 + running + (running + 1) * context // _SMALLEST_PREFILL_STEP
+    return 2 * _LEAD_TOKENS + max(128, steps) + running + (running + 1) * context // _SMALLEST_PREFILL_STEP
 
 
 def measure(
@@ -144,6 +144,9 @@ def prefill_of(cells: Sequence[Cell]) -> float:
 def read(path: Path) -> Profile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
+        found = Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
+        if not all(cell.step_seconds > 0 for cell in found.cells) or not found.prefill_seconds_per_token >= 0:
+            raise KeyError("a time that cannot be")
+        return found
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a profile ({error}): make one with sortedrl profile") from None
