@@ -319,7 +319,9 @@ class Train(ModelSettings):
     ] = None
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     warmup_updates: Annotated[int, Field(ge=0)] = 2
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_low: Annotated[
+        float, Field(gt=0, lt=1, description="plain, masked, and decoupled with several steps; see docs/learner.md")
+    ] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0

@@ -141,6 +141,8 @@ class Controller:
     def publish(self, weights: Any = None) -> int:
         """The learner's weights changed: the engine continues under them. Returns the new version.
 
+        At most once for each batch: a bound on staleness counts on it.
+
         The engine loads them when it is next used (at once with `overlap`), so several updates on one harvest
         cost one load.
         """
