@@ -16,10 +16,15 @@ _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = _table("What each schedule gives", "mode", "bubble", "goodput", "of limit", "kept", "waste", "updates/h")
+    """Goodput is of the time in which the engine may run; tokens an hour count the learner's time, too."""
+    table = _table(
+        "What each schedule gives", "mode", "bubble", "goodput", "of limit", "kept", "waste", "trained tok/h"
+    )
     base = next(iter(modes.values()))
     for name, f in modes.items():
         times = f["goodput"] / base["goodput"] if base["goodput"] else 0.0
+        hourly = f["trained_tokens_per_hour"]
+        whole = hourly / base["trained_tokens_per_hour"] if base["trained_tokens_per_hour"] else 0.0
         table.add_row(
             name,
             f"{f['bubble']:.1%}",
@@ -27,7 +32,7 @@ def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{f['of_limit']:.3f}",
             f"{f['kept']:,.4g}",
             f"{f['waste']:.1%}",
-            f"{f['updates_per_hour']:,.3g}",
+            f"{hourly:,.0f} ({whole:.2f}x)",
         )
     return table
 
