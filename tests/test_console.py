@@ -304,7 +304,7 @@ def test_a_run_in_a_terminal_leaves_one_panel_and_its_lines(live: tuple[Path, Se
     assert session.screen.cursor_is_shown
     text = [line.rstrip() for line in session.screen.lines if line.strip()]
     held_out = [line for line in text if line.startswith("held-out score after")]
-    assert len(held_out) == 3  # after 0, 6 and 12 updates, and at the end
+    assert len(held_out) == 3  # after 0, 6 and 12 updates
     assert text[-2].startswith("score ") and text[-1] == f"model in {run}/model"
     assert text.index(held_out[-1]) < min(i for i, line in enumerate(text) if line.startswith("╭"))
     panel = panel_of(session)
