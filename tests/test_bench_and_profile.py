@@ -74,6 +74,9 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
+    replace(found, cells=(replace(cells[0], step_seconds=0.0), *cells[1:])).write(path)
+    assert main(arguments) == 2
+    assert "a step of no time" in capsys.readouterr().err
     path.write_text('{"cells": 3}')
     assert main(arguments) == 2
     assert "is not a profile" in capsys.readouterr().err

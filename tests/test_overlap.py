@@ -117,11 +117,12 @@ def test_both_failures_are_told() -> None:
 
     def step() -> None:
         engine.die()
+        time.sleep(2 * STEP_SECONDS)
         raise MemoryError("too large")
 
-    with pytest.raises((EngineDied, MemoryError)) as caught:
+    with pytest.raises(EngineDied) as caught:
         controller.carry_on_during(step)
-    assert isinstance(caught.value, MemoryError) or "too large" in caught.value.__notes__[0]
+    assert "too large" in caught.value.__notes__[0]
 
 
 def test_a_second_interrupt_does_not_wait_for_the_learner() -> None:

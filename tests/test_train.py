@@ -267,6 +267,7 @@ BAD_INPUT = {
     "mode that cannot bound": (["--mode", "on-policy", "--max-staleness", "2"], ["max_staleness = 2"]),
     "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
     "cohort too small": (["--prompts-per-cohort", "2"], ["prompts_per_cohort = 2", "16"]),
+    "a folder that cannot be": (["--out", "/proc/run"], ["out = '/proc/run'", "cannot be made"]),
     "greedy training": (["--temperature", "0"], ["temperature"]),
     "longer than the model": (["--max-response-tokens", "5000"], ["max_response_tokens = 5000", "256"]),
 }

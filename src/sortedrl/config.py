@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -28,6 +28,7 @@ from sortedrl.studies.simulate import MODES
 from sortedrl.studies.workload import Workload, with_mode
 
 Expectation = Literal["cold", "warm", "oracle"]
+Read = TypeVar("Read")
 
 
 class _Refused(Exception):
@@ -144,16 +145,7 @@ class WorkloadSettings(Settings):
         )
 
     def resolved_step_time(self) -> StepTime:
-        found = PRESETS.get(self.step_time)
-        if found is None:
-            try:
-                found = _fitted(Path(self.step_time))
-            except (OSError, ValueError) as error:
-                near = difflib.get_close_matches(self.step_time, PRESETS, n=1)
-                hint = f"Did you mean {near[0]}? " if near else ""
-                raise ConfigurationError(
-                    "step_time", self.step_time, _plain(error), f"{hint}Presets: {', '.join(PRESETS)}."
-                ) from None
+        found = PRESETS.get(self.step_time) or self._from_step_time_file(_fitted)
         if self.prefill_seconds_per_token is not None:
             found = found.scaled(per_prefill_token=self.prefill_seconds_per_token)
         return found
@@ -163,9 +155,18 @@ class WorkloadSettings(Settings):
         if self.kv_tokens is None and self.step_time.endswith(".json"):
             from sortedrl.studies import profile
 
-            self.resolved_step_time()  # a file that cannot be read is told of there
-            return profile.read(Path(self.step_time)).kv_tokens
+            return self._from_step_time_file(profile.read).kv_tokens
         return self.kv_tokens
+
+    def _from_step_time_file(self, read: Callable[[Path], Read]) -> Read:
+        try:
+            return read(Path(self.step_time))
+        except (OSError, ValueError) as error:
+            near = difflib.get_close_matches(self.step_time, PRESETS, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise ConfigurationError(
+                "step_time", self.step_time, _plain(error), f"{hint}Presets: {', '.join(PRESETS)}."
+            ) from None
 
     def check_context_fits(self) -> None:
         longest, kv_tokens = self.prompt_tokens + self.max_response_tokens, self.resolved_kv_tokens()
@@ -517,7 +518,7 @@ class Bench(WorkloadSettings, EngineChoice):
 
 
 class ProfileSettings(EngineChoice):
-    """Measure an engine's step time, prefill, KV capacity and weight load; `simulate --step-time FILE` uses it."""
+    """Measure an engine's step time, prefill and KV capacity; `simulate --step-time FILE` uses all three."""
 
     model: Annotated[str, Field(description="as in bench")] = "built-in"
     slots: Annotated[int, Field(ge=3, description="requests that the engine runs at once")] = 64

@@ -45,7 +45,11 @@ class RunFolder:
         return cls(path)
 
     def create(self, settings: Train) -> None:
-        self.path.mkdir(parents=True)
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            reason = f"the run folder cannot be made ({error.strerror})"
+            raise ConfigurationError("out", str(self.path), reason, "Name a folder that you may write to.") from None
         self.write("config.json", as_json(settings))
 
     def write(self, name: str, value: Any) -> None:

@@ -145,8 +145,9 @@ def read(path: Path) -> Profile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found = Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
-        if not all(cell.step_seconds > 0 for cell in found.cells) or not found.prefill_seconds_per_token >= 0:
-            raise KeyError("a time that cannot be")
-        return found
+        times_are_right = all(cell.step_seconds > 0 for cell in found.cells) and found.prefill_seconds_per_token >= 0
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a profile ({error}): make one with sortedrl profile") from None
+    if not times_are_right:
+        raise ValueError(f"{path} has a step of no time, or a prefill of less: make it again with sortedrl profile")
+    return found
