@@ -13,6 +13,7 @@ import pytest
 
 from engine_contract import EngineContract, Ledger, resumed
 from sortedrl.cli import main
+from sortedrl.config import Bench, Simulate
 from sortedrl.core.engine import Engine, Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -74,6 +75,9 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
+    assert Simulate(step_time=str(path)).workload(2).weights_seconds == 0.1
+    assert Simulate(step_time=str(path), weights_seconds=0.0).workload(2).weights_seconds == 0.0
+    assert Bench(step_time=str(path)).workload(2).weights_seconds == 0.0  # it loads none
     replace(found, cells=(replace(cells[0], step_seconds=0.0), *cells[1:])).write(path)
     assert main(arguments) == 2
     assert "a step of no time" in capsys.readouterr().err
@@ -150,6 +154,8 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert (tmp_path / "logs" / "partial.jsonl").read_text().count("Updated") == 2
     assert main(["bench", "--modes", "aprill"]) == 2
     assert "Did you mean april?" in capsys.readouterr().err
+    assert main(["bench", "--learner-seconds-per-update", "3"]) == 2
+    assert "a bench has no learner" in capsys.readouterr().err
 
 
 def test_bench_honours_the_settings_of_the_schedule() -> None:

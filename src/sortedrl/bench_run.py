@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from sortedrl.config import Bench, ProfileSettings, as_json
 from sortedrl.core.events import JsonLines, Sink
 from sortedrl.engine_choice import bare_engine
+from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.studies import bench, profile
 from sortedrl.studies.workload import limit as simulated_limit
 
@@ -86,7 +87,7 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
             f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us a token"
         ),
     )
-    engine.load(None, 0)
+    load_seconds = _measured_load(engine, settings, say)
     found = profile.Profile(
         engine=settings.engine,
         model=settings.model,
@@ -95,7 +96,7 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
         prefill_seconds_per_token=profile.prefill_of(cells),
         prefill_tokens_per_step=getattr(engine, "prefill_tokens_per_step", None),
         kv_tokens=kv_tokens,
-        load_seconds=getattr(engine, "load_seconds", None),
+        load_seconds=load_seconds,
         machine=machine(),
     )
     found.write(settings.out)
@@ -105,6 +106,45 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
         f"{1e9 * fitted.per_cached_token:.3g} ns a cached token, worst error {found.fit_error():.1%}"
     )
     return found
+
+
+def _measured_load(engine: Any, settings: ProfileSettings, say: Say) -> float | None:
+    """Seconds to load new weights, the second time: the first one allocates. None where there is nothing to load."""
+    for version in (1, 2):
+        weights = _weights_for(settings)
+        if weights is None:
+            return None
+        engine.load(weights, version)
+    say(f"weights load in {engine.load_seconds:.2f} s")
+    return float(engine.load_seconds)
+
+
+def _weights_for(settings: ProfileSettings) -> Any:
+    """What a learner would hand over: on the engine's device in process, and to a server the weights that it serves.
+
+    The embedded engine runs the learner's own module, and a server's folder must have been named: it keeps them.
+    """
+    model = BUILT_IN_MODEL if settings.model == "built-in" else Path(settings.model)
+    if settings.engine == "vllm":
+        return _zeros(str(model) if model.exists() else settings.model)
+    if settings.engine == "embedded" or settings.model == "built-in" or not list(model.glob("*.safetensors")):
+        return None
+    from safetensors.torch import load_file
+
+    return {name: weight for file in sorted(model.glob("*.safetensors")) for name, weight in load_file(file).items()}
+
+
+def _zeros(model: str) -> Iterator[tuple[str, Any]]:
+    """A weight of each of the model's shapes, under its Hugging Face name, made when it is asked for."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, shape in shapes.items():
+        yield name, torch.zeros(shape.shape, dtype=shape.dtype, device=device)
 
 
 def machine() -> str:

@@ -12,7 +12,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 import tyro
@@ -26,6 +26,9 @@ from sortedrl.observe.trackers import require_packages
 from sortedrl.studies.plan import Allowed
 from sortedrl.studies.simulate import MODES
 from sortedrl.studies.workload import Workload, with_mode
+
+if TYPE_CHECKING:
+    from sortedrl.studies.profile import Profile
 
 Expectation = Literal["cold", "warm", "oracle"]
 Read = TypeVar("Read")
@@ -94,7 +97,9 @@ class WorkloadSettings(Settings):
     kv_tokens: Annotated[
         int | None, Field(ge=1, description="KV memory in tokens; beyond it requests are preempted")
     ] = None
-    weights_seconds: Annotated[float, Field(ge=0, description="to load weights into the engine")] = 0.0
+    weights_seconds: Annotated[
+        float | None, Field(ge=0, description="to load weights into the engine; default: what the profile found, or 0")
+    ] = None
     learner_seconds_per_update: Annotated[float, Field(ge=0)] = 0.0
     learner_seconds_per_token: Annotated[float, Field(ge=0)] = 0.0
     score_seconds: Annotated[float, Field(ge=0, description="from a rollout's end to its reward")] = 0.0
@@ -125,7 +130,7 @@ class WorkloadSettings(Settings):
             prompts=cohorts * self.prompts_per_cohort,
             prompt_tokens=self.prompt_tokens,
             kv_tokens=self.resolved_kv_tokens(),
-            weights_seconds=self.weights_seconds,
+            weights_seconds=self.resolved_weights_seconds(),
             learner_seconds_per_update=self.learner_seconds_per_update,
             learner_seconds_per_token=self.learner_seconds_per_token,
             score_seconds=self.score_seconds,
@@ -152,11 +157,19 @@ class WorkloadSettings(Settings):
 
     def resolved_kv_tokens(self) -> int | None:
         """What is set, or what the profile found."""
-        if self.kv_tokens is None and self.step_time.endswith(".json"):
-            from sortedrl.studies import profile
+        profile = self._profile()
+        return profile.kv_tokens if self.kv_tokens is None and profile is not None else self.kv_tokens
 
-            return self._from_step_time_file(profile.read).kv_tokens
-        return self.kv_tokens
+    def resolved_weights_seconds(self) -> float:
+        """What is set, or what the profile found."""
+        profile = self._profile()
+        found = profile.load_seconds if self.weights_seconds is None and profile is not None else self.weights_seconds
+        return found or 0.0
+
+    def _profile(self) -> Profile | None:
+        from sortedrl.studies import profile
+
+        return self._from_step_time_file(profile.read) if self.step_time.endswith(".json") else None
 
     def _from_step_time_file(self, read: Callable[[Path], Read]) -> Read:
         try:
@@ -504,11 +517,19 @@ class Bench(WorkloadSettings, EngineChoice):
     def resolved_step_time(self) -> StepTime:
         return super().resolved_step_time() if self.step_time else PRESETS["memory-bound"]
 
+    def resolved_weights_seconds(self) -> float:
+        """No weights are loaded between the updates of a bench."""
+        return 0.0
+
     def check(self) -> None:
         for case in self.cases():
             strategy_named(case.mode).check(case.schedule(self.schedule()))
         self.check_engine()
         self.check_context_fits()
+        for name in ("weights_seconds", "learner_seconds_per_update", "learner_seconds_per_token", "score_seconds"):
+            if getattr(self, name):
+                reason = "a bench has no learner, no rewards and no new weights"
+                raise ConfigurationError(name, getattr(self, name), reason, "Leave it out, or use simulate.")
         if len(self.seeds) > 1:
             raise ConfigurationError("seeds", self.seeds, "a bench is one run of each mode", "Name one seed.")
         if self.prompt_tokens < 1:
@@ -518,9 +539,11 @@ class Bench(WorkloadSettings, EngineChoice):
 
 
 class ProfileSettings(EngineChoice):
-    """Measure an engine's step time, prefill and KV capacity; `simulate --step-time FILE` uses all three."""
+    """Measure an engine's step time, prefill, KV capacity and weight load; `simulate --step-time FILE` uses all."""
 
-    model: Annotated[str, Field(description="as in bench")] = "built-in"
+    model: Annotated[
+        str, Field(description="as in bench; for a server the folder that it serves, loaded again to time the load")
+    ] = "built-in"
     slots: Annotated[int, Field(ge=3, description="requests that the engine runs at once")] = 64
     max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt and response together")] = 1024
     steps: Annotated[int, Field(ge=1, description="decode steps of a measurement")] = 48

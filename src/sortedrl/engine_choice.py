@@ -9,7 +9,7 @@ from sortedrl.core.engine import Engine
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import BUILT_IN_MODEL
 
-COMMON_VOCABULARY = 1000  # ids that any real model knows
+COMMON_VOCABULARY = 46  # ids that any model knows, the built-in one too: a server breaks down at one that it does not
 
 
 class EngineSettings(Protocol):

@@ -166,5 +166,16 @@ def test_training_with_a_server(tmp_path: Path, flags: list[str]) -> None:
     assert ("learner" in figures["idle_parts"]) != bool(flags)
 
 
+def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:
+    sizes = ["--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--repeats", "1"]
+    out = tmp_path / "profile.json"
+    with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--max-model-len", "400") as server:
+        at = ["--engine", "vllm-server", "--engine-urls", server.url, "--out", str(out)]
+        assert main(["profile", *at, *sizes]) == 0
+        assert json.loads(out.read_text())["load_seconds"] is None  # which weights it serves was not said
+        assert main(["profile", *at, *sizes, "--model", str(BUILT_IN_MODEL)]) == 0
+        assert json.loads(out.read_text())["load_seconds"] > 0.01
+
+
 class TestEnds(ServerEnds):
     engine_type = VllmServerEngine

@@ -61,3 +61,12 @@ def test_an_engine_that_dies_ends_the_run_clearly_and_it_can_be_resumed(
 
 def _out_of_memory() -> None:
     raise RuntimeError("CUDA out of memory")
+
+
+def test_a_profile_times_the_load_of_weights(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    options = ["--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1", "load_format", "dummy"]
+    sizes = ["--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--repeats", "1"]
+    assert main(["profile", "--engine", "vllm", *options, *sizes, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["load_seconds"] > 0.001 and found["kv_tokens"] > 1000

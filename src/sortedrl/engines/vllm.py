@@ -88,6 +88,7 @@ class VllmEngine:
         self._inside: dict[str, _Inside] = {}  # by vLLM's name
         self._name_of: dict[int, str] = {}  # by request id
         self._running: set[str] = set()
+        self._outputs: Sequence[Any] = ()  # of the last step
         self._followed: list[Any] = []  # vLLM's running batch when it was last looked at
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
@@ -225,12 +226,12 @@ class VllmEngine:
             raise EngineDied(self._died)
         began = self.now()
         try:
-            with self._in_vllm():
-                outputs = self._core.get_output().outputs
+            with self._in_vllm():  # what vLLM made for the last step is freed here, too
+                self._outputs = self._core.get_output().outputs
         except Exception as error:
             self._died = f"vLLM stopped working: {error}"
             raise EngineDied(self._died) from error
-        ended = self._take(outputs)
+        ended = self._take(self._outputs)
         self._follow_scheduler(began, {output.request_id for output in ended})
         for output in ended:
             self._end(output)
