@@ -67,9 +67,8 @@ case $part in
     done
     ;;
   small)
-    warm_started_smollm
-    sortedrl bench --engine vllm --model "$out/model" --slots 128 --rollouts-per-update 128 --prompts-per-cohort 512 \
-      --prompt-tokens 64 --median-length 150 --max-response-tokens 1024 --cohorts 4 --updates 12 \
+    sortedrl bench --engine vllm --model benchmarks/shapes/smollm2-135m --engine-options load_format dummy \
+      --slots 128 --rollouts-per-update 128 --prompts-per-cohort 512 --prompt-tokens 64 --median-length 150 --max-response-tokens 1024 --cohorts 4 --updates 12 \
       --modes ${MODES:-partial+elevator@oracle} --out "$out/small.json"
     ;;
   contract) python3 -m pytest -q -p no:cacheprovider tests/with_vllm/test_vllm_engine.py ;;

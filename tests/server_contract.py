@@ -22,7 +22,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.http_engine import HttpEngine
 from sortedrl.engines.pool import Pool
-from tiny_llama import PROBES, logprobs_of, shake
+from tiny_llama import PROBES, logprobs_of, parted_after_a_load, shake
 
 SLOTS = 8  # of a server
 END = 2  # the model's own end token
@@ -90,6 +90,15 @@ class ServerTests(OnServer):
             checked.load(dict(learner.named_parameters()), version)
             assert checked.last_difference < self.tolerance
         assert engine.load_seconds < 30
+        engine.close()
+
+    @pytest.mark.parametrize("keep_old_keys", [False, True])
+    def test_kept_keys_serve_the_responses_that_were_made_with_them_only(
+        self, server: ServerProcess, model: tuple[Path, Any], *, keep_old_keys: bool
+    ) -> None:
+        engine = self.engine_at(server, keep_old_keys=keep_old_keys)
+        apart = parted_after_a_load(engine, model[1])
+        assert apart > 0.1 if keep_old_keys else apart < self.tolerance
         engine.close()
 
     def test_a_new_version_may_come_without_new_weights(self, server: ServerProcess) -> None:

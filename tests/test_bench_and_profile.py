@@ -156,6 +156,14 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "Did you mean april?" in capsys.readouterr().err
     assert main(["bench", "--learner-seconds-per-update", "3"]) == 2
     assert "a bench has no learner" in capsys.readouterr().err
+    assert main(["bench", "--keep-old-keys"]) == 2
+    assert "--engine-options keep_old_keys True" in capsys.readouterr().err
+
+
+def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
+    assert not Bench(engine="vllm").workload(1).keep_old_keys
+    assert Bench(engine="vllm", engine_options={"keep_old_keys": "True"}).workload(1).keep_old_keys
+    assert Simulate(keep_old_keys=True).workload(1).keep_old_keys
 
 
 def test_bench_honours_the_settings_of_the_schedule() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import test_invariants as invariants
-from engine_contract import BUDGETS, EngineContract, Ledger
+from engine_contract import BUDGETS, EngineContract, Ledger, resumed
 from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
@@ -105,6 +105,24 @@ def test_no_member_holds_more_than_it_can_run() -> None:
     ledger.run()
     assert slow.most_inside <= 2 and fast.most_inside <= 2
     assert len(slow.submitted) < 10 < len(fast.submitted), "the slow member must not hoard"
+
+
+def test_a_stopped_request_goes_back_to_its_member() -> None:
+    """Where its keys may still be; in any order."""
+    members = paced(2, 2)
+    ledger = Ledger(pool_of(members))
+    first = requests(*[200] * 4)
+    ledger.submit(first)
+    while min(len(ledger.tokens(id)) for id in range(4)) < 5:
+        ledger.apply(ledger.engine.poll())
+    ledger.stop([0, 1, 2, 3])
+    kept = {id: list(ledger.segments[id]) for id in range(4)}
+    ledger.submit([resumed(first[id], kept[id]) for id in (3, 1, 0, 2)])
+    ledger.run()
+    for member in members:
+        before, after = member.submitted[:2], member.submitted[2:]
+        assert {request.id for request in before} == {request.id for request in after}
+        assert all(request.kept for request in after)
 
 
 def test_a_freed_slot_is_refilled_without_the_caller() -> None:

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine_contract import Ledger, resumed
+from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.rollout import Prompt
+from sortedrl.engines.checked_weights import CheckedWeights
+
 ON_GPU = torch.cuda.is_available()
 
 
@@ -50,3 +55,23 @@ def shake(model: Any, seed: int) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.2)
+
+
+def parted_after_a_load(engine: Engine, learner: Any) -> float:
+    """How far a response that is resumed under new weights is from the learner, in nats a token.
+
+    The engine keeps old keys: the check after the load must pass all the same, for its probes were made before it.
+    """
+    checked, ledger = CheckedWeights(engine, logprobs_of(learner), PROBES), Ledger(engine)
+    checked.load(dict(learner.named_parameters()), 1)
+    first = Request(0, Prompt("long", PROBES[0]), (), 60, 0, Sampling(ignore_end=True))
+    ledger.submit([first, Request(1, Prompt("short", [5]), (), 20, 0, Sampling(ignore_end=True))])
+    ledger.run_until_first_end()
+    ledger.stop([0])
+    kept = list(ledger.segments[0])
+    shake(learner, seed=11)
+    checked.load(dict(learner.named_parameters()), 2)
+    ledger.submit([resumed(first, kept)])
+    ledger.run()
+    expected = logprobs_of(learner)([*PROBES[0], *(token for part in kept for token in part.tokens)], ledger.tokens(0))
+    return sum(abs(a - b) for a, b in zip(ledger.logprobs(0), expected, strict=True)) / len(expected)

@@ -11,6 +11,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -97,6 +98,9 @@ class WorkloadSettings(Settings):
     kv_tokens: Annotated[
         int | None, Field(ge=1, description="KV memory in tokens; beyond it requests are preempted")
     ] = None
+    keep_old_keys: Annotated[
+        bool, Field(description="resumes reuse the keys of what was kept, made under older weights: no prefill")
+    ] = False
     weights_seconds: Annotated[
         float | None, Field(ge=0, description="to load weights into the engine; default: what the profile found, or 0")
     ] = None
@@ -130,6 +134,7 @@ class WorkloadSettings(Settings):
             prompts=cohorts * self.prompts_per_cohort,
             prompt_tokens=self.prompt_tokens,
             kv_tokens=self.resolved_kv_tokens(),
+            keep_old_keys=self.keep_old_keys,
             weights_seconds=self.resolved_weights_seconds(),
             learner_seconds_per_update=self.learner_seconds_per_update,
             learner_seconds_per_token=self.learner_seconds_per_token,
@@ -521,11 +526,20 @@ class Bench(WorkloadSettings, EngineChoice):
         """No weights are loaded between the updates of a bench."""
         return 0.0
 
+    def workload(self, cohorts: int) -> Workload:
+        """What is predicted has the engine's own option."""
+        keeps = bool(self.resolved_engine_options().get("keep_old_keys"))
+        return replace(super().workload(cohorts), keep_old_keys=keeps)
+
     def check(self) -> None:
         for case in self.cases():
             strategy_named(case.mode).check(case.schedule(self.schedule()))
         self.check_engine()
         self.check_context_fits()
+        if self.keep_old_keys:
+            raise ConfigurationError(
+                "keep_old_keys", True, "it is an option of the engine here", "--engine-options keep_old_keys True"
+            )
         for name in ("weights_seconds", "learner_seconds_per_update", "learner_seconds_per_token", "score_seconds"):
             if getattr(self, name):
                 reason = "a bench has no learner, no rewards and no new weights"

@@ -15,7 +15,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.models import BUILT_IN_MODEL
-from tiny_llama import ON_GPU, PROBES, logprobs_of, shake, tiny_model
+from tiny_llama import ON_GPU, PROBES, logprobs_of, parted_after_a_load, shake, tiny_model
 
 DTYPE = "float32"
 TOLERANCE = 1e-3 if not ON_GPU else 2e-2  # attention in float32 is done in TF32 on a GPU
@@ -111,18 +111,16 @@ class TestWeights:
             checked.load(None, 3)
         checked.load(dict(model.named_parameters()), 4)
 
-    def test_without_the_emptied_cache_vllm_serves_old_keys(self, pair: Any) -> None:
+    def test_without_the_emptied_cache_vllm_serves_old_keys(self, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The trap itself, so that a vLLM which has mended it shows here."""
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
         checked.difference()
         shake(model, seed=8)
-        engine._keep_old_keys = True
-        try:
-            with pytest.raises(WeightsDiffer):
-                checked.load(dict(model.named_parameters()), 5)
-        finally:
-            engine._keep_old_keys = False
+        monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: True)
+        with pytest.raises(WeightsDiffer):
+            checked.load(dict(model.named_parameters()), 5)
+        monkeypatch.undo()
         checked.load(dict(model.named_parameters()), 6)
 
     def test_a_load_that_fails_halfway_ends_the_engine(self, tmp_path: Path) -> None:
@@ -163,6 +161,15 @@ def test_built_in_model_loads_and_agrees_with_transformers() -> None:
     engine = engine_of(BUILT_IN_MODEL, 8)
     probes = [[3 + (i * 5 + j) % 40 for j in range(5 + i)] for i in range(8)]
     assert CheckedWeights(engine, logprobs_of(model), probes, tokens_per_probe=64).difference() < TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize("keep_old_keys", [False, True])
+def test_kept_keys_serve_the_responses_that_were_made_with_them_only(tmp_path: Path, *, keep_old_keys: bool) -> None:
+    model = tiny_model(tmp_path, tied=False)
+    engine = engine_of(tmp_path, 4, keep_old_keys=keep_old_keys)
+    apart = parted_after_a_load(engine, model)
+    assert apart > 0.1 if keep_old_keys else apart < TOLERANCE
     engine.close()
 
 

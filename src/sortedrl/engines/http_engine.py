@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
@@ -100,6 +101,7 @@ class HttpEngine(ABC):
         eos_token_ids: Iterable[int],
         tokenizer: Any = None,
         seeded: bool = False,
+        keep_old_keys: bool = False,
         weights_folder: Path | None = None,
     ) -> None:
         if slots < 1:
@@ -112,6 +114,7 @@ class HttpEngine(ABC):
         self._eos = sorted(set(eos_token_ids))
         self._tokenizer = tokenizer
         self._seeded = seeded
+        self.old_keys = OldKeys(keep=keep_old_keys)
         self.weights_folder = weights_folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
         self._stop_watches = StopWatches(tokenizer)
         self._news = threading.Condition()  # guards these four
@@ -162,7 +165,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def load_folder(self, folder: Path | None, version: int) -> None:
-        """Have the server load the weights of this folder (None: keep its own), in place, and forget all keys."""
+        """Have the server load the weights of this folder (None: keep its own), in place, and forget all old keys."""
 
     def room_for(self, request: Request) -> int:
         """Tokens that the server may make: its budget, or what fits beside its context."""

@@ -1,4 +1,5 @@
 """Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot.
+A stopped one goes back to its member if that has room, for engines that keep keys.
 
     submit -> the pool's queue -> a member's free slot -> its changes, merged on one clock -> poll
 
@@ -116,6 +117,7 @@ class Pool:
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}  # all that are in the pool
         self._queue: deque[_Entry] = deque()
+        self._home_of: dict[int, _Member] = {}  # by id of a stopped request: who may still have its keys
         self._outbox: list[Change] = []
         self._submitted = 0
         self._version = 0
@@ -176,7 +178,8 @@ class Pool:
             for id in unwanted:
                 self._entries.pop(id, None)
                 for member in self._members:
-                    member.entries.pop(id, None)
+                    if member.entries.pop(id, None) is not None:
+                        self._home_of[id] = member
             self._dispatch()
             return self._report()
 
@@ -328,13 +331,14 @@ class Pool:
     # With the lock held
 
     def _dispatch(self) -> None:
-        """Hand the head of the queue to the least loaded member with a free slot, as long as there is one."""
+        """Hand the head of the queue to the member that had it before, or to the least loaded one with a free slot."""
         while self._queue:
             free = [m for m in self._members if m.is_working and len(m.entries) < m.slots]
             if not free:
                 return
-            member = min(free, key=lambda m: m.load)
             entry = self._queue.popleft()
+            home = self._home_of.pop(entry.request.id, None)
+            member = home if home in free else min(free, key=lambda m: m.load)
             member.entries[entry.request.id] = entry
             member.inbox.append(entry)
             if entry.has_moved:  # its new start must not be stamped before its preemption by an inexact clock

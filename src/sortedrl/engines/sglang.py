@@ -11,8 +11,8 @@ and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not
   that is aborted in the step of its last token is told from them to be whole.
 - SGLang's log-probabilities are those after temperature, and before top-p: so `top_p` must be 1.
 - **Noise**: `seeded=True` sends `sampling_seed`, which SGLang heeds only with `--enable-deterministic-inference`.
-- **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`.
-  If any of this fails the server stays paused and is given up.
+- **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`
+  (`keep_old_keys=True`: without it, see old_keys.py). If any of this fails the server stays paused and is given up.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class SglangEngine(HttpEngine):
             "stream": True,
             "return_logprob": True,
         }
-        return "/generate", body
+        salt = self.old_keys.salt(request, self.version)
+        return "/generate", body | ({"extra_key": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
         if "error" in event:
@@ -123,11 +124,12 @@ class SglangEngine(HttpEngine):
     async def load_folder(self, folder: Path | None, version: int) -> None:
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
         await self._until_empty()
-        if folder is None:
-            await self.call("POST", "/flush_cache")
-        else:
-            update = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+        forget = not self.old_keys.stay_at_load_of(version)
+        if folder is not None:
+            update = {"model_path": str(folder), "flush_cache": forget, "weight_version": str(version)}
             await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
+        elif forget:
+            await self.call("POST", "/flush_cache")
         await self.call("POST", "/continue_generation", body={})
 
     async def _until_empty(self) -> None:

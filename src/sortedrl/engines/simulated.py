@@ -5,7 +5,8 @@ has a closed form, and the cost of a run depends on the number of rollouts, neve
 
 A token is its position in the response, its log-probability is minus (position + 1): an off-by-one anywhere in the
 scheduler is a wrong token here. With a KV budget, the request that started last is preempted when memory is
-full, and pays for the prefill of all its tokens when it comes back.
+full, and pays for the prefill of all its tokens when it comes back. With `keep_old_keys` a resumed request finds the
+keys of what was kept, and pays for none.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class SimulatedEngine:
         length_of: Callable[[Request], int],
         kv_tokens: int | None = None,
         load_seconds: float = 0.0,
+        keep_old_keys: bool = False,
         lost_after: Callable[[Request], int | None] = lambda request: None,  # tokens after which it is lost
     ) -> None:
         if slots < 1:
@@ -57,6 +59,7 @@ class SimulatedEngine:
         self._length_of = length_of
         self._kv_tokens = kv_tokens
         self._load_seconds = load_seconds
+        self._keep_old_keys = keep_old_keys
         self._lost_after = lost_after
         self.tokens_made = 0  # by all requests
         self._version = 0
@@ -210,7 +213,8 @@ class SimulatedEngine:
                 continue
             self._queue.popleft()
             self._start(run, at + self._prefill_wait(prefill))
-            prefill += context
+            has_keys = self._keep_old_keys and run.first > 0 and run.made == 0  # made before: it was preempted
+            prefill += 0 if has_keys else context
         self._clock += prefill * self._step_time.per_prefill_token
 
     def _prefill_wait(self, ahead: int) -> float:

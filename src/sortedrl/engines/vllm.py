@@ -8,7 +8,8 @@ is read from vLLM's own scheduler after every step. Tokens are delivered when a 
 
 - **Weights** are copied in place (`load`), without a file. vLLM keeps the old output layer of a model with tied
   embeddings unless it is named, so it always is; and it would serve keys of the old weights from its prefix cache, so
-  that cache is emptied at every load. `keep_old_keys=True` asks for the old keys by name.
+  that cache is emptied at every load. `keep_old_keys=True` asks for them by name (old_keys.py): a resumed response
+  finds its own, which saves its prefill.
 - **Rest**: with `rests=True` the engine gives its GPU memory away between `rest()` and the next `load` or `submit`,
   so that engine and learner fit on one device.
 - **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are used only with `seeded=True`. A resumed
@@ -29,6 +30,7 @@ from typing import Any
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.hashing import mixed
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
@@ -81,7 +83,7 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._seeded = seeded
         self._rests = rests
-        self._keep_old_keys = keep_old_keys
+        self._old_keys = OldKeys(keep=keep_old_keys)
         self._asleep: list[str] = []  # parts of memory that were given away
         self._died: str | None = None
         self._made = 0  # requests so far: vLLM's names must not repeat
@@ -142,7 +144,7 @@ class VllmEngine:
                 self._died = f"weights of version {version} were loaded in part: {error}"
                 raise EngineDied(self._died) from error
             self._wake()
-        if not self._keep_old_keys and not self._core.reset_prefix_cache():
+        if not self._old_keys.stay_at_load_of(version) and not self._core.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: keys of old weights would be used")
         self.version = version
         self.load_seconds = self.now() - began
@@ -183,10 +185,11 @@ class VllmEngine:
         self._made += 1
         inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_watches.of(request))
         context = [*request.prompt.tokens, *inside.kept]
+        tokens = tokens_input(context, cache_salt=self._old_keys.salt(request, self.version))
         with self._in_vllm():
             try:
                 core_request = self._llm.input_processor.process_inputs(
-                    inside.name, tokens_input(context), self._parameters(request, len(context)), self._tasks
+                    inside.name, tokens, self._parameters(request, len(context)), self._tasks
                 )
             except ValueError as error:
                 return f"vLLM refused it: {error}"

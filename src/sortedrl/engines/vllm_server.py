@@ -14,7 +14,8 @@
 - **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are sent only with `seeded=True`. vLLM replays
   a seed from position 0 when a request is resumed, so a resumed one gets a seed of its own.
 - **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then the prefix cache is emptied: it
-  holds keys of the old weights. If any of this fails the server stays paused and is given up.
+  holds keys of the old weights (`keep_old_keys=True`: see old_keys.py). If any of this fails the server stays paused
+  and is given up.
 
 Works with vLLM 0.32.0 (tested against a real server on CPU); the routes and formats of 0.25.1 were read in its source.
 """
@@ -92,7 +93,8 @@ class VllmServerEngine(HttpEngine):
         if self._seeded:
             parameters["seed"] = mixed(request.seed, request.kept_length)
         body = {"request_id": name, "token_ids": context, "sampling_params": parameters, "stream": True}
-        return _GENERATE, body
+        salt = self.old_keys.salt(request, self.version)
+        return _GENERATE, body | ({"cache_salt": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
         if "error" in event:
@@ -114,11 +116,13 @@ class VllmServerEngine(HttpEngine):
         return self._can_abort
 
     async def load_folder(self, folder: Path | None, version: int) -> None:
-        await self.call("POST", "/pause", mode="abort")
+        keys_stay = self.old_keys.stay_at_load_of(version)
+        await self.call("POST", "/pause", mode="abort", clear_cache=str(not keys_stay).lower())
         if folder is not None:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await self.call("POST", "/collective_rpc", body=reload, seconds=LOAD_SECONDS)
-        emptied = await self.call("POST", "/reset_prefix_cache")
-        if isinstance(emptied, dict) and emptied.get("success") is False:
-            raise Refused(500, "the prefix cache, which holds keys of the old weights, was not emptied")
+        if not keys_stay:
+            emptied = await self.call("POST", "/reset_prefix_cache")
+            if isinstance(emptied, dict) and emptied.get("success") is False:
+                raise Refused(500, "the prefix cache, which holds keys of the old weights, was not emptied")
         await self.call("POST", "/resume")

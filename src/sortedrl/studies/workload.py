@@ -52,6 +52,7 @@ class Workload:
     prompt_tokens: int = 128
     epochs: int = 1
     kv_tokens: int | None = None
+    keep_old_keys: bool = False  # resumes find the keys of what was kept
     weights_seconds: float = 0.0  # to load weights
     learner_seconds_per_update: float = 0.0
     learner_seconds_per_token: float = 0.0
@@ -108,6 +109,7 @@ def simulated_engine(workload: Workload) -> SimulatedEngine:
         length_of=length_of_request(workload.lengths),
         kv_tokens=workload.kv_tokens,
         load_seconds=workload.weights_seconds,
+        keep_old_keys=workload.keep_old_keys,
     )
 
 
