@@ -160,6 +160,14 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "--engine-options keep_old_keys True" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("True", True), ("false", False), ("False", False), ("None", None), ("0.5", 0.5), ("dummy", "dummy")],
+)
+def test_options_of_an_engine_are_what_they_look_like(text: str, value: object) -> None:
+    assert Bench(engine="vllm", engine_options={"option": text}).resolved_engine_options() == {"option": value}
+
+
 def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
     assert not Bench(engine="vllm").workload(1).keep_old_keys
     assert Bench(engine="vllm", engine_options={"keep_old_keys": "True"}).workload(1).keep_old_keys

@@ -730,8 +730,9 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
+    """A value as JSON or as Python writes it; else the text itself."""
     try:
-        return json.loads(text)
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
         return text
 
