@@ -156,6 +156,8 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "Did you mean april?" in capsys.readouterr().err
     assert main(["bench", "--learner-seconds-per-update", "3"]) == 2
     assert "a bench has no learner" in capsys.readouterr().err
+    assert main(["bench", "--events", str(out)]) == 2
+    assert "no folder can be made there (File exists)" in capsys.readouterr().err
     assert main(["bench", "--keep-old-keys"]) == 2
     assert "--engine-options keep_old_keys True" in capsys.readouterr().err
     assert main(["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "True", "rests", "True"]) == 2

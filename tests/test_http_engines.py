@@ -18,10 +18,12 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'so
 
 from engine_contract import EngineContract, Ledger
 from sglang_stand_in import SglangStandIn
+from sortedrl.config import Bench
 from sortedrl.core import EngineDied, Request, Sampling
 from sortedrl.core.engine import Engine, Preempted, Started
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engine_choice import server_engine
 from sortedrl.engines import http_engine
 from sortedrl.engines.http_engine import ServerPool, reason_of, write_weights
 from sortedrl.engines.pool import Pool
@@ -334,6 +336,15 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
     for server in servers:
         assert server.calls == ["pause", "update 4", "continue"]
         assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
+
+
+def test_several_servers_share_all_slots() -> None:
+    urls = tuple(stand_in().url for _ in range(3))
+    pool = server_engine(Bench(engine="sglang", engine_urls=urls, slots=8), eos_token_ids=())
+    assert pool.slots == 8
+    pool.close()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="there are 3 servers"):
+        server_engine(Bench(engine="sglang", engine_urls=urls, slots=2), eos_token_ids=())
 
 
 def test_tied_weights_are_written_under_both_names(tmp_path: Path) -> None:

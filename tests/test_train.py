@@ -125,6 +125,13 @@ def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: P
     done = sortedrl("train", "--resume", str(run), "--learning-rate", "0.5", check=False)
     assert done.returncode == 2
     assert "learning_rate" in done.stderr and "0.003 -> 0.5" in done.stderr
+    settings = tmp_path / "settings.toml"
+    settings.write_text("learning_rate = 0.5\n")
+    done = sortedrl("train", "--resume", str(run), "--config", str(settings), check=False)
+    assert "0.003 -> 0.5" in done.stderr and done.stderr.count("->") == 1
+    settings.write_text("updates = 2\n")
+    sortedrl("train", "--resume", str(run), "--config", str(settings))
+    assert len(logged_updates(run)) == 2
     done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, check=False)
     assert done.returncode == 2
     assert "never overwritten" in done.stderr and "--resume" in done.stderr

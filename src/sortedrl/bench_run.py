@@ -13,6 +13,7 @@ from typing import Any
 
 from sortedrl.config import Bench, ProfileSettings, as_json
 from sortedrl.core.events import JsonLines, Sink
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engine_choice import bare_engine
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.studies import bench, profile
@@ -26,7 +27,9 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
     workload = settings.workload(settings.cohorts)
     max_length = settings.prompt_tokens + settings.max_response_tokens
     if settings.out is not None:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder("out", settings.out.parent)
+    if settings.events is not None:
+        _make_folder("events", settings.events)
     engine, vocabulary = bare_engine(settings, max_length)
     say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     bench.warm_up(engine, vocabulary, max_length)
@@ -47,7 +50,6 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
         def sinks(case: bench.Case) -> list[Sink]:
             if settings.events is None:
                 return []
-            settings.events.mkdir(parents=True, exist_ok=True)
             path = settings.events / f"{case.name}.jsonl"
             return [JsonLines(files.enter_context(path.open("w", encoding="utf-8")))]
 
@@ -70,7 +72,7 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
 
 
 def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder("out", settings.out.parent)
     engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
     say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     bench.warm_up(engine, vocabulary, settings.max_context_tokens)
@@ -145,6 +147,14 @@ def _zeros(model: str) -> Iterator[tuple[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, shape in shapes.items():
         yield name, torch.zeros(shape.shape, dtype=shape.dtype, device=device)
+
+
+def _make_folder(key: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"no folder can be made there ({error.strerror})"
+        raise ConfigurationError(key, str(folder), reason, "Name another place.") from None
 
 
 def machine() -> str:

@@ -658,18 +658,17 @@ def origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
 def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     """The settings. Exits with 2 on flags that tyro refuses; raises ConfigurationError for all else.
 
-    A run that is resumed begins with the settings that it was started with.
+    A run that is resumed begins with the settings that it was started with; a file is read over them.
     """
     path = _config_path(args)
     run = _value_of("--resume", args)
     try:
-        given: dict[str, Any] = {}
+        values = {} if run is None else {**_read_run(Path(run)), "resume": run}
         if path is not None:
-            values = _read_toml(path)
-            _refuse_unknown(kind, values, path)
-            given["default"] = kind.model_validate({**values, "config": path})
-        elif run is not None:
-            given["default"] = kind.model_validate({**_read_run(Path(run)), "resume": run})
+            named = _read_toml(path)
+            _refuse_unknown(kind, named, path)
+            values |= {**named, "config": path}
+        given: dict[str, Any] = {"default": kind.model_validate(values)} if values else {}
         settings: S = tyro.cli(kind, args=list(args), prog=program, **given)
         return settings
     except _Refused as refused:

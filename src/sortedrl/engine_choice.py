@@ -60,7 +60,7 @@ def vllm_engine(
 
 
 def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tokenizer: Any = None) -> Engine:
-    """A running server, or a pool of several: one engine for each of `engine_urls`, slots shared out evenly."""
+    """A running server, or a pool of several: one engine for each of `engine_urls`; they share all slots evenly."""
     if not settings.engine_urls:
         raise ConfigurationError(
             "engine_urls", (), f"--engine {settings.engine} needs a server", "--engine-urls http://127.0.0.1:8000"
@@ -68,12 +68,19 @@ def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tok
     from sortedrl.engines.http_engine import ServerPool
 
     count = len(settings.engine_urls)
-    slots = max(1, settings.slots // count)
+    if settings.slots < count:
+        raise ConfigurationError("slots", settings.slots, f"there are {count} servers", f"--slots {count} or more.")
     options: Mapping[str, Any] = settings.resolved_engine_options()
     try:
         engines = [
-            _server(settings.engine)(url, slots=slots, eos_token_ids=eos_token_ids, tokenizer=tokenizer, **options)
-            for url in settings.engine_urls
+            _server(settings.engine)(
+                url,
+                slots=(settings.slots + place) // count,
+                eos_token_ids=eos_token_ids,
+                tokenizer=tokenizer,
+                **options,
+            )
+            for place, url in enumerate(settings.engine_urls)
         ]
     except TypeError as error:
         raise ConfigurationError("engine_options", dict(options), str(error), "docs/engines.md names them.") from None
