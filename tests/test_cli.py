@@ -105,6 +105,17 @@ def test_plan_names_a_choice_and_says_when_it_is_not_needed() -> None:
     assert "You do not need this" in flat.stdout
 
 
+def test_plan_tells_what_old_keys_would_add() -> None:
+    def found(*flags: str) -> dict[str, Any]:
+        costly = ["--step-time", "h200-8b", "--prefill-seconds-per-token", "2e-4", "--expectation", "oracle"]
+        return dict(json.loads(sortedrl("plan", "--json", *SMALL, *costly, *flags).stdout))
+
+    plain, keeping = found(), found("--keep-old-keys")
+    assert plain["with_old_keys"]["of_limit"] > plain["choice"]["of_limit"] + 0.05
+    assert "keep_old_keys" in plain["reason"] and "keep_old_keys" not in keeping["reason"]
+    assert "keep_old_keys" not in found("--max-staleness-mean", "0")["reason"], "what is told of must be allowed"
+
+
 def test_plan_honours_what_is_allowed() -> None:
     fresh = ["--max-staleness-mean", "0", "--max-length-bias", "0.01"]
     found = json.loads(sortedrl("plan", "--json", "--expectation", "oracle", *SMALL, *fresh).stdout)

@@ -2,6 +2,7 @@
 
 The rule: among schedules whose length bias and staleness are allowed, the fastest wins; within `CLOSE` of the fastest
 the youngest data wins, then the simpler schedule. If a longest-first baseline is that close, you do not need SortedRL.
+What keys of old weights would add is told beside it: they are an approximation, which is yours to choose.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Option:
 class Plan:
     choice: Option
     runner_up: Option | None
+    with_old_keys: Option  # the elevator, if the engine kept the keys of what it is to resume
     baseline: Option  # the best of the baselines
     needed: bool  # False: you do not need this
     reason: str
@@ -95,17 +97,26 @@ def plan(
     tried = candidates(schedule, allowed)
     scan = _update_size_scan(workload, schedule, allowed)
     rows = [Case(name, workload, candidate) for name, candidate in tried]
-    figures = compare([*rows, *(case for _, case in scan)], seeds, on_progress=on_progress)
+    keeping = _with_old_keys(rows)
+    figures = compare([*rows, keeping, *(case for _, case in scan)], seeds, on_progress=on_progress)
     options = tuple(option(name, candidate, figures[name]) for name, candidate in tried)
     choice, runner_up = choose(options, allowed)
+    with_old_keys = option(keeping.name, keeping.schedule, figures[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
     needed = not choice.is_baseline
+    text = reason(choice, runner_up, baseline, needed=needed)
+    if needed and is_allowed(with_old_keys, allowed) and with_old_keys.of_limit > choice.of_limit + CLOSE:
+        text += (
+            f" With the keys of old weights kept (keep_old_keys, an approximation), {with_old_keys.schedule.mode} "
+            f"would reach {with_old_keys.of_limit:.2f} at staleness {with_old_keys.staleness_mean:.2f}."
+        )
     return Plan(
         choice=choice,
         runner_up=runner_up,
+        with_old_keys=with_old_keys,
         baseline=baseline,
         needed=needed,
-        reason=reason(choice, runner_up, baseline, needed=needed),
+        reason=text,
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
@@ -162,6 +173,14 @@ def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed
             f"length bias {runner_up.length_bias:+.1%}."
         )
     return text
+
+
+def _with_old_keys(rows: Sequence[Case]) -> Case:
+    """The elevator with the largest cohort, on an engine that keeps keys."""
+    elevator = [row for row in rows if row.schedule.mode == "partial+elevator" and row.schedule.oversubscribe is None][
+        -1
+    ]
+    return Case(f"{elevator.name}, old keys", replace(elevator.workload, keep_old_keys=True), elevator.schedule)
 
 
 def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
