@@ -80,7 +80,15 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     assert Bench(step_time=str(path)).workload(2).weights_seconds == 0.0  # it loads none
     replace(found, cells=(replace(cells[0], step_seconds=0.0), *cells[1:])).write(path)
     assert main(arguments) == 2
-    assert "a step of no time" in capsys.readouterr().err
+    assert "a time that cannot be" in capsys.readouterr().err
+    for broken, words in [({"load_seconds": math.nan}, "a time that cannot be"), ({"load_seconds": -5.0}, "cannot be")]:
+        replace(found, **broken).write(path)
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+    for field in ("load_seconds", "kv_tokens"):
+        replace(found, **{field: "many"}).write(path)
+        assert main(arguments) == 2
+        assert "is not a profile" in capsys.readouterr().err
     path.write_text('{"cells": 3}')
     assert main(arguments) == 2
     assert "is not a profile" in capsys.readouterr().err
@@ -160,6 +168,8 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "no folder can be made there (File exists)" in capsys.readouterr().err
     assert main(["bench", "--keep-old-keys"]) == 2
     assert "--engine-options keep_old_keys True" in capsys.readouterr().err
+    assert main(["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "no"]) == 2
+    assert "it is a switch" in capsys.readouterr().err
     assert main(["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "True", "rests", "True"]) == 2
     assert "an engine that rests gives its keys away" in capsys.readouterr().err
 

@@ -488,10 +488,12 @@ def _workload_line(settings: Any) -> str:
         f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
         f" and {settings.length_sd_within:g} within prompts, limit {settings.max_response_tokens}"
     )
+    seconds = settings.resolved_weights_seconds()
+    more = (f", {seconds:.3g} s to load weights" if seconds else "") + (", old keys kept" * settings.keep_old_keys)
     return (
         f"lengths: {lengths}\nslots {settings.slots}, updates of {settings.rollouts_per_update}, cohorts of "
         f"{settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
-        f"seeds {' '.join(map(str, settings.seeds))}"
+        f"seeds {' '.join(map(str, settings.seeds))}{more}"
     )
 
 

@@ -240,6 +240,9 @@ SERVERS = ("vllm-server", "sglang")
 SCORE_WAIT_SECONDS = Schedule().score_wait_seconds
 
 
+_SWITCHES = {"keep_old_keys", "rests", "seeded"}  # of our engines: any text would count as yes
+
+
 class EngineChoice(Settings):
     """Which engine makes the tokens."""
 
@@ -260,6 +263,14 @@ class EngineChoice(Settings):
             raise ConfigurationError(
                 "engine_urls", self.engine_urls, f"engine {self.engine} has no server", f"--engine {SERVERS[0]}"
             )
+        for key in sorted(_SWITCHES & self.engine_options.keys()):
+            if not isinstance(self.resolved_engine_options()[key], bool):
+                raise ConfigurationError(
+                    "engine_options",
+                    f"{key} {self.engine_options[key]}",
+                    "it is a switch",
+                    f"{key} True, or leave it out.",
+                )
         if self.engine_options and self.engine == "embedded":
             raise ConfigurationError(
                 "engine_options", self.engine_options, "the embedded engine has none", "Leave it out, or --engine vllm."

@@ -163,7 +163,7 @@ def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed
             f"nothing that is allowed is more than {CLOSE:.2f} faster."
         )
     text = (
-        f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.goodput / baseline.goodput:.2f} x the best "
+        f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.of_limit / baseline.of_limit:.2f} x the best "
         f"baseline ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
         f"and length bias {choice.length_bias:+.1%}."
     )

@@ -10,6 +10,7 @@ any engine, however coarsely it delivers.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
@@ -145,9 +146,17 @@ def read(path: Path) -> Profile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found = Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
-        times_are_right = all(cell.step_seconds > 0 for cell in found.cells) and found.prefill_seconds_per_token >= 0
+        times_are_right = (
+            all(0 < cell.step_seconds < math.inf for cell in found.cells)
+            and 0 <= found.prefill_seconds_per_token < math.inf
+            and 0 <= (found.load_seconds or 0.0) < math.inf
+        )
+        if not (found.kv_tokens is None or found.kv_tokens > 0):
+            raise TypeError(f"kv_tokens = {found.kv_tokens}")
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a profile ({error}): make one with sortedrl profile") from None
     if not times_are_right:
-        raise ValueError(f"{path} has a step of no time, or a prefill of less: make it again with sortedrl profile")
+        raise ValueError(
+            f"{path} has a time that cannot be, such as a step of none: make it again with sortedrl profile"
+        )
     return found
