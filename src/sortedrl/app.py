@@ -31,7 +31,8 @@ from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
-from sortedrl.materials import Materials, Say, end_tokens, model_path, read_materials
+from sortedrl.materials import Materials, Say, end_tokens, read_materials
+from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.prometheus import Endpoint
@@ -98,7 +99,7 @@ def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedM
         return server_engine(settings, eos_token_ids=ends, tokenizer=materials.tokenizer)
     engine: Engine = vllm_engine(
         settings,
-        model_path(settings),
+        model_named(settings.model),
         eos_token_ids=ends,
         max_length=settings.max_prompt_tokens + settings.max_response_tokens,
         tokenizer=materials.tokenizer,

@@ -15,7 +15,7 @@ from sortedrl.config import Bench, ProfileSettings, as_json
 from sortedrl.core.events import JsonLines, Sink
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engine_choice import bare_engine
-from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.models import model_named
 from sortedrl.studies import bench, profile
 from sortedrl.studies.workload import limit as simulated_limit
 
@@ -113,8 +113,7 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
 def _measured_load(engine: Any, settings: ProfileSettings, say: Say) -> float | None:
     """Seconds to load new weights, the second time: the first one allocates. None where there is nothing to load."""
     for version in (1, 2):
-        weights = _weights_for(settings)
-        if weights is None:
+        if (weights := _weights_for(settings)) is None:
             return None
         engine.load(weights, version)
     say(f"weights load in {engine.load_seconds:.2f} s")
@@ -126,14 +125,14 @@ def _weights_for(settings: ProfileSettings) -> Any:
 
     The embedded engine runs the learner's own module, and a server's folder must have been named: it keeps them.
     """
-    model = BUILT_IN_MODEL if settings.model == "built-in" else Path(settings.model)
     if settings.engine == "vllm":
-        return _zeros(str(model) if model.exists() else settings.model)
-    if settings.engine == "embedded" or settings.model == "built-in" or not list(model.glob("*.safetensors")):
+        return _zeros(model_named(settings.model))
+    files = sorted(Path(settings.model).glob("*.safetensors"))
+    if settings.engine == "embedded" or not files:
         return None
     from safetensors.torch import load_file
 
-    return {name: weight for file in sorted(model.glob("*.safetensors")) for name, weight in load_file(file).items()}
+    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def _zeros(model: str) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from sortedrl.core.engine import Engine
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.models import model_named
 
 COMMON_VOCABULARY = 46  # ids that any model knows, the built-in one too: a server breaks down at one that it does not
 
@@ -99,7 +99,7 @@ def _server(engine: str) -> Any:
 
 def bare_engine(settings: Any, max_length: int) -> tuple[Engine, int]:
     """An engine for measurements, with the size of its vocabulary: no task, no tokenizer, no end tokens."""
-    model = str(BUILT_IN_MODEL) if settings.model == "built-in" else settings.model
+    model = model_named(settings.model)
     if settings.engine == "vllm":
         engine = vllm_engine(settings, model, eos_token_ids=(), max_length=max_length)
         return engine, engine.vocabulary

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from sortedrl.config import ModelSettings
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.models import model_named
 from sortedrl.tasks.catalogue import task_by_name
 from sortedrl.tasks.encode import encode
 from sortedrl.tasks.task import Task
@@ -30,12 +30,8 @@ class Materials:
     held_out: tuple[Prompt, ...]
 
 
-def model_path(settings: ModelSettings) -> str:
-    return str(BUILT_IN_MODEL) if settings.model == "built-in" else settings.model
-
-
 def read_materials(settings: ModelSettings, say: Say) -> Materials:
-    tokenizer, model = read_model(model_path(settings), settings)
+    tokenizer, model = read_model(model_named(settings.model), settings)
     try:
         task = task_by_name(settings.task, **settings.resolved_task_options())
         train = encode(task.train(), tokenizer, settings.max_prompt_tokens)

@@ -8,3 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 BUILT_IN_MODEL = Path(__file__).parent / "knights-tiny"
+
+
+def model_named(name: str) -> str:
+    """The folder or hub name that a user's `model` stands for."""
+    return str(BUILT_IN_MODEL) if name == "built-in" else name

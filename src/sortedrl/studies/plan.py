@@ -104,19 +104,14 @@ def plan(
     with_old_keys = option(keeping.name, keeping.schedule, figures[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
     needed = not choice.is_baseline
-    text = reason(choice, runner_up, baseline, needed=needed)
-    if needed and is_allowed(with_old_keys, allowed) and with_old_keys.of_limit > choice.of_limit + CLOSE:
-        text += (
-            f" With the keys of old weights kept (keep_old_keys, an approximation), {with_old_keys.schedule.mode} "
-            f"would reach {with_old_keys.of_limit:.2f} at staleness {with_old_keys.staleness_mean:.2f}."
-        )
+    keys_matter = is_allowed(with_old_keys, allowed) and with_old_keys.of_limit > choice.of_limit + CLOSE
     return Plan(
         choice=choice,
         runner_up=runner_up,
         with_old_keys=with_old_keys,
         baseline=baseline,
         needed=needed,
-        reason=text,
+        reason=reason(choice, runner_up, with_old_keys if keys_matter else None, baseline, needed=needed),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
@@ -156,7 +151,9 @@ def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tupl
     return tuple(kept)
 
 
-def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed: bool) -> str:
+def reason(
+    choice: Option, runner_up: Option | None, with_old_keys: Option | None, baseline: Option, *, needed: bool
+) -> str:
     if not needed:
         return (
             f"You do not need this: {choice.name} reaches {choice.of_limit:.2f} of the limit with fresh, uncut data; "
@@ -172,14 +169,18 @@ def reason(choice: Option, runner_up: Option | None, baseline: Option, *, needed
             f" Runner-up {runner_up.name}: {runner_up.of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
             f"length bias {runner_up.length_bias:+.1%}."
         )
+    if with_old_keys is not None:
+        text += (
+            f" With the keys of old weights kept (keep_old_keys, an approximation), {with_old_keys.schedule.mode} "
+            f"would reach {with_old_keys.of_limit:.2f} at staleness {with_old_keys.staleness_mean:.2f}."
+        )
     return text
 
 
 def _with_old_keys(rows: Sequence[Case]) -> Case:
     """The elevator with the largest cohort, on an engine that keeps keys."""
-    elevator = [row for row in rows if row.schedule.mode == "partial+elevator" and row.schedule.oversubscribe is None][
-        -1
-    ]
+    uncapped = [row for row in rows if row.schedule.oversubscribe is None]
+    elevator = [row for row in uncapped if row.schedule.mode == "partial+elevator"][-1]
     return Case(f"{elevator.name}, old keys", replace(elevator.workload, keep_old_keys=True), elevator.schedule)
 
 

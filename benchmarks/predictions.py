@@ -1,0 +1,82 @@
+"""The H200 measurements of docs/results.md, section 9, beside what the simulator says of the same runs.
+
+    python benchmarks/predictions.py
+
+Reads benchmarks/measured/h200-8b: what `sortedrl bench` wrote, and the profile of the occasion on which it ran.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sortedrl.config import Bench
+from sortedrl.studies import bench
+from sortedrl.studies.workload import limit
+
+MEASURED = Path(__file__).parent / "measured" / "h200-8b"
+FIRST_OCCASION = {
+    "cold_baseline",
+    "cold_lookahead",
+    "cold_on_policy",
+    "cold_planned_exactly",
+    "four_cohorts",
+    "little_memory",
+    "wide",
+}
+TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "rollouts_per_update", "prompts_per_cohort")
+
+
+def settings_of(path: Path, written: dict[str, Any]) -> Bench:
+    """The settings of the run, to be predicted with the profile of its occasion."""
+    saved = written["settings"]
+    profile = MEASURED / ("profile.json" if path.stem in FIRST_OCCASION else "profile_second.json")
+    return Bench(
+        engine="vllm",
+        engine_options=saved["engine_options"],
+        step_time=str(profile),
+        kv_tokens=written["kv_tokens"],
+        cohorts=saved["cohorts"],
+        **{key: saved[key] for key in TAKEN},
+    )
+
+
+class Row(NamedTuple):
+    run: str
+    mode: str
+    found: dict[str, Any]
+    goodput_off: float  # of what was predicted, relative
+    bubble_off: float  # in points
+
+
+def rows() -> Iterator[Row]:
+    for path in sorted(MEASURED.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        for mode, found in written.get("modes", {}).items():
+            settings = settings_of(path, written)
+            said = bench.predicted(
+                bench.Case.parsed(mode), settings.workload(settings.cohorts), settings.schedule(), found["updates"]
+            )
+            off = said["goodput"] / found["goodput"] - 1
+            yield Row(path.stem, mode, found, off, 100 * (said["bubble"] - found["bubble"]))
+
+
+def main() -> None:
+    print(f"{'run':22}{'mode':38}{'tok/s':>8}{'limit':>7}{'bubble':>8}{'stale':>7}{'predicted tok/s, bubble':>26}")
+    for run, mode, found, goodput_off, bubble_off in rows():
+        share = f"{found['of_limit']:7.2f}" if found.get("of_limit") else " " * 7
+        print(
+            f"{run:22}{mode:38}{found['goodput']:8,.0f}{share}{found['bubble']:8.1%}"
+            f"{found['staleness_mean']:7.2f}{goodput_off:+15.1%}, {bubble_off:+.1f} points"
+        )
+    four = MEASURED / "four_baseline.json"
+    for profile in ("profile.json", "profile_second.json"):
+        settings = settings_of(four, json.loads(four.read_text(encoding="utf-8")))
+        settings = settings.model_copy(update={"step_time": str(MEASURED / profile)})
+        print(f"limit of four cohorts by {profile}: {limit(settings.workload(4), settings.schedule()):,.0f} tok/s")
+
+
+if __name__ == "__main__":
+    main()
