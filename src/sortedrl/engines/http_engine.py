@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +37,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
+from sortedrl.engines.weight_files import Weights, default_folder, written
 
 try:
     import aiohttp
@@ -52,9 +51,7 @@ _STOP_SECONDS = 2.0  # for aborted streams to end by themselves
 LOAD_SECONDS = 600.0
 _KEEP_ALIVE_SECONDS = 2.0  # less than servers keep an idle connection, so that none is closed under a new request
 _LONGEST_LINE = 1 << 22  # bytes of one delta
-_SHARED_MEMORY = Path("/dev/shm")
 _BROKEN = (aiohttp.ClientError, OSError)  # a connection, by whatever means; a time-out too
-Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 T = TypeVar("T")
 
 
@@ -115,7 +112,7 @@ class HttpEngine(ABC):
         self._tokenizer = tokenizer
         self._seeded = seeded
         self.old_keys = OldKeys(keep=keep_old_keys)
-        self.weights_folder = weights_folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        self.weights_folder = weights_folder or default_folder()
         self._stop_watches = StopWatches(tokenizer)
         self._news = threading.Condition()  # guards these four
         self._changes: list[Change] = []
@@ -496,49 +493,6 @@ class ServerPool(Pool):
             return
         with written(weights, version, self._weights_folder) as folder:
             super().load(folder, version)
-
-
-@contextmanager
-def written(weights: Weights, version: int, parent: Path | None) -> Iterator[Path]:
-    """A folder with these weights, for as long as they are needed."""
-    folder: Path | None = None
-    try:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=f"sortedrl-version-{version}-", dir=parent))
-            folder.chmod(0o755)  # the server may be another user
-            write_weights(weights, folder / "model.safetensors")
-        except OSError as error:
-            raise ConfigurationError(
-                "weights_folder",
-                str(parent or tempfile.gettempdir()),
-                f"the weights of version {version} cannot be written there ({error})",
-                "Name a folder with more room that the server can read, too.",
-            ) from error
-        yield folder
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_weights(weights: Weights, file: Path) -> None:
-    """Write the file under another name, then rename it: it is either whole or not there.
-
-    A tied output layer is always written: servers keep the old one if it is not named.
-    """
-    from safetensors.torch import save_file
-
-    named = dict(weights)
-    embedding = named.get("model.embed_tokens.weight")
-    if embedding is not None:
-        named.setdefault("lm_head.weight", embedding)
-    seen: set[int] = set()
-    for name, tensor in named.items():
-        tensor = tensor.detach().contiguous()
-        named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # the format holds no shared tensors
-        seen.add(tensor.data_ptr())
-    partial = file.with_suffix(".partial")
-    save_file(named, partial)
-    partial.rename(file)
 
 
 def reason_of(answer: Any) -> str:
