@@ -241,13 +241,20 @@ class TrainingRun:
         settings, done = self.settings, batch.update + 1
         stats = self._step(batch)
         self.controller.publish(self._weights())
-        if isinstance(self.engine, CheckedWeights):
-            stats |= {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
-        self._record(batch, stats)
-        if settings.eval_every and done % settings.eval_every == 0:
+        evaluates = settings.eval_every > 0 and done % settings.eval_every == 0
+        self._record(batch, stats | self._weight_update(is_due=evaluates or self.controller.harvest_is_used_up))
+        if evaluates:
             self._evaluate(done)
         if settings.checkpoint_every and done % settings.checkpoint_every == 0:
             self._save(done)
+
+    def _weight_update(self, *, is_due: bool) -> dict[str, float]:
+        """Metrics of this update's weight update; none if a later update of the same harvest makes it."""
+        if is_due:
+            self.controller.update_engine()
+        if self.controller.engine_is_behind or not isinstance(self.engine, CheckedWeights):
+            return {}
+        return {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
 
     def _step(self, batch: Batch) -> dict[str, float]:
         def step() -> dict[str, float]:
@@ -310,6 +317,8 @@ class TrainingRun:
         return self.seconds_before + time.perf_counter() - self.began
 
     def _evaluate(self, done: int) -> Evaluation:
+        """Held-out score of the weights after `done` updates, whatever the engine held until now."""
+        self.controller.update_engine()
         self.controller.mark_phase("evaluation")
         held_out = self.materials.held_out[: self.settings.eval_problems]
         found = evaluate(
