@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_an_evaluation_answers_as_the_model_exported_at_that_update(
     words = [*OWN_WEIGHTS[kind], "--mode", mode]
     train(model, tmp_path / "run", *words, "--updates", "3", "--eval-every", "1")
     during = list(evaluations)
-    assert len(during) == 4 and all(a != b for a, b in zip(during, during[1:], strict=False)), "weights changed"
+    assert len(during) == 4 and all(a != b for a, b in pairwise(during)), "weights changed"
     assert during[3] == answers_of(tmp_path / "run" / "model", evaluations)
     train(model, tmp_path / "shorter", *words, "--updates", "2")
     assert during[2] == evaluations[-1] == answers_of(tmp_path / "shorter" / "model", evaluations)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.config import Compare, Evaluate, ModelSettings, Train, as_json
+from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as_json
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
@@ -27,10 +28,11 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.strategy import updates_left
 from sortedrl.engine_choice import server_engine, vllm_engine
-from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
+from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
 from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
+from sortedrl.learner.models import response_logprobs
 from sortedrl.materials import Materials, Say, end_tokens, read_materials
 from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
@@ -45,7 +47,8 @@ from sortedrl.tasks.task import Verdict
 
 Judge = Callable[[Rollout], Verdict]
 SHARE_OF_GPU_FOR_VLLM = 0.45  # where learner and engine share one: the learner needs the rest
-PROBES = 4  # prompts whose continuations show after each load whether engine and learner agree
+PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
+PROBE_TOKENS = 16
 
 
 # Evaluation
@@ -126,6 +129,16 @@ def embedded_engine(
         ) from None
 
 
+def checked_engine(
+    engine: Engine, settings: ModelSettings, prompts: Sequence[Prompt], logprobs_of: LogprobsOf
+) -> CheckedWeights:
+    """`engine` with the check of its weights. There is a probe for each server of a pool, which shares them evenly."""
+    count = max(PROBES, len(settings.engine_urls))
+    probes = [list(prompts[i % len(prompts)].tokens) for i in range(count)]
+    tokens = min(PROBE_TOKENS, settings.max_response_tokens)
+    return CheckedWeights(engine, logprobs_of, probes, tokens_per_probe=tokens)
+
+
 # Training
 
 
@@ -179,8 +192,7 @@ class TrainingRun:
         engine = engine_for(settings, materials, self.plain_model, **defaults)
         if settings.engine == "embedded":
             return engine
-        probes = [list(prompt.tokens) for prompt in materials.train[:PROBES]]
-        checked = CheckedWeights(engine, self.learner.logprobs_of, probes)
+        checked = checked_engine(engine, settings, materials.train, self.learner.logprobs_of)
         checked.load(self.learner.weights(), 0)
         return checked
 
@@ -527,10 +539,15 @@ def evaluate_model(
         torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
     engine = engine_for(settings, materials, materials.model)
+    held_out = materials.held_out[: settings.eval_problems]
+    if settings.engine in SERVERS:  # whatever a server was started with or last given
+        logprobs_of = partial(response_logprobs, materials.model)
+        engine = checked_engine(engine, settings, held_out, logprobs_of)
+        engine.load(materials.model.state_dict(), 0)
     began = time.perf_counter()
     found = evaluate(
         engine,
-        materials.held_out[: settings.eval_problems],
+        held_out,
         judge(materials.task, materials.tokenizer),
         samples=settings.eval_samples,
         budget=settings.max_response_tokens,

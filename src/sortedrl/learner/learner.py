@@ -46,7 +46,14 @@ from sortedrl.learner.losses import (
     policy_loss,
     token_weights,
 )
-from sortedrl.learner.models import TokenScorer, ValueModel, checkpoint_layers, scattered, with_adapters
+from sortedrl.learner.models import (
+    TokenScorer,
+    ValueModel,
+    checkpoint_layers,
+    response_logprobs,
+    scattered,
+    with_adapters,
+)
 from sortedrl.learner.optimiser import AdamW
 from sortedrl.learner.settings import LearnerSettings, require
 
@@ -181,15 +188,9 @@ class Learner:
                 tensor = (tensor.float() + delta.float()).to(tensor.dtype)
             yield f"{owner}.{leaf}", tensor
 
-    @torch.no_grad()
     def logprobs_of(self, context: Sequence[int], response: Sequence[int]) -> list[float]:
         """What the policy as it is now gives each token of the response, at temperature 1."""
-        if not response:
-            return []
-        tokens_t = torch.tensor([*context, *response], device=self._device)
-        logits_rv = self.model(input_ids=tokens_t[None], use_cache=False).logits[0, len(context) - 1 : -1].float()
-        chosen: list[float] = logits_rv.log_softmax(-1).gather(1, tokens_t[len(context) :, None])[:, 0].tolist()
-        return chosen
+        return response_logprobs(self.model, context, response)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and the learner's own tensors: write them out before the next step."""
