@@ -100,6 +100,30 @@ def test_an_evaluation_answers_as_the_model_exported_at_that_update(
     assert [line["update"] for line in lines if "held_out" in line] == [0, 1, 2, 3]
 
 
+def test_a_server_is_evaluated_under_the_weights_of_the_update(
+    model: Path, tmp_path: Path, evaluations: list[Answers]
+) -> None:
+    """Over HTTP. `sortedrl eval` gives the server the weights that it names: another run's are in it."""
+    pytest.importorskip("aiohttp")
+    from sglang_stand_in import SglangStandIn
+    from transformers import AutoModelForCausalLM
+
+    server = SglangStandIn(AutoModelForCausalLM.from_pretrained(model).eval())
+    at_server = ["--engine", "sglang", "--engine-urls", server.url, "--engine-options", "seeded", "True"]
+    at_server += ["--eval-problems", "4", "--max-response-tokens", "8"]
+    try:
+        few = ["--rollouts-per-update", "4", "--prompts-per-cohort", "4", "--rollouts-per-prompt", "2"]
+        train(model, tmp_path / "run", *at_server, *few, "--updates", "2", "--eval-every", "1")
+        before, first, second = evaluations
+        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["update"] for line in lines if "load_difference" in line] == [1, 2]
+        assert before == answers_of(model, evaluations, *at_server)
+        assert second == answers_of(tmp_path / "run" / "model", evaluations, *at_server)
+        assert first not in (before, second)
+    finally:
+        server.close()
+
+
 def test_a_resumed_run_evaluates_its_own_update(model: Path, tmp_path: Path, evaluations: list[Answers]) -> None:
     words = ["--gradient-checkpointing", "--eval-every", "1", "--checkpoint-every", "1"]
     train(model, tmp_path / "run", *words, "--updates", "2")
