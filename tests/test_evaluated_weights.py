@@ -105,8 +105,9 @@ def test_a_server_is_evaluated_under_the_weights_of_the_update(
 ) -> None:
     """Over HTTP. `sortedrl eval` gives the server the weights that it names: another run's are in it."""
     pytest.importorskip("aiohttp")
-    from sglang_stand_in import SglangStandIn
     from transformers import AutoModelForCausalLM
+
+    from sglang_stand_in import SglangStandIn
 
     server = SglangStandIn(AutoModelForCausalLM.from_pretrained(model).eval())
     at_server = ["--engine", "sglang", "--engine-urls", server.url, "--engine-options", "seeded", "True"]

@@ -37,7 +37,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
-from sortedrl.engines.weight_files import Weights, default_folder, written
+from sortedrl.engines.weight_files import WeightFiles, Weights
 
 try:
     import aiohttp
@@ -100,6 +100,7 @@ class HttpEngine(ABC):
         seeded: bool = False,
         keep_old_keys: bool = False,
         weights_folder: Path | None = None,
+        weights_readable_by_all: bool = False,
     ) -> None:
         if slots < 1:
             raise ConfigurationError("slots", slots, "an engine needs at least 1", "Set it to 1 or more.")
@@ -112,7 +113,7 @@ class HttpEngine(ABC):
         self._tokenizer = tokenizer
         self._seeded = seeded
         self.old_keys = OldKeys(keep=keep_old_keys)
-        self.weights_folder = weights_folder or default_folder()
+        self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         self._stop_watches = StopWatches(tokenizer)
         self._news = threading.Condition()  # guards these four
         self._changes: list[Change] = []
@@ -218,7 +219,7 @@ class HttpEngine(ABC):
         if weights is None or isinstance(weights, Path):
             self._load_from(weights, version)
         else:
-            with written(weights, version, self.weights_folder) as folder:
+            with self.weight_files.written(weights, version) as folder:
                 self._load_from(folder, version)
         self.version = version
         self.load_seconds = self.now() - began
@@ -485,13 +486,13 @@ class ServerPool(Pool):
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         super().__init__(engines)
-        self._weights_folder = engines[0].weights_folder
+        self._weight_files = engines[0].weight_files
 
     def load(self, weights: Weights | None, version: int) -> None:
         if weights is None:
             super().load(None, version)
             return
-        with written(weights, version, self._weights_folder) as folder:
+        with self._weight_files.written(weights, version) as folder:
             super().load(folder, version)
 
 
