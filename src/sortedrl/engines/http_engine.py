@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.api_key import ApiKey
 from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
@@ -71,6 +72,10 @@ class Refused(Exception):
         super().__init__(reason)
         self.status = status
 
+    @property
+    def is_about_the_key(self) -> bool:
+        return self.status in (401, 403)
+
 
 @dataclass(slots=True, eq=False)
 class Sent:
@@ -88,7 +93,7 @@ class Sent:
 
 
 class HttpEngine(ABC):
-    """See the module's docstring. `tokenizer` is needed for stop strings only."""
+    """See the module's docstring. `tokenizer` is needed for stop strings only; `api_key`: see api_key.py."""
 
     def __init__(
         self,
@@ -101,6 +106,7 @@ class HttpEngine(ABC):
         keep_old_keys: bool = False,
         weights_folder: Path | None = None,
         weights_readable_by_all: bool = False,
+        api_key: str | None = None,
     ) -> None:
         if slots < 1:
             raise ConfigurationError("slots", slots, "an engine needs at least 1", "Set it to 1 or more.")
@@ -113,6 +119,7 @@ class HttpEngine(ABC):
         self._tokenizer = tokenizer
         self._seeded = seeded
         self.old_keys = OldKeys(keep=keep_old_keys)
+        self.api_key = ApiKey(api_key)
         self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         self._stop_watches = StopWatches(tokenizer)
         self._news = threading.Condition()  # guards these four
@@ -139,7 +146,10 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def check_server(self) -> None:
-        """Raise ConfigurationError if the server cannot do what is asked of it; note its limits."""
+        """Raise ConfigurationError if the server cannot do what is asked of it; note its limits.
+
+        A refusal that is about the API key is raised as it is.
+        """
 
     @abstractmethod
     async def is_well(self) -> bool:
@@ -249,17 +259,23 @@ class HttpEngine(ABC):
         async with self._session.request(method, self.url + path, json=body, params=query, timeout=timeout) as response:
             text = await response.text()
             if response.status != 200:
-                raise Refused(response.status, reason_of(text) or f"HTTP status {response.status}")
+                reason = self.api_key.hidden_in(reason_of(text))
+                raise Refused(response.status, reason or f"HTTP status {response.status}")
             return json.loads(text) if text and "json" in response.content_type else text
 
     async def _open(self) -> None:
         self._session = aiohttp.ClientSession(
+            headers=self.api_key.headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_PATIENCE_SECONDS),
             read_bufsize=_LONGEST_LINE,
         )
         try:
             await self.check_server()
+        except Refused as refusal:
+            if not refusal.is_about_the_key:
+                raise
+            raise self.api_key.refused_by(self.url) from None
         except _BROKEN as error:
             raise ConfigurationError(
                 "url", self.url, f"no server answers there ({_said(error)})", "Start it first, or correct the address."
@@ -447,7 +463,7 @@ class HttpEngine(ABC):
         with self._news:
             for sent in sent_now:
                 self._finish_if_whole(sent)
-            self._death = self._death or reason
+            self._death = self._death or self.api_key.hidden_in(reason)
             self._news.notify_all()
         here = asyncio.current_task() if self._is_own_thread() else None
         for sent in sent_now:
@@ -465,7 +481,10 @@ class HttpEngine(ABC):
 
     def _report(self) -> list[Change]:
         changes, self._changes = self._changes, []
-        return changes
+        return [
+            change._replace(reason=self.api_key.hidden_in(change.reason)) if isinstance(change, Failed) else change
+            for change in changes
+        ]
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
