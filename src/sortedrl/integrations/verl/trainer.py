@@ -39,6 +39,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.integrations.verl.agent import TICKET, SortedClient, Ticket
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
+from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import Settings, settings_of
 from sortedrl.observe.metrics import Metrics
 
@@ -177,6 +178,14 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """A batch is padded so that it splits into as many mini-batches as a batch of the configured size."""
         return self.sortedrl.minibatches * dp_size * int(self.config.actor_rollout_ref.rollout.n)
+
+    def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """verl's, which gives every rank its rows; then each rank's rows in the order in which they train."""
+        batch = super()._balance_batch(batch, *args, **kwargs)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        batch.reorder(dealt_out(lengths, ranks, self.sortedrl.minibatches))
+        return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with self._minibatches_of(self.config.actor_rollout_ref.actor, batch):
