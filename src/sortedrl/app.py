@@ -73,6 +73,7 @@ def evaluate(
     }
     engine.submit([Request(r.id, r.prompt, (), budget, r.seed, sampling) for r in rollouts.values()])
     correct = [[False] * samples for _ in prompts]
+    rewards: list[float] = []
     left = len(rollouts)
     while left:
         for change in engine.poll():
@@ -81,16 +82,18 @@ def evaluate(
             elif isinstance(change, Finished | Failed):
                 left -= 1
                 on_progress(len(rollouts) - left, len(rollouts))
-                if isinstance(change, Finished):
-                    correct[change.id // samples][change.id % samples] = _is_correct(score, rollouts[change.id])
-    return Evaluation(tuple(prompt.id for prompt in prompts), tuple(map(tuple, correct)))
+                verdict = _scored(score, rollouts[change.id]) if isinstance(change, Finished) else None
+                if verdict is not None:
+                    correct[change.id // samples][change.id % samples] = verdict.correct
+                    rewards.append(verdict.reward)
+    return Evaluation(tuple(prompt.id for prompt in prompts), tuple(map(tuple, correct)), tuple(rewards))
 
 
-def _is_correct(score: Judge, rollout: Rollout) -> bool:
+def _scored(score: Judge, rollout: Rollout) -> Verdict | None:
     try:
-        return score(rollout).correct
+        return score(rollout)
     except Exception:  # a reward that raises on one response counts as wrong there
-        return False
+        return None
 
 
 def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
@@ -238,6 +241,7 @@ class TrainingRun:
         if self.before is None:
             self._write_events()
             self.before = self._evaluate(0)
+            self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
         with _interruptible(self.controller) as was_interrupted:
             for batch in self.controller:

@@ -422,6 +422,7 @@ class Train(ModelSettings):
                 algorithm=self.algorithm,
                 baseline=self.baseline,
                 stale_tokens=self.stale_tokens or stale_tokens_for(self.mode),
+                normaliser_tokens=self.rollouts_per_update * self.max_response_tokens,
                 clip_low=self.clip_low,
                 clip_high=self.clip_high,
                 kl_coefficient=self.kl_coefficient,
