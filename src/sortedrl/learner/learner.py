@@ -229,7 +229,7 @@ class Learner:
             _copy_into(_trainable(self.critic), state["critic"], "critic")
             self._critic_optimiser.load_state_dict(state["critic_optimiser"])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
-        # A run goes on with the constant that its optimiser has seen; older versions saved None before the first update.
+        # A run goes on with the constant that its optimiser has seen. Older versions saved None at update 0.
         self._normaliser_tokens = state["normaliser_tokens"] or self.settings.normaliser_tokens
         self.updates = int(state["updates"])
 
