@@ -27,7 +27,7 @@ GLOSSARY = (
     ("staleness", "the learner's version at the update, less the version that sampled the token"),
     ("segment", "a run of tokens made by one weight version; a response that was stopped and resumed has several"),
     ("sortedness", "share of the variance of log length within random updates that is gone: 0 random, 1 sorted"),
-    ("length bias", "mean trained length against what it had been if nothing had been cut, estimated from the redos"),
+    ("length bias", "mean trained length against that of uncut responses, which all attempts together tell"),
     ("trained, kept, dropped", "the fate of a stay in a slot: ended and trained on; stopped, to resume; thrown away"),
 )  # fmt: skip
 
