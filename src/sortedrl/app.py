@@ -221,8 +221,9 @@ class TrainingRun:
         self.learner.load_state_dict(saved.learner)
         self.engine.load(self._weights(), state["version"])
         void = len(events) - state["events"]
-        last_time = max((event.at for event in events), default=0.0)
-        for event in events[: state["events"]]:
+        counted = events[: state["events"]]
+        last_time = max((event.at for event in counted), default=0.0)
+        for event in counted:
             for sink in self.log.sinks:
                 sink(event)
         write = self._write_events()

@@ -109,7 +109,7 @@ class Controller:
         self._phase = ""
         self._gate = ""
         self._last_time = -math.inf
-        self._clock_offset = 0.0  # a resumed run's clock goes on where the log ends
+        self._clock_offset = 0.0  # a resumed run's clock goes on at the last event that counts
         self._max_updates = max_updates
         self._has_begun = False
         self._is_interrupted = False
@@ -548,7 +548,7 @@ class Controller:
         }
 
     def restore(self, state: dict[str, Any], *, last_time: float = 0.0) -> None:
-        """Go on from `state`, in a log whose last event was at `last_time`.
+        """Go on from `state`, in a log whose last event that counts was at `last_time`.
 
         The engine must hold the weights of `state["version"]`, under that version.
         """

@@ -285,7 +285,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = without_rolled_back(read_events(path)) if path.exists() else []
         counted = 0 if self._restored is None else self._restored["controller"]["events"]
-        self._last_time = max((event.at for event in earlier), default=0.0)
+        self._last_time = max((event.at for event in earlier[:counted]), default=0.0)
         self.metrics.fold(earlier[:counted])
         _cut_torn_line(path)
         self._events = path.open("a", encoding="utf-8")
