@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("math_verify")
 
+from hostile_answers import BOMBS, HOSTILE
 from sortedrl.tasks.math import Math, last_boxed, normalised, reference_answer
+from sortedrl.tasks.math_limits import is_affordable
 from sortedrl.tasks.task import Problem, Verdict
 
 ROWS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # one file for each shape of row that public datasets have
@@ -133,6 +135,35 @@ def test_answers_that_mean_something_else_are_wrong(task: Math, reference: str, 
     assert not verdict.correct and verdict.reward == 0.0 and not verdict.parts["timed_out"]
 
 
+@pytest.mark.parametrize(("reference", "answer", "is_right"), HOSTILE)
+def test_hostile_answers_get_no_more_than_they_deserve(task: Math, reference: str, answer: str, is_right: bool) -> None:
+    verdict = judged(task, reference, answer)
+    assert verdict.correct == is_right and not verdict.parts["timed_out"]
+
+
+class NoParser:
+    def __call__(self, reference: str, answer: str) -> bool:
+        raise AssertionError(f"the parser was given {answer[:80]}")
+
+
+@pytest.mark.parametrize("reference", ["5", r"\sqrt{2}x", "(x,2)", r"\frac{100!}{2^{50}}"])
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_are_wrong_without_the_parser(task: Math, bomb: str, reference: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(task, "_verify", NoParser())
+    seconds = []
+    for _ in range(3):  # the fastest: other work on the machine does not count
+        begun = time.perf_counter()
+        assert not judged(task, reference, BOMBS[bomb]).correct
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) < 0.1  # 5 ms, and 20 times that for a busy machine
+
+
+def test_a_complex_reference_allows_answers_as_complex_as_itself() -> None:
+    tower = r"9^{9^{x}} + \sum_{k=1}^{9} k!"
+    assert not is_affordable(tower, "1")
+    assert is_affordable(tower.replace("x", "y"), tower)
+
+
 @pytest.mark.parametrize("shape", ROWS)
 def test_every_reference_scores_one_and_wrong_answers_zero(task: Math, shape: str, tmp_path: Path) -> None:
     problems = Math(held_out_data=write(tmp_path, ROWS[shape])).held_out()
@@ -180,10 +211,11 @@ def test_degenerate_responses_cost_no_time(task: Math) -> None:
 def test_an_answer_on_which_sympy_hangs_is_wrong_in_time_and_in_any_thread(tmp_path: Path) -> None:
     task = Math(held_out_data=write(tmp_path, ROWS["plain"]), limit_seconds=3.0)
     judged(task, r"\sqrt{2}", r"\frac{2}{\sqrt{2}}")  # its worker has started
-    answers = [r"9^{9^{9^{9^{9}}}}", r"\frac{2}{\sqrt{2}}", r"\sqrt{3}", r"\frac{2}{\sqrt{2}}"]
+    tower = r"9^{9^{9^{9}}}"  # as a reference, so that it gets past the limits
+    pairs = [(tower, tower + "-1"), *((r"\sqrt{2}", one) for one in (r"\frac{2}{\sqrt{2}}", r"\sqrt{3}", r"2^{1/2}"))]
     begun = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
-        verdicts = list(threads.map(lambda answer: judged(task, r"\sqrt{2}", answer), answers))
+        verdicts = list(threads.map(lambda pair: judged(task, *pair), pairs))
     assert time.monotonic() - begun < 30
     assert [verdict.correct for verdict in verdicts] == [False, True, False, True]
     assert [verdict.parts["timed_out"] for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]

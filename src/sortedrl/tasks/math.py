@@ -1,11 +1,12 @@
 r"""Mathematics: the last \boxed{...} of a response is compared with the reference answer.
 
 Text and plain numbers are compared here, at once; what is left goes to math-verify, in processes that
-are killed when sympy does not come back in time (such an answer counts as wrong). What counts as equal:
+are killed when sympy does not come back in time (such an answer counts as wrong). What would take long is wrong
+without it (math_limits.py). A policy finds every leniency, so what is not known to be equal is wrong. Equal are:
 
-- the same text, once LaTeX spacing, sizes, currency, degrees, units in \text{} and the like are taken away;
-- numbers: exactly, if the reference is whole or both are fractions; else to 1 part in 100,000. A unit in
-  words and a percent sign may be there or not;
+- the same text, once LaTeX spacing, sizes, currency, degrees and the like are taken away;
+- numbers: exactly, if the reference is whole or both are fractions; else to 1 part in 100,000. A unit (units.py) and a
+  percent sign may be there or not, and so may a label (`x =`). Any other word or letter makes the answer wrong;
 - lists without regard to order, but with the same number of elements;
 - everything else as math-verify decides (expressions, intervals, sets, matrices, equations).
 """
@@ -16,20 +17,21 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
+from sortedrl.tasks.math_limits import is_affordable, is_short
 from sortedrl.tasks.scoring import WorkerPool
 from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.units import quantity
 
 INSTRUCTION = r"Think step by step, then give the final answer inside \boxed{}."
 RELATIVE_TOLERANCE = Fraction(1, 100_000)
-MAX_ANSWER_CHARACTERS = 2000  # longer ones are loops of a model, and only cost time
 WORKER_MEMORY_BYTES = 4 * 2**30  # a tower of powers must not eat the machine before its time is up
 USUAL_COLUMNS = Columns(("problem", "question"), ("answer", "final_answer", "solution"))
 
@@ -131,11 +133,12 @@ class Math:
         return Verdict(float(correct), correct, {"boxed": 1.0, "timed_out": float(timed_out)})
 
     def _equal(self, reference: str, answer: str) -> bool:
-        if len(answer) > MAX_ANSWER_CHARACTERS:
+        if not is_short(answer, reference):
             return reference == answer
-        reference, answer = normalised(reference), normalised(answer)
         decided = compare_plainly(reference, answer)
-        return bool(self._verify(reference, answer)) if decided is None else decided
+        if isinstance(decided, bool):
+            return decided
+        return is_affordable(decided.answer, decided.reference) and bool(self._verify(*decided))
 
     @cached_property
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
@@ -179,75 +182,176 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
-_REWRITES = tuple(
+_SPACING = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<=\d),\s*\\!\s*(?=\d)|(?<=\d)\{,\}(?=\d)", ","),  # the thousands of 11,\!111
-        (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~|(?<!\\)\$", " "),
         (r"\s+", " "),
         (r"\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(leq|geq)slant(?![a-zA-Z])", r"\\\1"),
-        # a unit at the end
-        (r"(?<=[\w})\]])\s*\\(?:text|mbox|mathrm)\s*\{(?!\s*(?:and|or)\b)[^{}]*\}(?:\^\{?\d\}?)?\s*$", ""),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|°|\\degree(?![a-zA-Z])", ""),
+        (r"\\%", "%"),
+    )
+)
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
         (r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1"),
         (r",?\s+(?:and|or)\s+", ","),
-        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|°|\\degree(?![a-zA-Z])", ""),
-        (r"\\?\$", ""),
-        (r"\\%", "%"),
+        (r"\\\$", " "),
         (r"_\{(\w)\}", r"_\1"),
         (r"\bnp\.(?=[a-z])", r"\\"),  # functions in the notation of numpy
         # What the parser takes for Euler's number, the gamma function and the derivative of a constant.
         (r"(?<![a-zA-Z\\])[eE](?=_)", r"\\epsilon"),
         (r"\\gamma(?![a-zA-Z])", r"\\upsilon "),
         (r"\\frac\s*\{d\s*\\?([a-zA-Z]+)\}\s*\{d\s*([a-zA-Z])\}", r"d_{\1\2}"),
-        (r"(?<=\d)\.(?!\d)", ""),  # 1. is 1
+        (r"(?<=\d)\.(?![\d.])", ""),  # 1. is 1
         (r"(?<![\w.}])(\d*\.?\d+)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}"),
         (r"^\((\w)\)$", r"\1"),  # the letter of a choice
         (r"^\\\{(.*)\\\}$", r"\1"),  # a set is a list here
     )
 )
+_UNICODE = str.maketrans({"−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "})
+
+
+def spaced(answer: str) -> str:
+    """The answer without spacing, sizes and degree signs; what is marked as text is still marked."""
+    answer = answer.translate(_UNICODE)
+    for pattern, replacement in _SPACING:
+        answer = pattern.sub(replacement, answer)
+    return answer.strip()
 
 
 def normalised(answer: str) -> str:
     """The answer without what changes its looks only: applied to reference and response alike."""
+    answer = spaced(answer)
     for pattern, replacement in _REWRITES:
         answer = pattern.sub(replacement, answer)
-    answer = answer.strip().rstrip(" .,;")
-    thousands = re.match(r"[+-]?\d{1,3}(?:,\d{3})+(?![\d,])", answer)
-    return thousands.group().replace(",", "") + answer[thousands.end() :] if thousands else answer
+    answer = re.sub(r"(?<![.,;\s])\s*[.,;]\s*$", "", answer).strip()
+    thousands = re.match(r"[+-]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,])", answer, re.ASCII)
+    return re.sub("[, ]", "", thousands.group()) + answer[thousands.end() :] if thousands else answer
 
 
-def compare_plainly(reference: str, answer: str) -> bool | None:
-    """Whether two normalised answers are equal, where that shows without algebra; else None."""
-    if reference.replace(" ", "") == answer.replace(" ", ""):
+class Undecided(NamedTuple):
+    """Two normalised answers that only algebra can compare."""
+
+    reference: str
+    answer: str
+
+
+def compare_plainly(reference: str, answer: str) -> bool | Undecided:
+    """Whether two answers are equal, where that shows without algebra."""
+    if any(character.isnumeric() and not character.isascii() for character in answer):
+        return False  # digits of other scripts and superscripts: no parser agrees with the next about them
+    if _without_spaces(normalised(reference)) == _without_spaces(normalised(answer)):
         return True
-    if re.fullmatch(r"[A-Za-z ]{3,}", reference):
-        return reference.casefold() == answer.casefold()
-    if wanted := _numbers(reference):
-        without_unit = re.sub(r"(?<=\d)\s*[a-zA-Z]{2}[a-zA-Z /]*(?:\^\{?-?\d\}?)?$", "", answer)
-        if given := _numbers(without_unit):
-            fractions = "." not in reference + answer
-            return any(_close(a, b, exact=fractions or a.denominator == 1) for a in wanted for b in given)
-    if in_base := re.fullmatch(r"(\w+)_(?:\d|\{\d+\})", reference):  # a response may leave the base out
-        return answer == in_base.group(1)
-    if r"\pm" not in reference + answer and _elements(reference) != _elements(answer):
+    wanted, given = quantity(spaced(reference)), quantity(spaced(answer))
+    if wanted.unit and given.unit and wanted.unit != given.unit and not (wanted.percent or given.percent):
         return False
-    return None
+    label, wanted_text = split_label(normalised(wanted.number))
+    given_label, given_text = split_label(normalised(given.number))
+    if label and given_label and label != given_label:
+        return Undecided(f"{label}={wanted_text}", f"{given_label}={given_text}")
+    if wanted_text == given_text and wanted.scale == given.scale and wanted.percent == given.percent:
+        return True
+    if re.fullmatch(r"[A-Z]|[A-Za-z ]{3,}", wanted_text):
+        return wanted_text.casefold() == given_text.casefold()
+    wanted_number, given_number = _number(wanted_text, wanted.scale), _number(given_text, given.scale)
+    if wanted_number is not None and given_number is not None:
+        fractions = "." not in wanted_text + given_text
+        return any(
+            _close(a, b, exact=fractions or a.denominator == 1)
+            for a, b in _readings(wanted_number, wanted.percent, given_number, given.percent)
+        )
+    if given.scale != 1 or wanted.scale != 1:
+        return False
+    if wanted_number is not None:
+        return Undecided(wanted_text, given_text) if _is_arithmetic(given_text) else False
+    if in_base := re.fullmatch(r"(\w+)_(?:\d|\{\d+\})", wanted_text):  # a response may leave the base out
+        return given_text == in_base.group(1)
+    if not _may_be_equal(wanted_text, given_text):
+        return False
+    return Undecided(*(text + "%" * one.percent for text, one in ((wanted_text, wanted), (given_text, given))))
 
 
-def _numbers(text: str) -> list[Fraction]:
-    """The value of a plain number (two where a percent sign may count or not); empty for anything else."""
-    text, percent = text.removesuffix("%").strip(), text.endswith("%")
-    text = re.sub(r"\s*\\(?:times|cdot)\s*10\^(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))$", r"e\1\2", text)
-    text = re.sub(r"^([+-]?)\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", text)
-    if not re.fullmatch(r"[+-]?(?:\d+/\d+|(?:\d+|\d*\.\d+)(?:e[+-]?\d{1,4})?)", text):
-        return []
+def split_label(text: str) -> tuple[str, str]:
+    r"""What an answer is said to be the value of, and the answer: `x = 5`, `f(x) = 2x`, `x \in [0, 1]`.
+
+    The label does not count. It has a letter, so `4 = 5` is no answer 5; and one is allowed, so `x = 4 = 5` is none.
+    """
+    found = re.fullmatch(r"([^=<>,]{1,40}?)\s*(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))\s*([^=]+)", text)
+    if found and re.search(r"[a-zA-Z]", found.group(1)):
+        return found.group(1).replace(" ", ""), found.group(2)
+    return "", text
+
+
+def _without_spaces(text: str) -> str:
+    """Except between digits: `5 6` is not 56."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", text)
+
+
+_ARITHMETIC = re.compile(r"(?:[-+*/^(){}.\de\s]|\\(?:frac|sqrt|cdot|times|div|pi)(?![a-zA-Z])|\\sqrt\[\d\])+", re.ASCII)
+
+
+def _is_arithmetic(text: str) -> bool:
+    """Whether it can be the value of a number: no variables, relations, lists, bases, bounds or functions."""
+    return bool(_ARITHMETIC.fullmatch(text)) and ".." not in text and not re.search(r"\d \d", text)
+
+
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
+_WORDS = re.compile(rf"\\[a-zA-Z]+|(?<![a-zA-Z])(?:{_FUNCTIONS}|[pbv]?matrix|i|e)(?![a-z])")
+_RELATION = re.compile(
+    r"=|<|>|\\(?:leq?|geq?|neq?|approx|equiv|sim|cong|in|to|implies|[Rr]ightarrow|l?or|vee)(?![a-zA-Z])"
+)
+
+
+def _may_be_equal(reference: str, answer: str) -> bool:
+    """False where no algebra can help: variables, relations or elements of a list that the reference has not."""
+    letters = set(re.findall(r"[a-zA-Z]", _WORDS.sub("", answer)))
+    if not letters <= set(re.findall(r"[a-zA-Z]", reference)):
+        return False
+    if len(_RELATION.findall(answer)) > len(_RELATION.findall(reference)) or _is_unbalanced(answer):
+        return False
+    if any(reference.count(mark) != answer.count(mark) for mark in (r"\begin", "&")):
+        return False
+    return r"\pm" in reference + answer or _elements(reference) == _elements(answer)
+
+
+def _is_unbalanced(text: str) -> bool:
+    """Whether a brace is not closed, an escaped one or not: the parser would read on from there as it likes."""
+    return text.count("{") != text.count("}") or text.count(r"\{") != text.count(r"\}")
+
+
+def _number(text: str, scale: int) -> Fraction | None:
+    """The value of a plain or mixed number; None for anything else."""
+    text = re.sub(r"\s*\\(?:times|cdot)\s*10\^(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))$", r"e\1\2", text, flags=re.ASCII)
+    text = re.sub(r"^([+-]?)\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", text, flags=re.ASCII)
+    mixed = re.fullmatch(r"([+-]?)(\d+) (\d+)/(\d+)", text, re.ASCII)
+    if mixed and int(mixed.group(3)) < int(mixed.group(4)):
+        sign, whole, above, below = mixed.groups()
+        text = f"{sign}{int(whole) * int(below) + int(above)}/{below}"
+    if not re.fullmatch(r"[+-]?(?:\d+/\d+|(?:\d+|\d*\.\d+)(?:e[+-]?\d{1,4})?)", text, re.ASCII):
+        return None
     try:
-        value = Fraction(text)
+        return Fraction(text) * scale
     except (ValueError, ZeroDivisionError):
-        return []
-    return [value, value / 100] if percent else [value]
+        return None
+
+
+def _readings(
+    reference: Fraction, reference_percent: bool, value: Fraction, percent: bool
+) -> Iterator[tuple[Fraction, Fraction]]:
+    """Pairs to compare. A percent sign that one side has alone is a factor, or a unit that the other side left out."""
+    if reference_percent == percent:
+        yield reference, value
+    elif reference_percent:
+        yield from ((reference, value), (reference / 100, value))
+    else:
+        yield reference, value / 100
+        if abs(reference) >= 1:  # below, a probability is more likely, and 0.5% is not 0.5
+            yield reference, value
 
 
 def _close(reference: Fraction, value: Fraction, exact: bool) -> bool:
@@ -309,6 +413,8 @@ def _compare_numbers(reference: Any, answer: Any) -> bool | None:
 
     if not all(isinstance(one, sympy.Expr) and one.is_number for one in (reference, answer)):
         return None
+    if not (reference.is_finite and answer.is_finite):
+        return bool(reference == answer)
     exact = reference.is_Integer or not (reference.has(sympy.Float) or answer.has(sympy.Float))
     size, difference = (abs(one.doit().evalf(25)) for one in (reference, reference - answer))
     if not (size.is_comparable and difference.is_comparable):
