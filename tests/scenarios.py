@@ -117,12 +117,13 @@ class Run:
         last_time: float = 0.0,
         expectation: Expectation | None = None,
         strategy: Strategy | None = None,
+        engine_type: type[WatchedEngine] = WatchedEngine,
     ) -> None:
         self.scenario = scenario
         self.events: list[Event] = []
         self.batches: list[Batch] = []
         self.metrics = Metrics()
-        self.engine = WatchedEngine(
+        self.engine = engine_type(
             slots=scenario.slots,
             step_time=scenario.step_time,
             length_of=lambda request: scenario.length_of(request.prompt, request.seed),
@@ -150,7 +151,7 @@ class Run:
         for batch in self.controller:
             self.batches.append(batch)
             yield batch
-            self._learn(batch)
+            self.learn(batch)
 
     def to_end(self) -> Run:
         for _ in self.batches_in_turn():
@@ -162,7 +163,7 @@ class Run:
         if count:
             for batch in self.controller:
                 self.batches.append(batch)
-                self._learn(batch)
+                self.learn(batch)
                 if len(self.batches) == count:
                     break
         return self
@@ -192,7 +193,7 @@ class Run:
     def all(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def _learn(self, batch: Batch) -> None:
+    def learn(self, batch: Batch) -> None:
         seconds = self.scenario.learner_seconds
         if self.scenario.schedule.overlap:
             self.controller.carry_on(until=self.engine.now() + seconds)

@@ -186,3 +186,22 @@ def test_a_restored_run_overlaps_as_before() -> None:
     first = Run(plan).updates(4)
     second = Run(plan, state=first.checkpoint(), last_time=first.engine.now()).to_end()
     assert first.engine.now() + second.engine.now() == pytest.approx(undisturbed.engine.now())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_can_be_restored_more_than_once(mode: str) -> None:
+    """A run that goes on from a state leaves it as it is: its tokens are not appended to those of the checkpoint."""
+    plan = scenario(
+        mode,
+        LENGTHS,
+        slots=3,
+        rollouts_per_update=3,
+        prompts_per_cohort=5,
+        epochs=2,
+        silent_updates=frozenset(range(99)),  # tokens of one version are joined
+    )
+    first = Run(plan).updates(2)
+    state, saved = first.checkpoint(), first.checkpoint()
+    again = [Run(plan, state=state, last_time=first.engine.now()).to_end() for _ in range(2)]
+    assert state == saved
+    assert what_was_trained_on(again[0].batches) == what_was_trained_on(again[1].batches)

@@ -207,7 +207,7 @@ def checked_run(scenario: Scenario) -> Run:
 # The tests
 
 
-@examples(700)
+@examples(450)
 @given(peaceful())
 def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
     run = checked_run(scenario)
@@ -215,7 +215,7 @@ def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
     assert run.figures.rejected == run.figures.failures == 0
 
 
-@examples(1000)
+@examples(600)
 @given(troubled())
 def test_what_must_hold_whatever_goes_wrong(scenario: Scenario) -> None:
     checked_run(scenario)
@@ -253,7 +253,7 @@ def test_the_baselines_bubble_is_the_one_computed_from_the_lengths(scenario: Sce
     assert math.isclose(run.figures.bubble, expected, abs_tol=EPSILON)
 
 
-@examples(300)
+@examples(200)
 @given(troubled(), st.integers(1, 5), st.integers(0, 2))
 def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: int, lost_updates: int) -> None:
     """After a checkpoint some more updates are made and lost. Relative to the checkpoint nothing is lost or trained

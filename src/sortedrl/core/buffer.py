@@ -322,6 +322,6 @@ def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
     return Rollout(
         prompt=prompts[state["prompt"]],
         state=State(state["state"]),
-        segments=[Segment(*fields) for fields in state["segments"]],
+        segments=[Segment(*fields).copy() for fields in state["segments"]],  # a segment grows in place
         **{name: state[name] for name in _PLAIN_FIELDS},
     )

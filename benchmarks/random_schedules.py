@@ -1,0 +1,106 @@
+"""Random schedules with random faults, each checked against what must always hold (docs/design.md).
+
+    python benchmarks/random_schedules.py --schedules 10000
+    python benchmarks/random_schedules.py --reproduce 1234567        # one schedule again, with its settings
+
+Each schedule is made of a seed of its own, derived from the printed one. Engine deaths, interrupts, restores, lost
+requests, preemptions, late, lost and failed scores happen in it; the checks use the event log and the batches alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from random_runs import Case, case_of, play
+from schedule_rules import check_outcome
+from sortedrl.core.hashing import mixed
+
+SECONDS_BETWEEN_LINES = 20.0
+MAX_FAILURES = 5  # that are printed: more of them say nothing new
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, help="of all schedules; a fresh one if left out")
+    parser.add_argument("--reproduce", type=int, metavar="SEED", help="run the one schedule of this seed again")
+    arguments = parser.parse_args()
+    if arguments.reproduce is not None:
+        case = case_of(arguments.reproduce)
+        print(case)
+        check_outcome(play(case))
+        print("all rules hold")
+        return 0
+    seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}, {arguments.schedules} schedules", flush=True)
+    return Campaign(seed, arguments.schedules).run()
+
+
+class Campaign:
+    """All schedules of one seed, and what happened in them."""
+
+    def __init__(self, seed: int, schedules: int) -> None:
+        self.seed = seed
+        self.schedules = schedules
+        self.modes: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()  # schedules that have this
+        self.faults: Counter[str] = Counter()  # how often it happened
+        self.hit: Counter[str] = Counter()  # schedules in which it happened
+        self.totals: Counter[str] = Counter()
+        self.failures = 0
+
+    def run(self) -> int:
+        began = printed = time.monotonic()
+        for done in range(self.schedules):
+            self._run_one(case_of(mixed(self.seed, done)))
+            if self.failures == MAX_FAILURES:
+                break
+            now = time.monotonic()
+            if now - printed >= SECONDS_BETWEEN_LINES:
+                printed = now
+                left = (now - began) / (done + 1) * (self.schedules - done - 1)
+                print(f"{done + 1} of {self.schedules}, {self.failures} failed, {left:.0f} s left", flush=True)
+        self._summarize(time.monotonic() - began)
+        return 1 if self.failures else 0
+
+    def _run_one(self, case: Case) -> None:
+        self.totals["schedules"] += 1
+        self.modes[case.scenario.schedule.mode] += 1
+        self.kinds.update(case.kinds)
+        try:
+            outcome = play(case)
+            check_outcome(outcome)
+        except Exception as error:  # whatever goes wrong is a finding
+            self.failures += 1
+            print(f"FAILED in mode {case.scenario.schedule.mode}: {type(error).__name__}: {error}")
+            print(f"    python benchmarks/random_schedules.py --reproduce {case.seed}", flush=True)
+            return
+        self.faults.update(outcome.faults)
+        self.hit.update(+Counter({kind: min(count, 1) for kind, count in outcome.faults.items()}))
+        self.totals["events"] += len(outcome.raw)
+        self.totals["updates"] += len(outcome.batches)
+        self.totals["trained rollouts"] += sum(map(len, outcome.batches))
+
+    def _summarize(self, seconds: float) -> None:
+        counted = ", ".join(f"{count:,} {what}" for what, count in self.totals.items())
+        print(f"\n{counted}; {self.failures} failed; {seconds:.0f} s")
+        print("\nschedules by mode")
+        for mode, count in sorted(self.modes.items()):
+            print(f"  {mode:32}{count:8,}")
+        print("\nschedules with")
+        for kind, count in self.kinds.most_common():
+            print(f"  {kind:36}{count:8,}")
+        print("\nwhat happened                           times in schedules")
+        for kind, count in self.faults.most_common():
+            print(f"  {kind:36}{count:8,}{self.hit[kind]:8,}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""A run made of one seed: a random schedule with random faults, killed and resumed at random, and what it left behind.
+
+    outcome = play(case_of(seed))
+    check_outcome(outcome)          # schedule_rules.py
+
+The same seed gives the same run, on any machine: `case_of` uses `random.Random(seed)` and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from scenarios import MODES, NEVER, STEP_TIMES, Run, Scenario, WatchedEngine
+from sortedrl.core import STRATEGIES, Batch, Event, Schedule, events
+from sortedrl.core.engine import EngineDied
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """After so many calls the engine dies (all since the checkpoint is lost), or the run is interrupted and saved."""
+
+    calls: float
+    dies: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A scenario, when it is saved, and what ends it before its end."""
+
+    seed: int
+    scenario: Scenario
+    saves: tuple[bool, ...]  # after update i, read in turn
+    endings: tuple[Ending, ...]  # of each life; the one after the last ending goes on to its end
+
+    @property
+    def kinds(self) -> list[str]:
+        """What this case has of all that may go wrong or differ."""
+        scenario, schedule = self.scenario, self.scenario.schedule
+        has = {
+            "whole groups": schedule.compare_siblings,
+            "single rollouts": schedule.rollouts_per_prompt == 1,
+            "several epochs": scenario.epochs > 1,
+            "max_staleness": schedule.max_staleness is not None,
+            "oversubscribe": schedule.oversubscribe is not None,
+            "overlap": schedule.overlap,
+            "publishes not every update": bool(scenario.silent_updates),
+            "ends early": scenario.max_updates is not None,
+        }
+        return [kind for kind, holds in has.items() if holds]
+
+
+@dataclass
+class Outcome:
+    """What a run left behind: all its events, those that count, the batches that count, and its last controller."""
+
+    case: Case
+    raw: list[Event] = field(default_factory=list)  # with what was rolled back, and the marks
+    log: list[Event] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    live: set[int] = field(default_factory=set)  # rollouts that are left at the end
+
+
+class MortalEngine(WatchedEngine):
+    """Counts its calls, and ends the run as it was told to."""
+
+    ending = Ending(NEVER, dies=True)
+    interrupt: Callable[[], None]
+    calls = 0
+
+    def _live(self) -> None:
+        self.calls += 1
+        if self.calls > self.ending.calls:
+            if self.ending.dies:
+                raise EngineDied("the engine's process ended")
+            self.interrupt()
+
+    def submit(self, requests: Any) -> None:
+        self._live()
+        super().submit(requests)
+
+    def poll(self, until: float | None = None) -> Any:
+        self._live()
+        return super().poll(until)
+
+    def stop(self, ids: Sequence[int]) -> Any:
+        self._live()
+        return super().stop(ids)
+
+    def load(self, weights: Any, version: int) -> None:
+        self._live()
+        super().load(weights, version)
+
+
+def case_of(seed: int) -> Case:
+    rng = random.Random(seed)
+    mode = rng.choice(MODES)
+    troubled = rng.random() < 0.8
+    scenario = _scenario(rng, _schedule(rng, mode), troubled)
+    lives = rng.choice((0, 1, 1, 2, 3)) if troubled else 0
+    endings = tuple(
+        Ending(rng.choice((rng.randint(1, 30), rng.randint(20, 200))), dies=rng.random() < 0.7) for _ in range(lives)
+    )
+    saves = tuple(rng.random() < 0.8 for _ in range(rng.randint(1, 5)))
+    return Case(seed=seed, scenario=scenario, saves=saves, endings=endings)
+
+
+def _schedule(rng: random.Random, mode: str) -> Schedule:
+    keeps_tokens = STRATEGIES[mode].keeps_tokens
+    per_prompt, per_update = rng.randint(1, 4), rng.randint(1, 8)
+    fewest = -(-per_update // per_prompt)
+    needs_bound = mode == "async-pool"
+    return Schedule(
+        mode=mode,
+        rollouts_per_update=per_update,
+        rollouts_per_prompt=per_prompt,
+        compare_siblings=per_prompt > 1 and rng.random() < 0.6,
+        prompts_per_cohort=rng.choice((None, rng.randint(fewest, fewest + 8))),
+        oversubscribe=rng.choice((None, None, 1.0, 1.3, 2.0)),
+        max_staleness=rng.randint(1, 3) if needs_bound or (keeps_tokens and rng.random() < 0.6) else None,
+        max_response_tokens=rng.randint(1, 14),
+        max_prompt_tokens=3,
+        max_wait_updates=rng.choice((None, 1, 2, 3)),
+        max_retries=rng.randint(0, 2),
+        score_wait_seconds=rng.choice((0.0, 1.0, 6.0)),
+        keep_seed=rng.random() < 0.5,
+        overlap=needs_bound or (keeps_tokens and rng.random() < 0.4),
+        seed=rng.randint(0, 1000),
+    )
+
+
+def _scenario(rng: random.Random, schedule: Schedule, troubled: bool) -> Scenario:
+    def some(choices: Sequence[T], most: int = 4) -> tuple[T, ...]:
+        return tuple(rng.choice(choices) for _ in range(rng.randint(1, most)))
+
+    longest = rng.choice((1, 3, 16))
+    scenario: dict[str, Any] = {
+        "schedule": schedule,
+        "lengths": some(range(1, longest + 1), most=20),
+        "redraws": rng.random() < 0.5,
+        "slots": rng.randint(1, 6),
+        "epochs": rng.randint(1, 3),
+        "shuffle": rng.random() < 0.5,
+        "step_time": rng.choice(STEP_TIMES),
+        "load_seconds": rng.choice((0.0, 1.5)),
+        "learner_seconds": rng.choice((0.0, 0.7, 5.0)),
+    }
+    if troubled:
+        scenario |= {
+            "prompt_tokens": some(range(5)),
+            "kv_tokens": rng.choice((None, rng.randint(8, 24), rng.randint(8, 60))),
+            "score_seconds": some((0.0, 0.0, 0.5, 4.0, 30.0, NEVER)),
+            "unscorable": frozenset(rng.sample(range(60), rng.randint(0, 6))),
+            "lost_after": some((None, None, None, 0, 1, 3)),
+            "max_updates": rng.choice((None, None, rng.randint(1, 8))),
+            "silent_updates": frozenset(rng.sample(range(9), rng.choice((0, 0, 2, 4)))),
+        }
+    return Scenario(**scenario)
+
+
+class Player:
+    """Plays a case life by life. A life after a death goes on from the last checkpoint, or starts again."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.outcome = Outcome(case)
+        self.state: dict[str, Any] | None = None
+        self.saved_events = self.saved_batches = 0
+
+    def play(self) -> Outcome:
+        for ending in (*self.case.endings, Ending(NEVER, dies=True)):
+            raw = self.outcome.raw
+            engine_type = type("EndingEngine", (MortalEngine,), {"ending": ending})
+            life = Run(
+                self.case.scenario, state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type
+            )
+            engine: Any = life.engine
+            engine.interrupt = life.controller.interrupt
+            engine.calls = 0  # loading the weights of the checkpoint does not count
+            try:
+                self._live(life)
+            except EngineDied:
+                self._roll_back(life)
+                continue
+            if engine.calls > ending.calls:
+                self.outcome.faults["interrupted and resumed"] += 1
+                self._save(life)
+                self._keep_events(life)
+                continue
+            self._keep_events(life)
+            break
+        self.outcome.live = set(life.controller.situation.buffer.live)
+        _count_faults(self.outcome)
+        return self.outcome
+
+    def _live(self, life: Run) -> None:
+        saves = self.case.saves
+        for batch in life.controller:
+            self.outcome.batches.append(batch)
+            life.learn(batch)
+            if saves[batch.update % len(saves)] and not life.controller.situation.buffer.running:
+                self._save(life)
+
+    def _save(self, life: Run) -> None:
+        self.state = life.checkpoint()
+        self.saved_events = len(self.outcome.log) + len(life.events)
+        self.saved_batches = len(self.outcome.batches)
+        self.outcome.faults["checkpoints"] += 1
+
+    def _keep_events(self, life: Run) -> None:
+        self.outcome.raw += life.events
+        self.outcome.log += life.events
+
+    def _roll_back(self, life: Run) -> None:
+        outcome = self.outcome
+        self._keep_events(life)
+        outcome.faults["engine died"] += 1
+        if self.state is not None:
+            outcome.faults["died and resumed from a checkpoint"] += 1
+            outcome.raw.append(events.RolledBack(outcome.raw[-1].at, len(outcome.log) - self.saved_events))
+        else:
+            outcome.raw.clear()  # nothing to resume: a run from the start, with a log of its own
+        del outcome.log[self.saved_events :], outcome.batches[self.saved_batches :]
+
+
+def play(case: Case) -> Outcome:
+    return Player(case).play()
+
+
+_REASONS = {
+    "no score in time, twice": "lost score",
+    "no score in time": "late score, regenerated",
+    "no reward": "failed score",
+    "unfinished siblings": "unfinished group, regenerated",
+    "prompt of": "prompt too long",
+    "failed": "retries used up",
+}
+
+
+def _count_faults(outcome: Outcome) -> None:
+    finished: dict[int, float] = {}
+    for event in outcome.raw:
+        match event:
+            case events.Failed():
+                outcome.faults["request lost by the engine"] += 1
+            case events.Preempted():
+                outcome.faults["preempted"] += 1
+            case events.Finished():
+                finished[event.rollout] = event.at
+            case events.Scored() if event.at > finished[event.rollout]:
+                outcome.faults["score later than the response"] += 1
+            case events.Redone() | events.Rejected():
+                kind = next((kind for text, kind in _REASONS.items() if event.reason.startswith(text)), event.reason)
+                outcome.faults[kind] += 1

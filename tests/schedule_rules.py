@@ -1,0 +1,253 @@
+"""What must hold for any run, checked from its event log and the batches that it handed out.
+
+Nothing here asks the controller or its buffer: `Replay` rebuilds the state of every rollout from the events alone and
+fails at the first event that cannot follow the ones before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from random_runs import Outcome
+from scenarios import Scenario
+from sortedrl.core import STRATEGIES, Batch, Event, events
+from sortedrl.core.events import without_rolled_back
+from sortedrl.observe.metrics import Metrics
+
+WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+READY, TRAINED, REJECTED = "ready", "trained", "rejected"
+
+
+def check_outcome(outcome: Outcome) -> None:
+    scenario = outcome.case.scenario
+    assert all(first.at <= second.at for first, second in pairwise(outcome.raw)), "time goes back"
+    assert without_rolled_back(outcome.raw) == outcome.log, "a roll-back removed the wrong events"
+    replay = Replay(scenario)
+    for event in outcome.log:
+        replay.apply(event)
+    replay.check_end(outcome.live)
+    check_batches(outcome, replay)
+    check_epochs(scenario, outcome.log)
+    check_metrics(outcome)
+
+
+@dataclass
+class Known:
+    """What the log tells about a rollout."""
+
+    prompt: str
+    group: int  # the same for rollouts that were loaded together for one reading of their prompt
+    sibling: int
+    cohort: int
+    state: str = WAITING
+    segments: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
+    sampled_under: int = 0  # version of the engine when it was last submitted
+    kept: int = 0  # tokens when it was last submitted
+    attempt: int = 0
+    failures: int = 0
+    reward: float | None = None
+    slot: int | None = None
+
+    @property
+    def length(self) -> int:
+        return sum(count for _, count in self.segments)
+
+    def grow(self, count: int) -> None:
+        if count and self.segments and self.segments[-1][0] == self.sampled_under:
+            self.segments[-1] = (self.sampled_under, self.segments[-1][1] + count)
+        elif count:
+            self.segments.append((self.sampled_under, count))
+
+    def drop(self, dropped: int) -> None:
+        """Either all tokens or none are dropped; a rollout that lost tokens is at its next attempt."""
+        assert dropped in (0, self.length), f"{dropped} of {self.length} tokens dropped"
+        if dropped:
+            self.segments.clear()
+            self.attempt += 1
+
+
+class Replay:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.schedule = scenario.schedule
+        self.strategy = STRATEGIES[scenario.schedule.mode]
+        self.rollouts: dict[int, Known] = {}
+        self.groups = 0
+        self.version = 0
+        self.updates = 0
+        self.trained: list[int] = []
+
+    def apply(self, event: Event) -> None:
+        match event:
+            case events.Loaded():
+                self._load(event)
+            case events.Submitted():
+                self._submit(event)
+            case events.Started():
+                self._start(event)
+            case events.Preempted():
+                self._running(event.rollout).slot = None
+            case events.Finished() | events.Stopped() | events.Failed():
+                self._leave_engine(event)
+            case events.Scored():
+                rollout = self._in_state(event.rollout, FINISHED)
+                rollout.state, rollout.reward = READY, event.reward
+            case events.Redone():
+                rollout = self._in_state(event.rollout, FINISHED, READY)
+                assert event.dropped == rollout.length and event.reason
+                rollout.drop(event.dropped)
+                rollout.state, rollout.reward = WAITING, None
+            case events.Rejected():
+                rollout = self._in_state(event.rollout, WAITING, FINISHED)
+                assert event.dropped == rollout.length and event.reason
+                rollout.state = REJECTED
+            case events.Published():
+                assert event.version == self.version + 1
+                self.version = event.version
+            case events.Updated():
+                self._update(event)
+
+    def _in_state(self, id: int, *states: str) -> Known:
+        rollout = self.rollouts[id]
+        assert rollout.state in states, f"rollout {id} is {rollout.state}, not {' or '.join(states)}"
+        return rollout
+
+    def _running(self, id: int) -> Known:
+        rollout = self._in_state(id, RUNNING)
+        assert rollout.slot is not None, f"rollout {id} has no slot"
+        return rollout
+
+    def _load(self, event: events.Loaded) -> None:
+        per_prompt = self.schedule.rollouts_per_prompt
+        assert event.first == len(self.rollouts) and event.rollouts == len(event.prompts) * per_prompt
+        if self.strategy.gated and self.rollouts:
+            assert event.cohort == max(rollout.cohort for rollout in self.rollouts.values()) + 1
+        for prompt in event.prompts:
+            for sibling in range(per_prompt):
+                self.rollouts[len(self.rollouts)] = Known(prompt, self.groups, sibling, event.cohort)
+            self.groups += 1
+
+    def _submit(self, event: events.Submitted) -> None:
+        rollout = self._in_state(event.rollout, WAITING)
+        assert event.kept == rollout.length < self.schedule.max_response_tokens, "no budget is left"
+        assert event.attempt == rollout.attempt
+        assert event.prompt_tokens <= (self.schedule.max_prompt_tokens or event.prompt_tokens)
+        rollout.state, rollout.kept, rollout.sampled_under = RUNNING, event.kept, self.version
+
+    def _start(self, event: events.Started) -> None:
+        rollout = self._in_state(event.rollout, RUNNING)
+        assert rollout.slot is None and 0 <= event.slot < self.scenario.slots
+        assert all(other.slot != event.slot for other in self.rollouts.values()), "two rollouts in a slot"
+        rollout.slot = event.slot
+
+    def _leave_engine(self, event: events.Finished | events.Stopped | events.Failed) -> None:
+        rollout = self._in_state(event.rollout, RUNNING)
+        assert event.made == 0 or rollout.slot is not None or not isinstance(event, events.Finished)
+        rollout.grow(event.made)
+        rollout.slot = None
+        assert rollout.length == rollout.kept + event.made <= self.schedule.max_response_tokens, "over its budget"
+        if isinstance(event, events.Finished):
+            assert event.length == rollout.length > 0
+            rollout.state = FINISHED
+            return
+        if isinstance(event, events.Stopped):
+            assert event.length == rollout.length
+        else:
+            rollout.failures += 1
+            assert rollout.failures <= self.schedule.max_retries + 1 and event.reason
+        assert event.dropped == (0 if self.strategy.keeps_tokens else rollout.length)
+        rollout.drop(event.dropped)
+        rollout.state = WAITING
+
+    def _update(self, event: events.Updated) -> None:
+        assert event.update == self.updates and event.version == self.version
+        assert len(event.rollouts) == len(set(event.rollouts)) > 0
+        bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
+        for id, length, reward, segments in zip(
+            event.rollouts, event.lengths, event.rewards, event.segments, strict=True
+        ):
+            rollout = self._in_state(id, READY)
+            assert (length, reward, segments) == (rollout.length, rollout.reward, tuple(rollout.segments))
+            assert 0 < length <= self.schedule.max_response_tokens
+            versions = [version for version, _ in segments]
+            assert versions == sorted(set(versions)) and versions[-1] <= self.version
+            assert bound is None or self.version - versions[0] <= bound, "too stale"
+            rollout.state = TRAINED
+        self.trained += event.rollouts
+        self.updates += 1
+        self._check_groups(event.rollouts)
+        self._check_gate(event.rollouts)
+
+    def _check_groups(self, ids: tuple[int, ...]) -> None:
+        """Where groups are trained on whole, nothing of a group of this batch is left but what was rejected."""
+        if self.schedule.compare_siblings:
+            groups = {self.rollouts[id].group for id in ids}
+            members = {id for id, rollout in self.rollouts.items() if rollout.group in groups}
+            assert all(self.rollouts[id].state in (TRAINED, REJECTED) for id in members), "a group is torn apart"
+            assert set(ids) == {id for id in members if self.rollouts[id].state == TRAINED}, "a group in two batches"
+
+    def _check_gate(self, ids: tuple[int, ...]) -> None:
+        if self.strategy.gated:
+            (cohort,) = {self.rollouts[id].cohort for id in ids}
+            before = [rollout for rollout in self.rollouts.values() if rollout.cohort < cohort]
+            assert all(rollout.state in (TRAINED, REJECTED) for rollout in before), "trained on before its cohort"
+
+    def check_end(self, live: set[int]) -> None:
+        """Each rollout was trained on once, or rejected, or (in a run that ended early) is still there."""
+        assert len(self.trained) == len(set(self.trained))
+        left = {id for id, rollout in self.rollouts.items() if rollout.state not in (TRAINED, REJECTED)}
+        assert left == live
+        assert all(rollout.slot is None and rollout.state != RUNNING for rollout in self.rollouts.values())
+        if self.scenario.max_updates is None:
+            assert not left, "lost rollouts"
+        else:
+            assert self.updates <= self.scenario.max_updates
+
+
+def check_batches(outcome: Outcome, replay: Replay) -> None:
+    """What was handed out is what the log says, token by token."""
+    updates = [event for event in outcome.log if isinstance(event, events.Updated)]
+    assert len(updates) == len(outcome.batches)
+    for update, batch in zip(updates, outcome.batches, strict=True):
+        assert (update.update, update.version) == (batch.update, batch.version)
+        assert update.rollouts == tuple(rollout.id for rollout in batch)
+        assert list(update.lengths) == sorted(map(len, batch)), "not shortest first"
+        _check_rollouts(batch, outcome.case.scenario, replay)
+
+
+def _check_rollouts(batch: Batch, scenario: Scenario, replay: Replay) -> None:
+    of_group: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    for rollout in batch:
+        length, known = len(rollout), replay.rollouts[rollout.id]
+        assert length == scenario.final_length(rollout) <= scenario.schedule.max_response_tokens
+        assert rollout.tokens == list(range(length))
+        assert rollout.logprobs == [-(position + 1) for position in range(length)]
+        assert rollout.mask == [1] * length and len(rollout.versions) == length
+        assert (rollout.prompt.id, rollout.sibling, rollout.cohort) == (known.prompt, known.sibling, known.cohort)
+        of_group[known.group].append((rollout.prompt.id, rollout.sibling))
+    for members in of_group.values():  # one reading of one prompt, each sibling once
+        assert len({prompt for prompt, _ in members}) == 1 and len(set(members)) == len(members)
+
+
+def check_epochs(scenario: Scenario, log: list[Event]) -> None:
+    """Prompts are read epoch by epoch, each of them once."""
+    read = [prompt for event in log if isinstance(event, events.Loaded) for prompt in event.prompts]
+    everything = Counter(prompt.id for prompt in scenario.dataset())
+    size = len(scenario.lengths)
+    for start in range(0, len(read), size):
+        epoch = Counter(read[start : start + size])
+        assert epoch == everything or (start + size > len(read) and epoch <= everything)
+    assert len(read) == size * scenario.epochs or (
+        scenario.max_updates is not None and len(read) < size * scenario.epochs
+    )
+
+
+def check_metrics(outcome: Outcome) -> None:
+    figures = Metrics().fold(outcome.log).figures()
+    assert -1e-9 <= figures.bubble <= figures.idle + 1e-9 <= 1 + 2e-9
+    assert abs(sum(figures.bubble_parts.values()) - figures.bubble) < 1e-9
+    assert abs(sum(figures.idle_parts.values()) - figures.idle) < 1e-9
+    assert figures.updates == len(outcome.batches)
+    assert figures.trained_tokens == sum(batch.tokens for batch in outcome.batches)

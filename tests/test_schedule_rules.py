@@ -1,0 +1,169 @@
+"""Random runs with faults hold to the rules, and the rules notice what breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from random_runs import Case, Ending, Outcome, case_of, play
+from scenarios import scenario
+from schedule_rules import check_outcome
+from sortedrl.core import Controller, Event, Request, events
+from sortedrl.core.buffer import Buffer
+
+SEEDS_PER_TEST = 50
+
+
+@pytest.mark.parametrize("block", range(14))
+def test_random_runs_with_deaths_and_interrupts_hold_to_the_rules(block: int) -> None:
+    """The same seeds in every run; fresh ones by the thousand: benchmarks/random_schedules.py."""
+    for seed in range(block * SEEDS_PER_TEST, (block + 1) * SEEDS_PER_TEST):
+        try:
+            check_outcome(play(case_of(seed)))
+        except Exception as error:
+            error.add_note(f"reproduce: python benchmarks/random_schedules.py --reproduce {seed}")
+            raise
+
+
+def test_a_seed_gives_the_same_run() -> None:
+    for seed in range(10):
+        assert play(case_of(seed)).raw == play(case_of(seed)).raw
+
+
+def outcome_of(mode: str = "partial", *endings: Ending) -> Outcome:
+    """A run of groups over two epochs, with stops, resumes and stale tokens."""
+    plan = scenario(
+        mode,
+        [7, 1, 12, 2, 5, 9],
+        slots=3,
+        rollouts_per_update=4,
+        rollouts_per_prompt=2,
+        compare_siblings=True,
+        prompts_per_cohort=4,
+        max_staleness=None if mode == "on-policy" else 3,
+        epochs=2,
+        learner_seconds=1.0,
+    )
+    return play(Case(seed=0, scenario=plan, saves=(True,), endings=endings))
+
+
+def first(outcome: Outcome, kind: type[Event]) -> int:
+    return next(place for place, event in enumerate(outcome.log) if isinstance(event, kind))
+
+
+def put(outcome: Outcome, place: int, *new: Event) -> None:
+    outcome.log[place : place + 1] = new
+    outcome.raw = list(outcome.log)
+
+
+def trains_twice(outcome: Outcome) -> None:
+    place = first(outcome, events.Updated)
+    update = outcome.log[place]
+    assert isinstance(update, events.Updated)
+    put(outcome, place, update, update._replace(update=update.update + 1))
+
+
+def loses_a_rollout(outcome: Outcome) -> None:
+    place = first(outcome, events.Updated)
+    update = outcome.log[place]
+    assert isinstance(update, events.Updated)
+    put(outcome, place, update._replace(**{name: getattr(update, name)[1:] for name in update._fields[4:]}))
+
+
+def goes_back_in_time(outcome: Outcome) -> None:
+    place = first(outcome, events.Updated)
+    put(outcome, place, outcome.log[place]._replace(at=-1.0))
+
+
+def exceeds_the_budget(outcome: Outcome) -> None:
+    place = first(outcome, events.Finished)
+    finished = outcome.log[place]
+    assert isinstance(finished, events.Finished)
+    put(outcome, place, finished._replace(made=finished.made + 100, length=finished.length + 100))
+
+
+def takes_a_taken_slot(outcome: Outcome) -> None:
+    place = [i for i, event in enumerate(outcome.log) if isinstance(event, events.Started)][1]
+    put(outcome, place, outcome.log[place]._replace(slot=0))  # type: ignore[call-arg]
+
+
+def reads_a_prompt_twice(outcome: Outcome) -> None:
+    place = first(outcome, events.Loaded)
+    loaded = outcome.log[place]
+    assert isinstance(loaded, events.Loaded)
+    put(outcome, place, loaded._replace(prompts=(loaded.prompts[1], *loaded.prompts[1:])))
+
+
+def merges_two_epochs_of_a_prompt(outcome: Outcome) -> None:
+    """Rollouts of the first batch are handed out with a sibling of the same prompt's other reading."""
+    batch = outcome.batches[0]
+    other = next(r for b in outcome.batches[1:] for r in b if r.prompt.id == batch.rollouts[0].prompt.id)
+    outcome.batches[0] = replace(batch, rollouts=(other, *batch.rollouts[1:]))
+
+
+def hands_out_other_tokens(outcome: Outcome) -> None:
+    outcome.batches[0].rollouts[-1].segments[0].tokens = [5] * len(outcome.batches[0].rollouts[-1].segments[0].tokens)
+
+
+def hides_stale_tokens(outcome: Outcome) -> None:
+    place = first(outcome, events.Published)
+    published = outcome.log[place]
+    assert isinstance(published, events.Published)
+    put(outcome, place, published._replace(version=published.version + 1))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        trains_twice,
+        loses_a_rollout,
+        goes_back_in_time,
+        exceeds_the_budget,
+        takes_a_taken_slot,
+        reads_a_prompt_twice,
+        merges_two_epochs_of_a_prompt,
+        hands_out_other_tokens,
+        hides_stale_tokens,
+    ],
+)
+def test_the_rules_notice(damage: Callable[[Outcome], None]) -> None:
+    outcome = outcome_of()
+    check_outcome(outcome)
+    damage(outcome)
+    with pytest.raises(AssertionError):
+        check_outcome(outcome)
+
+
+def test_the_rules_notice_a_controller_that_gives_a_resumed_rollout_its_whole_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = Controller._start
+
+    def generous(self: Controller) -> Request:
+        return replace(start(self), budget=100)
+
+    monkeypatch.setattr(Controller, "_start", generous)
+    failures = 0
+    for seed in range(60):
+        try:
+            check_outcome(play(case_of(seed)))
+        except AssertionError:
+            failures += 1
+    assert failures
+
+
+def test_the_rules_notice_a_buffer_that_keeps_tokens_on_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Buffer.stop
+    monkeypatch.setattr(Buffer, "stop", lambda self, rollout, *, keep, key: stop(self, rollout, keep=True, key=key))
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_outcome(outcome_of("on-policy"))
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_run_that_ends_again_and_again_loses_nothing(dies: bool) -> None:
+    outcome = outcome_of("partial", *(Ending(calls, dies) for calls in (12, 9, 8, 10)))
+    check_outcome(outcome)
+    assert outcome.faults["engine died" if dies else "interrupted and resumed"] == 4
+    assert (outcome.faults["died and resumed from a checkpoint"] > 0) == dies
