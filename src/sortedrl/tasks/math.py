@@ -277,14 +277,21 @@ def compare_plainly(reference: str, answer: str) -> bool | Undecided:
 
 
 def split_label(text: str) -> tuple[str, str]:
-    r"""What an answer is said to be the value of, and the answer: `x = 5`, `f(x) = 2x`, `x \in [0, 1]`.
+    r"""What an answer is said to be the value of, and the answer: `x = 5`, `f(x) = 2x`, `x \in [0, 1]`, `x = 2, x = 3`.
 
     The label does not count. It has a letter, so `4 = 5` is no answer 5; and one is allowed, so `x = 4 = 5` is none.
     """
-    found = re.fullmatch(r"([^=<>,]{1,40}?)\s*(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))\s*([^=]+)", text)
-    if found and re.search(r"[a-zA-Z]", found.group(1)):
-        return found.group(1).replace(" ", ""), found.group(2)
-    return "", text
+    parts = [_LABELED.fullmatch(part.strip()) for part in _split_list(text)]
+    labels = {part and part.group(1).replace(" ", "") for part in parts}
+    if len(labels) == 1 and None not in labels:
+        return str(labels.pop()), ",".join(part.group(2) for part in parts if part)
+    alone = _LABELED.fullmatch(text)
+    return (alone.group(1).replace(" ", ""), alone.group(2)) if alone else ("", text)
+
+
+_LABELED = re.compile(
+    r"(?=[^=]*[a-zA-Z])([^=<>,]{1,40}?)\s*(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))\s*([^=]+)", re.ASCII
+)
 
 
 def _without_spaces(text: str) -> str:
@@ -316,7 +323,7 @@ def _may_be_equal(reference: str, answer: str) -> bool:
         return False
     if any(reference.count(mark) != answer.count(mark) for mark in (r"\begin", "&")):
         return False
-    return r"\pm" in reference + answer or _elements(reference) == _elements(answer)
+    return r"\pm" in reference + answer or len(_split_list(reference)) == len(_split_list(answer))
 
 
 def _is_unbalanced(text: str) -> bool:
@@ -358,13 +365,16 @@ def _close(reference: Fraction, value: Fraction, exact: bool) -> bool:
     return reference == value or (not exact and abs(reference - value) <= RELATIVE_TOLERANCE * abs(reference))
 
 
-def _elements(text: str) -> int:
-    """How many elements a list has: commas outside of all brackets, and one."""
-    depth, commas = 0, 0
+def _split_list(text: str) -> list[str]:
+    """The elements of a list: what stands between commas outside of all brackets."""
+    depth, elements = 0, [""]
     for character in text:
         depth += (character in "([{") - (character in ")]}")
-        commas += character in ",;" and depth == 0
-    return commas + 1
+        if character in ",;" and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements
 
 
 def load_math_verify() -> Callable[[str, str], bool]:

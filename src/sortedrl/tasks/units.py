@@ -43,6 +43,7 @@ pencil; pen; crayon; card; stamp; sticker; marble; ball; balloon; bead; toy; dol
 song; movie; episode; photo; serving; glass glasses; way; side; edge; vertex vertices; face; digit
 triangle; square; solution; integer; element; subset; path; arrangement; move; turn
 round; lap; class classes; brick; stick; tile; acre; hectare; house; floor; stair
+atom; molecule; photon; electron; star; galaxy galaxies
 """
 
 
