@@ -24,8 +24,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
-from sortedrl.tasks.scoring import WorkerPool
 from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.workers import WorkerPool
 
 INSTRUCTION = r"Think step by step, then give the final answer inside \boxed{}."
 RELATIVE_TOLERANCE = Fraction(1, 100_000)
