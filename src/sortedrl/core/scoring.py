@@ -112,8 +112,9 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: str, most: int = MAX_REASON_CHARACTERS) -> str:
-    """Fit for a log and for any terminal: no line breaks, no lone surrogates, not long."""
-    plain = " ".join(text[: 4 * most].split()).encode("utf-8", "backslashreplace").decode()
+    """Fit for a log and for any terminal: no line breaks, no control characters, no lone surrogates, not long."""
+    words = " ".join(text[: 4 * most].split())
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
     return plain if len(plain) <= most else f"{plain[: most - 3]}..."
 
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, reason_of
 from sortedrl.tasks.task import Problem, Task, Verdict, as_verdict
-from sortedrl.tasks.workers import WorkerPool
+from sortedrl.tasks.workers import WorkerError, WorkerPool
 
 
 class Decoder(Protocol):
@@ -209,7 +209,8 @@ def _attempt(score: Callable[[Rollout], Verdict], rollout: Rollout) -> tuple[Sco
     except BaseException as error:  # SystemExit, too: a reward must not end the run
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        scored = Scored(rollout.id, None, error=reason_of(error), attempt=rollout.attempt)
+        reason = str(error) if isinstance(error, WorkerError) else reason_of(error)
+        scored = Scored(rollout.id, None, error=reason, attempt=rollout.attempt)
         return scored, isinstance(error, TimeoutError)
 
 
