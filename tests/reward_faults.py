@@ -285,3 +285,21 @@ class Faults:
             return HARMLESS[ask.fault]()  # type: ignore[no-any-return]
         fault = [*FAULTS][ask.number // ask.every % len(FAULTS)] if ask.fault == "each" else ask.fault
         return FAULTS[fault][0]()  # type: ignore[no-any-return]
+
+
+class FaultsInTraining(Faults):
+    """Its held-out problems are scored without a fault."""
+
+    def held_out(self) -> Sequence[Problem]:
+        return [Problem(f"held-out-{n}", f"q{n} q9", Ask(self._fault, n, every=1000)) for n in range(1, 40)]
+
+
+class HoldsLock(Faults):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+
+class FailsInWorker(Faults):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise ImportError("this library works in the first process alone")

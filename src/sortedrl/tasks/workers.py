@@ -22,9 +22,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class WorkerPool:
         self._idle: list[_Worker] = []  # the last one is taken first: it has been used before
         self._all: set[_Worker] = set()
         self._starting = 0
+        self._closed = False
         # Linux ends a child with the *thread* that started it, so all are started by one that lives with the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="worker-starter")
         weakref.finalize(self, _kill_all, self._all)
@@ -75,15 +76,8 @@ class WorkerPool:
     def __call__(self, *arguments: Any) -> Any:
         """What the function returns. Raises TimeoutError past the limit, WorkerError for what it raised."""
         call = pickle.dumps((self._limit_seconds, arguments))
-        with self._free:
-            worker = self._take()
-            try:
-                kind, value = worker.call(call, self._limit_seconds)
-            except BaseException:
-                self._drop(worker)
-                raise
-            with self._lock:
-                self._idle.append(worker)
+        with self._borrowed() as worker:
+            kind, value = worker.call(call, self._limit_seconds)
         if kind == "raised":
             raise WorkerError(value)
         return value
@@ -94,27 +88,34 @@ class WorkerPool:
 
     def wait_until_ready(self) -> None:
         """Start a worker and wait until its function is built. Raises WorkerError where it cannot be."""
-        with self._free:
-            worker = self._take()
-            try:
-                worker.wait_until_ready()
-            except BaseException:
-                self._drop(worker)
-                raise
-            with self._lock:
-                self._idle.append(worker)
+        with self._borrowed() as worker:
+            worker.wait_until_ready()
 
     def close(self) -> None:
         """Kill all workers, busy ones too: their calls raise WorkerError."""
         with self._lock:
+            self._closed = True
             self._idle.clear()
-            workers, self._starting = set(self._all), self._most  # no more are started
+            workers = set(self._all)
             self._all.clear()
         _kill_all(workers)
 
     def process_ids(self) -> list[int]:
         with self._lock:
             return [worker.process_id for worker in self._all]
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[_Worker]:
+        """A worker for one call. One that did not answer is killed."""
+        with self._free:
+            worker = self._take()
+            try:
+                yield worker
+            except BaseException:
+                self._drop(worker)
+                raise
+            with self._lock:
+                self._idle.append(worker)
 
     def _take(self) -> _Worker:
         """An idle worker that is alive, or a new one. Another spare one is started if this was the last."""
@@ -131,7 +132,7 @@ class WorkerPool:
 
     def _keep_spare(self) -> None:
         with self._lock:
-            if self._idle or len(self._all) + self._starting >= self._most:
+            if self._closed or self._idle or len(self._all) + self._starting >= self._most:
                 return
             self._starting += 1
         self._starter.submit(self._add_spare)
@@ -147,9 +148,14 @@ class WorkerPool:
                 self._starting -= 1
 
     def _started(self) -> _Worker:
+        if self._closed:
+            raise WorkerError("its worker processes were ended")
         worker = _Worker(self._build, self._memory_bytes)
         with self._lock:
             self._all.add(worker)
+            closed_meanwhile = self._closed
+        if closed_meanwhile:
+            self.close()
         return worker
 
     def _drop(self, worker: _Worker) -> None:
