@@ -174,7 +174,7 @@ QUICK: dict[str, tuple[Callable[[], Any], str]] = {
     "verdict_untrue": (lambda: Verdict(1.0, Untrue()), "RuntimeError: neither"),  # type: ignore[arg-type]
     "verdict_with_text": (lambda: Verdict(1.0, True, {"style": "bad"}), "part 'style' of the reward is 'bad'"),  # type: ignore[dict-item]
     "verdict_without_parts": (lambda: Verdict(1.0, True, None), "TypeError"),  # type: ignore[arg-type]
-    "verdict_with_many_parts": (lambda: Verdict(1.0, True, {str(n): 1.0 for n in range(10**5)}), "bytes; at most"),
+    "verdict_with_many_parts": (lambda: Verdict(1.0, True, {str(n): 1.0 for n in range(5000)}), "bytes; at most"),
     "takes_all_memory": (lambda: bytearray(2**45), "MemoryError"),
     "eats_memory": (_eat_memory, "MemoryError"),
 }

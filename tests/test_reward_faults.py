@@ -152,6 +152,7 @@ def test_at_once_each_score_is_waited_for_within_the_limit(pools: Pools, fault: 
     assert scored == finished
 
 
+@pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("make", [DirectScorer, BackgroundScorer])
 @pytest.mark.parametrize("fault", [name for name in QUICK if name not in NOT_IN_PROCESS])
 def test_in_this_process_it_ends_no_run_either(make: Callable[..., Any], fault: str) -> None:

@@ -107,7 +107,8 @@ def shown(value: Any) -> str:
     """A value as an error message names it: its type, and what it is where that is short and safe."""
     kind = type(value).__name__
     if type(value) in (str, int, float, bool):
-        return f"{one_line(repr(value), 60)} of type {kind}"
+        part = value[:60] if isinstance(value, str) else value
+        return f"{one_line(repr(part), 60)} of type {kind}"
     return "None" if value is None else f"a value of type {kind}"
 
 
