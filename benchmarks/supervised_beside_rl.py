@@ -32,7 +32,7 @@ from sortedrl.core.engine import Sampling
 from sortedrl.materials import Materials, read_materials
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
-from sortedrl.tasks.scoring import judge
+from sortedrl.tasks.scoring import DirectScorer, judge
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
@@ -128,7 +128,7 @@ def score(materials: Materials, settings: Train) -> Evaluation:
     return evaluate(
         embedded_engine(settings, materials.model, materials.tokenizer),
         materials.held_out[: settings.eval_problems],
-        judge(materials.task, materials.tokenizer),
+        DirectScorer(judge(materials.task, materials.tokenizer)),
         samples=settings.eval_samples,
         budget=settings.max_response_tokens,
         sampling=Sampling(temperature=settings.temperature),

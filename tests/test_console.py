@@ -38,6 +38,7 @@ from sortedrl.observe.console import (
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import RunState
 from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine
+from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Verdict
 from terminal import ENVIRONMENT, Session, in_terminal, panel_of, train_command
 
@@ -272,7 +273,7 @@ def test_an_evaluation_shows_how_far_it_is() -> None:
         evaluate(
             simulated_engine(Workload(slots=4)),
             list(map(SimulatedPrompts(10, 4).__getitem__, range(10))),
-            lambda rollout: Verdict(1.0, correct=True),
+            DirectScorer(lambda rollout: Verdict(1.0, correct=True)),
             samples=2,
             budget=64,
             sampling=Sampling(),

@@ -86,7 +86,9 @@ def test_bools_and_verdicts_are_taken_as_they_are(folder: Path) -> None:
 
 def test_another_return_type_is_named(folder: Path) -> None:
     task = CustomReward("my_rewards:text", **columns(folder))
-    with pytest.raises(TypeError, match="my_rewards:text returned 'good' of type str: it must return a number"):
+    with pytest.raises(
+        TypeError, match="result of my_rewards:text is 'good' of type str, not a number: return a number"
+    ):
         task.score(Problem("p", "?", 1), "")
 
 

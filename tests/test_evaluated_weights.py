@@ -23,7 +23,7 @@ from sortedrl.engines.embedded import EmbeddedEngine
 EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
 EVALUATED += ["--eval-problems", "12", "--threads", "1"]
 SMALL = ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
-SMALL += ["--learning-rate", "1e-2", "--warmup-updates", "0"]
+SMALL += ["--learning-rate", "1e-2", "--warmup-updates", "0", "--scoring", "at-once"]
 OWN_WEIGHTS = {"lora": ["--lora-rank", "4"], "recomputation": ["--gradient-checkpointing"]}
 Answers = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities by request
 

@@ -447,7 +447,8 @@ def test_a_reward_that_is_no_number_rejects_its_rollout(reward: float) -> None:
     result = Run(scenario("partial", [1, 2, 3], rollouts_per_update=3))
     result.scorer._reward_of = lambda rollout: reward if rollout.id == 1 else 1.0
     result.to_end()
-    assert [event.reason for event in result.all(events.Rejected)] == [f"no reward: the scorer returned {reward}"]
+    reason = f"no reward: the reward is {reward} of type float, not a finite number"
+    assert [event.reason for event in result.all(events.Rejected)] == [reason]
     assert result.ids == [[0, 2]]
 
 

@@ -2,21 +2,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Scored, Scorer
-from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, WorkerError, WorkerPool, judge
+from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, judge
 from sortedrl.tasks.task import Problem, Verdict
 
 
@@ -215,65 +210,3 @@ def test_a_task_that_cannot_be_sent_to_a_process_is_refused_at_once() -> None:
 
     with pytest.raises(ValueError, match="top level of a module"):
         judge(Local(), LetterTokenizer(), processes=1)
-
-
-def multiply(factor: int, number: int) -> int:
-    return factor * number
-
-
-def multiplier(factor: int) -> Callable[[int], int]:
-    return partial(multiply, factor)
-
-
-def no_multiplier() -> Callable[[int], int]:
-    raise ImportError("no such library")
-
-
-def test_a_pool_serves_many_threads() -> None:
-    pool = WorkerPool(partial(multiplier, 3), workers=2, limit_seconds=20)
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(pool, range(100))) == [3 * n for n in range(100)]
-    pool.close()
-
-
-def test_a_worker_that_cannot_start_says_why() -> None:
-    with pytest.raises(WorkerError, match="could not start: ImportError: no such library"):
-        WorkerPool(no_multiplier, workers=1, limit_seconds=20)(1)
-
-
-def test_workers_of_a_killed_run_end_even_in_an_endless_call() -> None:
-    script = """
-        import os, threading, time
-        from test_scoring import Echo, rollout_of
-        from sortedrl.tasks.scoring import _score_of, WorkerPool
-        from functools import partial
-        pool = WorkerPool(partial(_score_of, Echo()), workers=1, limit_seconds=1.0)
-        problem = rollout_of(0, answer="ab").prompt.payload
-        pool(problem, "ab")
-        print(pool._idle[0]._process.pid, flush=True)
-        spin = rollout_of(0, answer="spin").prompt.payload
-        threading.Timer(0.3, os._exit, [9]).start()
-        pool(spin, "ab")
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 9, run.stderr
-    worker = int(run.stdout)
-    until = time.monotonic() + 20
-    while _runs(worker) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not _runs(worker)
-
-
-def _runs(process_id: int) -> bool:
-    """Whether the process computes: a zombie that its new parent has not reaped yet does not."""
-    try:
-        with open(f"/proc/{process_id}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

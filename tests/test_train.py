@@ -25,6 +25,8 @@ TESTS = Path(__file__).parent
 SMALL = [
     "--task",
     "toy:SayA",
+    "--scoring",
+    "at-once",
     "--slots",
     "8",
     "--rollouts-per-update",
@@ -236,10 +238,12 @@ def test_a_reward_that_raises_is_counted_and_stops_nothing(model: Path, tmp_path
 
 
 def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> None:
+    """Here because there are fewer rollouts than would stop the run before."""
     words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, "--task", "toy:RaisesAlways"]
-    done = sortedrl("train", *words, "--epochs", "1", check=False)
+    few = ["--task-options", "problems", "3", "--rollouts-per-prompt", "2", "--eval-problems", "4"]
+    done = sortedrl("train", *words, *few, "--epochs", "1", check=False)
     assert done.returncode == 2
-    assert "no update was made" in done.stderr and "rollouts were rejected" in done.stderr
+    assert "no update was made: 6 rollouts were rejected, 6 times: RuntimeError: judge out of order" in done.stderr
 
 
 def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, 
 from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
@@ -40,13 +41,12 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.prometheus import Endpoint
 from sortedrl.observe.trackers import Trackers, open_tracker, require_login
 from sortedrl.observe.watch import kept_readable
+from sortedrl.rewards import EvaluationScores, Rewards, unscored_notice
 from sortedrl.run_folder import RunFolder, refuse_changes
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
-from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, judge
-from sortedrl.tasks.task import Verdict
 
-Judge = Callable[[Rollout], Verdict]
 SHARE_OF_GPU_FOR_VLLM = 0.45  # where learner and engine share one: the learner needs the rest
+EVALUATION_WORTH = 64  # responses after which `sortedrl eval` gives up on a reward that fails on all of them
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
 PROBE_TOKENS = 16
 
@@ -57,23 +57,26 @@ PROBE_TOKENS = 16
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    score: Judge,
+    scorer: Scorer,
     *,
     samples: int,
     budget: int,
     sampling: Sampling,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    watch: RejectionWatch | None = None,
 ) -> Evaluation:
-    """Samples every problem, with the same noise at every call: two evaluations can be paired."""
+    """Samples every problem, with the same noise at every call: two evaluations can be paired.
+
+    A response without a score counts as wrong; `watch` counts them, and raises where they are too many.
+    """
     rollouts = {
         i * samples + j: Rollout(i * samples + j, prompt, j, 0, mixed(seed, i, j), 0)
         for i, prompt in enumerate(prompts)
         for j in range(samples)
     }
     engine.submit([Request(r.id, r.prompt, (), budget, r.seed, sampling) for r in rollouts.values()])
-    correct = [[False] * samples for _ in prompts]
-    rewards: list[float] = []
+    scores = EvaluationScores(scorer, watch or RejectionWatch(EVALUATION_WORTH))
     left = len(rollouts)
     while left:
         for change in engine.poll():
@@ -82,18 +85,15 @@ def evaluate(
             elif isinstance(change, Finished | Failed):
                 left -= 1
                 on_progress(len(rollouts) - left, len(rollouts))
-                verdict = _scored(score, rollouts[change.id]) if isinstance(change, Finished) else None
-                if verdict is not None:
-                    correct[change.id // samples][change.id % samples] = verdict.correct
-                    rewards.append(verdict.reward)
-    return Evaluation(tuple(prompt.id for prompt in prompts), tuple(map(tuple, correct)), tuple(rewards))
-
-
-def _scored(score: Judge, rollout: Rollout) -> Verdict | None:
-    try:
-        return score(rollout)
-    except Exception:  # a reward that raises on one response counts as wrong there
-        return None
+                if isinstance(change, Finished):
+                    scores.submit(rollouts[change.id])
+    found = scores.all()
+    correct = tuple(
+        tuple(i * samples + j in found and found[i * samples + j].correct for j in range(samples))
+        for i in range(len(prompts))
+    )
+    rewards = tuple(found[id].reward for id in sorted(found))
+    return Evaluation(tuple(prompt.id for prompt in prompts), correct, rewards)
 
 
 def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
@@ -157,14 +157,16 @@ class TrainingRun:
         self.console = console
         self.metrics = Metrics()
         self.sampling = Sampling(temperature=settings.temperature)
-        self.judge = judge(materials.task, materials.tokenizer)
+        self.rewards = Rewards(settings, materials, settings.scoring)  # first: its workers start meanwhile
         embedded = settings.engine == "embedded"
         self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
         self.engine_shares_model = embedded and not self.has_plain_copy
         self.plain_model = copy.deepcopy(materials.model) if self.has_plain_copy else materials.model
         self.learner = Learner(materials.model, settings.learner_settings())
         self.engine = self._engine()
+        self.rewards.require_ready()
         self.scorer = self._scorer()
+        self.evaluation_scorer = self.rewards.scorer()
         self.batched = Batched(self.metrics, console.begin(self.metrics, str(folder.path), self.total_updates()))
         self.log = EventLog(self.batched)
         self.controller = Controller(
@@ -176,6 +178,7 @@ class TrainingRun:
             log=self.log,
             max_updates=settings.updates,
         )
+        self.rejections = self._rejection_watch()
         self.before: Evaluation | None = None
         self.evaluated: tuple[int, Evaluation] | None = None  # the last time, after how many updates
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
@@ -203,16 +206,20 @@ class TrainingRun:
         """End what the run has outside of its own process and memory."""
         self.batched.settle()
         self.folder.close()
+        self.rewards.close()
         if isinstance(self.engine, CheckedWeights):
             self.engine.close()
 
     def _scorer(self) -> Scorer:
-        score: Scorer = (
-            DirectScorer(self.judge)
-            if self.settings.scoring == "at-once"
-            else BackgroundScorer(self.judge, limit_seconds=self.settings.score_limit_seconds)
+        scorer = self.rewards.scorer()
+        return ShuffledRewards(scorer, self.settings.seed) if self.settings.shuffle_rewards else scorer
+
+    def _rejection_watch(self) -> RejectionWatch:
+        return RejectionWatch(
+            self.controller.schedule.rollouts_needed,
+            max_fraction=self.settings.max_rejected_fraction,
+            log=self.console.say,
         )
-        return ShuffledRewards(score, self.settings.seed) if self.settings.shuffle_rewards else score
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint: later events stay in the log behind a mark, and no figure counts them."""
@@ -239,6 +246,7 @@ class TrainingRun:
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary. `interrupted` in it says which."""
+        self.log.sinks.append(self.rejections)  # not before a resumed run has told what happened earlier
         if self.before is None:
             self._write_events()
             self.before = self._evaluate(0)
@@ -291,7 +299,7 @@ class TrainingRun:
         if not done:
             raise NothingLearnt(
                 f"no update was made: {self.metrics.figures().rejected} rollouts were rejected, "
-                f"for reasons that `sortedrl report {self.folder.path}` lists"
+                f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )
         after = self._evaluate(done) if self.evaluated is None or self.evaluated[0] != done else self.evaluated[1]
         self._save(done)
@@ -338,16 +346,20 @@ class TrainingRun:
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
         held_out = self.materials.held_out[: self.settings.eval_problems]
+        watch = self._rejection_watch()
         found = evaluate(
             self.engine,
             held_out,
-            self.judge,
+            self.evaluation_scorer,
             samples=self.settings.eval_samples,
             budget=self.settings.max_response_tokens,
             sampling=self.sampling,
             seed=self.settings.eval_seed,
             on_progress=self.console.evaluating,
+            watch=watch,
         )
+        if notice := unscored_notice(watch):
+            self.console.say(notice)
         score = mean_at_k(found.correct)
         line: dict[str, Any] = {"update": done, "seconds": self._seconds(), "held_out": score._asdict()}
         if self.settings.eval_samples > 1:
@@ -520,7 +532,7 @@ def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[
     try:
         with run.console, closing(run.trackers), closing(run):
             return run.run()
-    except (EngineDied, WeightsDiffer) as error:
+    except (EngineDied, WeightsDiffer, TooManyRejected) as error:
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
 
 
@@ -543,28 +555,37 @@ def evaluate_model(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
-    engine = engine_for(settings, materials, materials.model)
+    rewards = Rewards(settings, materials)
     held_out = materials.held_out[: settings.eval_problems]
-    if settings.engine in SERVERS:  # whatever a server was started with or last given
-        logprobs_of = partial(response_logprobs, materials.model)
-        engine = checked_engine(engine, settings, held_out, logprobs_of)
-        engine.load(materials.model.state_dict(), 0)
-    began = time.perf_counter()
-    found = evaluate(
-        engine,
-        held_out,
-        judge(materials.task, materials.tokenizer),
-        samples=settings.eval_samples,
-        budget=settings.max_response_tokens,
-        sampling=Sampling(temperature=settings.temperature),
-        seed=settings.eval_seed,
-        on_progress=on_progress,
-    )
+    with closing(rewards):
+        engine = engine_for(settings, materials, materials.model)
+        if settings.engine in SERVERS:  # whatever a server was started with or last given
+            logprobs_of = partial(response_logprobs, materials.model)
+            engine = checked_engine(engine, settings, held_out, logprobs_of)
+            engine.load(materials.model.state_dict(), 0)
+        rewards.require_ready()
+        watch = RejectionWatch(EVALUATION_WORTH, log=say)
+        began = time.perf_counter()
+        found = evaluate(
+            engine,
+            held_out,
+            rewards.scorer(),
+            samples=settings.eval_samples,
+            budget=settings.max_response_tokens,
+            sampling=Sampling(temperature=settings.temperature),
+            seed=settings.eval_seed,
+            on_progress=on_progress,
+            watch=watch,
+        )
+    watch.require_some_scored()
+    if notice := unscored_notice(watch):
+        say(notice)
     return {
         "model": settings.model,
         "task": settings.task,
         "problems": len(found.problem_ids),
         "samples": settings.eval_samples,
+        "unscored": watch.rejected,
         "mean_at_k": mean_at_k(found.correct)._asdict(),
         "pass_at_k": pass_at_k(found.correct, settings.eval_samples)._asdict(),
         "seconds": time.perf_counter() - began,

@@ -301,6 +301,13 @@ class ModelSettings(EngineChoice):
     eval_problems: Annotated[int, Field(ge=1, description="held-out problems of an evaluation")] = 500
     eval_samples: Annotated[int, Field(ge=1, description="samples of each, for mean@k and pass@k")] = 1
     eval_seed: int = 12345
+    reward_workers: Annotated[
+        int,
+        Field(ge=0, le=1024, description="processes for a reward of your own; 0: in this process, which it can block"),
+    ] = 2
+    score_limit_seconds: Annotated[
+        float, Field(gt=0, description="a reward of your own that takes longer has failed, and its process is killed")
+    ] = 30.0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads for PyTorch; 0: its own default")] = 0
@@ -376,11 +383,16 @@ class Train(ModelSettings):
     keep_checkpoints: Annotated[int, Field(ge=1, description="newest ones that stay; the best stays too")] = 2
     save_rollouts: Annotated[int, Field(ge=0, description="responses of each update to write down")] = 8
     scoring: Annotated[
-        Literal["at-once", "background"], Field(description="background: for rewards that take their time")
-    ] = "at-once"
-    score_limit_seconds: Annotated[
-        float, Field(gt=0, description="with --scoring background: a reward that takes longer has failed")
-    ] = 30.0
+        Literal["at-once", "background"] | None,
+        Field(
+            description="background: while the engine generates; at-once: waited for, for exact repeats; default: "
+            "at-once for built-in tasks, background for your own"
+        ),
+    ] = None
+    max_rejected_fraction: Annotated[
+        float,
+        Field(ge=0, le=1, description="stop when more of the last four updates' worth of rollouts were rejected"),
+    ] = 0.5
     shuffle_rewards: Annotated[bool, Field(description="a control: nothing to learn, the score must not rise")] = False
     tracker: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
@@ -650,7 +662,7 @@ class Report(Settings):
 # Settings that a resumed run may change: they extend it or say where things are.
 EXTENDING_KEYS = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
-    | {"resume", "out", "score_limit_seconds", "tracker", "prometheus_port"}
+    | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
 )
 
 S = TypeVar("S", bound=Settings)

@@ -17,6 +17,7 @@ from sortedrl.core.engine import (
 from sortedrl.core.events import Event, EventLog, JsonLines, read_events
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
@@ -39,6 +40,7 @@ __all__ = [
     "Preempted",
     "Prompt",
     "Prompts",
+    "RejectionWatch",
     "Request",
     "Rollout",
     "Sampling",
@@ -54,6 +56,7 @@ __all__ = [
     "State",
     "Strategy",
     "Tokens",
+    "TooManyRejected",
     "read_events",
     "strategy_named",
 ]

@@ -36,13 +36,16 @@ from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import NO_REWARD
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.scoring import Scorer
+from sortedrl.core.scoring import Scorer, as_reward
 from sortedrl.core.strategy import Situation, Strategy, is_overdue
 
 OPEN, DRAIN, HELD_BACK = "open", "drain", "held back"
 CARRY_ON_SECONDS = 0.05  # between two looks at a learner that steps beside the engine
+SCORE_CHECK_SECONDS = 0.05  # between two looks at a scorer while the engine generates
+SCORE_WAIT_STEP_SECONDS = 0.25  # an interrupt must not wait for a score
 Result = TypeVar("Result")
 
 
@@ -113,6 +116,7 @@ class Controller:
         self._max_updates = max_updates
         self._has_begun = False
         self._is_interrupted = False
+        self._scorer_wakes_engine = bool(getattr(scorer, "wakes_engine", False))
         self._late_scores: list[int] = []  # rollouts whose scores alone hold up the harvest
         self._late_since = 0.0
 
@@ -120,6 +124,7 @@ class Controller:
 
     def __iter__(self) -> Iterator[Batch]:
         self._begin_run()
+        self._collect_scores()  # of rollouts that `restore` handed to the scorer
         while self._has_more():
             batches = self._harvest()
             for place, groups in enumerate(batches, start=1):
@@ -309,9 +314,9 @@ class Controller:
     def _advance(self, until: float | None = None) -> None:
         """Wait for the engine, or for a score where the engine has nothing to do."""
         if self.situation.buffer.running:
-            self._apply(self.engine.poll(until))
+            self._apply(self.engine.poll(self._next_look_at_scores(until)))
         elif self.scorer.pending:
-            self.scorer.wait(self.schedule.score_wait_seconds if until is None else until - self.engine.now())
+            self._wait_for_score(self.schedule.score_wait_seconds if until is None else until - self.engine.now())
         elif until is not None:
             self._apply(self.engine.poll(until))
         else:
@@ -320,6 +325,16 @@ class Controller:
                 f"although {self.situation.buffer.untrained} rollouts are left"
             )
         self._collect_scores()
+
+    def _next_look_at_scores(self, until: float | None) -> float | None:
+        """A score may complete the update while the engine has nothing to report: poll only briefly for it."""
+        if self._scorer_wakes_engine or not self.scorer.pending:
+            return until
+        soon = self.engine.now() + SCORE_CHECK_SECONDS
+        return soon if until is None else min(soon, until)
+
+    def _wait_for_score(self, seconds: float) -> None:
+        self.scorer.wait(seconds if self._scorer_wakes_engine else min(seconds, SCORE_WAIT_STEP_SECONDS))
 
     def _stop_running(self) -> None:
         s = self.situation
@@ -342,7 +357,9 @@ class Controller:
             self.mark_phase("scores")
             deadline = self._now() + self.schedule.score_wait_seconds
             while s.buffer.finished and self._now() < deadline and self.scorer.pending:
-                self.scorer.wait(deadline - self._now())
+                if self._is_interrupted:  # no batch follows: what is not scored is saved, and scored on resume
+                    return
+                self._wait_for_score(deadline - self._now())
                 self._collect_scores()
             for rollout in s.buffer.unscored():
                 self._redo(rollout, "no score in time")
@@ -422,7 +439,8 @@ class Controller:
         s.buffer.finish(rollout, truncated=truncated)
         self.log.append(events.Finished(at, rollout.id, made, len(rollout), truncated))
         s.expectation.observe(rollout)
-        self.scorer.submit(rollout)
+        if not self._is_interrupted:  # else it is saved without a score, and scored on resume
+            self.scorer.submit(rollout)
 
     def _fail(self, rollout: Rollout, at: float, reason: str) -> None:
         s = self.situation
@@ -439,11 +457,15 @@ class Controller:
             rollout = buffer.awaiting_score(scored.rollout_id, scored.attempt)
             if rollout is None:
                 continue
-            if scored.error is not None or scored.reward is None or not math.isfinite(scored.reward):
-                self._reject(rollout, f"no reward: {scored.error or f'the scorer returned {scored.reward}'}")
+            try:
+                reward, error = as_reward(scored.reward), scored.error
+            except (TypeError, ValueError) as unfit:
+                reward, error = 0.0, scored.error or str(unfit)
+            if error is not None:
+                self._reject(rollout, f"{NO_REWARD}{error}")
                 continue
-            buffer.score(rollout, scored.reward, scored.detail)
-            self.log.append(events.Scored(self._now(), rollout.id, scored.reward))
+            buffer.score(rollout, reward, scored.detail)
+            self.log.append(events.Scored(self._now(), rollout.id, reward))
             self._note_if_complete(buffer.set_of(rollout))
 
     def _redo(self, rollout: Rollout, reason: str) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
+
+MAX_REWARD = 1e6  # in size: sums and squares of more would leave the range of float32
+MAX_REASON_CHARACTERS = 300
 
 
 class Scored(NamedTuple):
@@ -22,6 +27,9 @@ class Scored(NamedTuple):
 
 
 class Scorer(Protocol):
+    """A scorer that makes `engine.poll` return when a score arrives says so with an attribute `wakes_engine = True`.
+    The controller polls briefly while any other has scores pending, so that a score is seen while the engine works."""
+
     @property
     def pending(self) -> int:
         """How many were submitted and not yet collected."""
@@ -49,10 +57,9 @@ class ScoreAtOnce:
 
     def submit(self, rollout: Rollout) -> None:
         try:
-            self._done.append(Scored(rollout.id, float(self._reward(rollout)), attempt=rollout.attempt))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._done.append(Scored(rollout.id, None, error=reason, attempt=rollout.attempt))
+            self._done.append(Scored(rollout.id, as_reward(self._reward(rollout)), attempt=rollout.attempt))
+        except (Exception, SystemExit) as error:
+            self._done.append(Scored(rollout.id, None, error=reason_of(error), attempt=rollout.attempt))
 
     def collect(self) -> list[Scored]:
         done, self._done = self._done, []
@@ -60,3 +67,60 @@ class ScoreAtOnce:
 
     def wait(self, timeout_seconds: float) -> None:
         del timeout_seconds
+
+
+def as_reward(value: Any, name: str = "the reward") -> float:
+    """A number of any kind, or the one element of a tensor or an array, as a float that can be trained on.
+
+    Anything else is a TypeError or a ValueError that names the type.
+    """
+    number = value
+    if not isinstance(value, Real) and callable(getattr(value, "item", None)):
+        try:
+            number = value.item()
+        except (ValueError, RuntimeError, TypeError):
+            raise TypeError(f"{name} is {shown(value)} with several elements, not one number") from None
+    if not isinstance(number, Real):
+        raise TypeError(f"{name} is {shown(value)}, not a number{_hint(value)}")
+    try:
+        plain = float(number)
+    except OverflowError:
+        plain = math.inf
+    if not math.isfinite(plain):
+        raise ValueError(f"{name} is {plain} of type {type(value).__name__}, not a finite number")
+    if abs(plain) > MAX_REWARD:
+        raise ValueError(f"{name} is {plain:g} of type {type(value).__name__}, its size must be at most {MAX_REWARD:g}")
+    return plain
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one short line, even if it cannot show itself."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except BaseException as failure:
+        return f"{name} (its message cannot be shown: {type(failure).__name__})"
+    return one_line(f"{name}: {text}" if text else name)
+
+
+def shown(value: Any) -> str:
+    """A value as an error message names it: its type, and what it is where that is short and safe."""
+    kind = type(value).__name__
+    if type(value) in (str, int, float, bool):
+        part = value[:60] if isinstance(value, str) else value
+        return f"{one_line(repr(part), 60)} of type {kind}"
+    return "None" if value is None else f"a value of type {kind}"
+
+
+def one_line(text: str, most: int = MAX_REASON_CHARACTERS) -> str:
+    """Fit for a log and for any terminal: no line breaks, no control characters, no lone surrogates, not long."""
+    words = " ".join(text[: 4 * most].split())
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    return plain if len(plain) <= most else f"{plain[: most - 3]}..."
+
+
+def _hint(value: Any) -> str:
+    kind = type(value).__name__
+    if kind in ("coroutine", "async_generator"):
+        return "; an async function is not awaited, make it a plain one"
+    return "; use return, not yield" if kind == "generator" else ""

@@ -288,6 +288,8 @@ class SimulatedEngine:
 class SimulatedScorer:
     """Scores that take virtual time. `reward_of` may raise: the score is then an error."""
 
+    wakes_engine = True
+
     def __init__(
         self,
         engine: SimulatedEngine,

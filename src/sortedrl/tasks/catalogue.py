@@ -27,6 +27,11 @@ def task_by_name(name: str, **options: Any) -> Task:
     )
 
 
+def is_built_in(name: str) -> bool:
+    """Whether the task's reward is ours: cheap, and it cannot hang. That of an import path may do anything."""
+    return name.partition(":")[0] in _MAKERS
+
+
 def _knights_and_knaves(variant: str, options: dict[str, Any]) -> Task:
     from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 

@@ -3,6 +3,9 @@
 A reward is a function `(problem, response) -> float | Verdict` and comes with a file of prompts; a task is a
 class or an object with `train`, `held_out` and `score`. A plain number counts as correct from 1 on; return a
 Verdict to say otherwise.
+
+What is wrong with a reward function itself is refused here, before the run; what it does with a response is up to
+the scorer (scoring.py).
 """
 
 from __future__ import annotations
@@ -14,11 +17,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from numbers import Real
 from typing import Any, TypeVar
 
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
-from sortedrl.tasks.task import Problem, Task, Verdict
+from sortedrl.tasks.task import Problem, Task, Verdict, as_verdict
 
 T = TypeVar("T")
 TASK_MEMBERS = ("train", "held_out", "score")
@@ -59,15 +61,15 @@ class CustomReward:
         return self._problems[1]
 
     def score(self, problem: Problem, response: str) -> Verdict:
-        result = self._reward(problem, response)
-        if isinstance(result, Verdict):
-            return result
-        if isinstance(result, Real):
-            return Verdict(float(result), float(result) >= 1.0)
-        raise TypeError(
-            f"the reward {self.name} returned {result!r} of type {type(result).__name__}: it must return a "
-            "number or a sortedrl.tasks.task.Verdict"
-        )
+        return as_verdict(self._reward(problem, response), f"the result of {self.name}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker process imports the reward by its path, so that it may be a lambda, and needs no prompts."""
+        return {key: value for key, value in vars(self).items() if key not in ("_reward", "_problems")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reward = import_object(self.name)
 
     @cached_property
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
@@ -139,17 +141,29 @@ def _require_task(task: Any, path: str) -> Task:
     missing = [member for member in TASK_MEMBERS if not callable(getattr(task, member, None))]
     if missing:
         raise ValueError(f"{path} is no task: it has no {' and no '.join(missing)}; see sortedrl.tasks.task")
+    _two_argument_function(task.score, f"{path}, its score")
     if not hasattr(task, "name"):
         task.name = path
     return task  # type: ignore[no-any-return]
 
 
 def _two_argument_function(function: Any, path: str) -> Callable[[Problem, str], Any]:
+    for is_kind, kind in (
+        (inspect.iscoroutinefunction, "async"),
+        (inspect.isasyncgenfunction, "async"),
+        (inspect.isgeneratorfunction, "a generator"),
+    ):
+        if is_kind(function):
+            raise ValueError(f"the reward {path} is {kind}: make it a plain function that returns a number")
     try:
-        inspect.signature(function).bind("problem", "response")
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some functions in C have none
+        return function  # type: ignore[no-any-return]
+    try:
+        signature.bind("problem", "response")
     except TypeError as error:
         raise ValueError(
-            f"the reward {path} is called with (problem, response), which its signature "
-            f"{inspect.signature(function)} does not allow: {error}"
+            f"the reward {path} is called with (problem, response), which its signature {signature} does not allow: "
+            f"{error}"
         ) from error
     return function  # type: ignore[no-any-return]

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
 from sortedrl.tasks.math_limits import is_affordable, is_short
-from sortedrl.tasks.scoring import WorkerPool
 from sortedrl.tasks.task import Problem, Verdict
 from sortedrl.tasks.units import quantity
+from sortedrl.tasks.workers import WorkerPool
 
 INSTRUCTION = r"Think step by step, then give the final answer inside \boxed{}."
 RELATIVE_TOLERANCE = Fraction(1, 100_000)

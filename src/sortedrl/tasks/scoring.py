@@ -6,7 +6,7 @@ and is counted. `detail` is plain data, `{"correct": bool, "parts": {...}}`, fit
     judge(task, tokenizer)      rollout -> Verdict: decode the tokens, ask the task
     BackgroundScorer            scores in threads while the engine generates
     DirectScorer                scores inside `submit`: the same results in the same order, for exact repeats
-    WorkerPool                  a function in processes that are killed when they exceed their time limit
+    reward_workers(task)        the task's score in processes that are killed when they exceed their time limit
 
 A thread cannot be killed. A reward that may hang or that computes for long belongs into processes
 (`judge(..., processes=2)`); a thread that hangs is given up and replaced.
@@ -15,26 +15,18 @@ A thread cannot be killed. A reward that may hang or that computes for long belo
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
 from typing import Any, Protocol
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
-from sortedrl.tasks.task import Problem, Task, Verdict
-
-START_LIMIT_SECONDS = 120.0  # a worker imports its libraries before it is ready, on a busy machine slowly
+from sortedrl.core.scoring import Scored, reason_of
+from sortedrl.tasks.task import Problem, Task, Verdict, as_verdict
+from sortedrl.tasks.workers import WorkerError, WorkerPool
 
 
 class Decoder(Protocol):
@@ -42,21 +34,33 @@ class Decoder(Protocol):
 
 
 def judge(
-    task: Task, tokenizer: Decoder, *, processes: int = 0, limit_seconds: float = 30.0
+    task: Task,
+    tokenizer: Decoder,
+    *,
+    processes: int = 0,
+    limit_seconds: float = 30.0,
+    pool: WorkerPool | None = None,
 ) -> Callable[[Rollout], Verdict]:
     """Score a rollout by the text of its tokens, special tokens removed.
 
     With `processes` the task scores in that many killable processes, each score within `limit_seconds`; the
-    task must then be picklable. Otherwise it scores in the calling thread.
+    task must then be picklable. `pool` is one of `reward_workers`, to be closed by the caller. Otherwise the task
+    scores in the calling thread.
     """
-    score: Callable[[Problem, str], Verdict] = task.score
-    if processes:
-        score = WorkerPool(partial(_score_of, task), workers=processes, limit_seconds=limit_seconds)
+    if pool is None and processes:
+        pool = reward_workers(task, workers=processes, limit_seconds=limit_seconds)
+    score: Callable[[Problem, str], Any] = pool or task.score
 
     def verdict(rollout: Rollout) -> Verdict:
-        return score(rollout.prompt.payload, tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        found = score(rollout.prompt.payload, tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        return Verdict(*found) if pool is not None else as_verdict(found)
 
     return verdict
+
+
+def reward_workers(task: Task, *, workers: int, limit_seconds: float, memory_bytes: int | None = None) -> WorkerPool:
+    """The task's score as (reward, correct, parts), in worker processes. Raises ValueError if it cannot be pickled."""
+    return WorkerPool(partial(_score_of, task), workers=workers, limit_seconds=limit_seconds, memory_bytes=memory_bytes)
 
 
 class DirectScorer:
@@ -199,139 +203,20 @@ class BackgroundScorer:
 def _attempt(score: Callable[[Rollout], Verdict], rollout: Rollout) -> tuple[Scored, bool]:
     """The score, or why there is none, and whether the reason is time."""
     try:
-        verdict = score(rollout)
-        if not math.isfinite(verdict.reward):
-            raise ValueError(f"the reward is {verdict.reward}, which is no finite number")
-        detail = {"correct": bool(verdict.correct), "parts": dict(verdict.parts)}
-        return Scored(rollout.id, float(verdict.reward), detail, attempt=rollout.attempt), False
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return Scored(rollout.id, None, error=text, attempt=rollout.attempt), isinstance(error, TimeoutError)
+        verdict = as_verdict(score(rollout))
+        detail = {"correct": verdict.correct, "parts": verdict.parts}
+        return Scored(rollout.id, verdict.reward, detail, attempt=rollout.attempt), False
+    except BaseException as error:  # SystemExit, too: a reward must not end the run
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        reason = str(error) if isinstance(error, WorkerError) else reason_of(error)
+        scored = Scored(rollout.id, None, error=reason, attempt=rollout.attempt)
+        return scored, isinstance(error, TimeoutError)
 
 
-class WorkerError(RuntimeError):
-    """What a function raised inside its worker process, or how the process died."""
+def _score_of(task: Task) -> Callable[[Problem, str], tuple[float, bool, dict[str, float]]]:
+    def score(problem: Problem, response: str) -> tuple[float, bool, dict[str, float]]:
+        verdict = as_verdict(task.score(problem, response))
+        return verdict.reward, verdict.correct, dict(verdict.parts)
 
-
-class WorkerPool:
-    """Calls a function in worker processes; one that exceeds `limit_seconds` is killed and replaced.
-
-    `build` runs once in each worker and returns the function, so that imports do not count toward the limit.
-    Callable from any thread. Workers start when they are first needed; they are fresh interpreters, so that
-    neither threads nor a GPU of this process are carried into them, and they end when this process does.
-    """
-
-    def __init__(self, build: Callable[[], Callable[..., Any]], *, workers: int, limit_seconds: float) -> None:
-        self._build = _pickled(build)
-        self._limit_seconds = limit_seconds
-        self._free = threading.Semaphore(workers)
-        self._idle: list[_Worker] = []
-        weakref.finalize(self, _kill_all, self._idle)
-
-    def __call__(self, *arguments: Any) -> Any:
-        """What the function returns. Raises TimeoutError past the limit, WorkerError for what it raised."""
-        with self._free:
-            try:
-                worker = self._idle.pop()
-            except IndexError:
-                worker = _Worker(self._build)
-            try:
-                kind, value = worker.call(arguments, self._limit_seconds)
-            except BaseException:
-                worker.kill()
-                raise
-            self._idle.append(worker)
-        if kind == "raised":
-            raise WorkerError(value)
-        return value
-
-    def close(self) -> None:
-        _kill_all(self._idle)
-
-
-class _Worker:
-    def __init__(self, pickled_build: bytes) -> None:
-        self._pipe, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C is for this process alone: it decides what becomes of its workers.
-                process_group=0,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
-        self._pipe.send(pickled_build)
-        self._ready = False
-
-    def call(self, arguments: tuple[Any, ...], limit_seconds: float) -> tuple[str, Any]:
-        if not self._ready:
-            kind, value = self._receive(START_LIMIT_SECONDS)
-            if kind == "raised":
-                raise WorkerError(f"a worker process could not start: {value}")
-            self._ready = True
-        try:
-            self._pipe.send((limit_seconds, arguments))
-        except BrokenPipeError:
-            raise self._death() from None
-        return self._receive(limit_seconds)
-
-    def _receive(self, limit_seconds: float) -> tuple[str, Any]:
-        if not self._pipe.poll(limit_seconds):
-            raise TimeoutError(f"no result within {limit_seconds:g} s; the worker process was killed")
-        try:
-            kind, value = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._death() from None
-        return kind, value
-
-    def _death(self) -> WorkerError:
-        return WorkerError(f"a worker process died with exit code {self._process.wait()}")
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
-
-
-def serve(pipe_descriptor: int) -> None:
-    """The life of a worker process: build the function, then answer calls until the pipe closes."""
-    pipe: Connection[Any, Any] = Connection(pipe_descriptor)
-    try:
-        function = pickle.loads(pipe.recv())()
-    except Exception as error:
-        pipe.send(("raised", f"{type(error).__name__}: {error}"))
-        return
-    pipe.send(("ready", None))
-    while True:
-        try:
-            limit_seconds, arguments = pipe.recv()
-        except EOFError:
-            return
-        # Should the parent be gone by then, nobody else would end an endless call.
-        signal.setitimer(signal.ITIMER_REAL, limit_seconds + 1)
-        try:
-            answer = ("returned", function(*arguments))
-        except Exception as error:
-            answer = ("raised", f"{type(error).__name__}: {error}")
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send(answer)
-
-
-def _pickled(build: Callable[[], Callable[..., Any]]) -> bytes:
-    try:
-        return pickle.dumps(build)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"cannot be sent to a worker process: {error}; define it at the top level of a module that can "
-            "be imported, or score in threads (processes=0)"
-        ) from error
-
-
-def _score_of(task: Task) -> Callable[[Problem, str], Verdict]:
-    return task.score
-
-
-def _kill_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().kill()
+    return score

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sortedrl.core.scoring import as_reward
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -37,3 +39,15 @@ class Task(Protocol):
 
     def score(self, problem: Problem, response: str) -> Verdict:
         """Judge the text of a response, special tokens removed."""
+
+
+def as_verdict(result: Any, name: str = "the reward") -> Verdict:
+    """What a reward returned, in plain numbers; a number counts as correct from 1 on. Raises where it is neither."""
+    if not isinstance(result, Verdict):
+        try:
+            reward = as_reward(result, name)
+        except TypeError as error:
+            raise TypeError(f"{error}: return a number or a sortedrl.tasks.task.Verdict") from None
+        return Verdict(reward, reward >= 1.0)
+    parts = {str(part): as_reward(value, f"part {part!r} of {name}") for part, value in dict(result.parts).items()}
+    return Verdict(as_reward(result.reward, name), bool(result.correct), parts)

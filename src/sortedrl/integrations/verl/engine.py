@@ -273,6 +273,8 @@ class VerlEngine:
 class VerlScores:
     """The agent loop workers have verl score what finishes; here the rewards are waited for."""
 
+    wakes_engine = True
+
     def __init__(self, engine: VerlEngine) -> None:
         self._engine = engine
         self._waiting: dict[int, tuple[int, int]] = {}  # by dispatch: rollout and attempt

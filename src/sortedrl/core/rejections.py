@@ -1,0 +1,118 @@
+"""Stops a run whose rollouts are rejected: a reward that always fails must not be silent.
+
+    watch = RejectionWatch(schedule.rollouts_needed, log=print)
+    controller = Controller(engine, prompts, scorer, schedule, log=EventLog(watch))
+    for batch in controller: ...        # raises TooManyRejected
+
+It prints the first rejection at once, and new reasons as they come, at most one line in `SECONDS_BETWEEN_LINES`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from sortedrl.core.events import Event, Failed, Finished, Redone, Rejected, Scored
+
+MIN_FIRST = 8  # a few unlucky rollouts are no reason to stop, however small an update is
+MIN_WINDOW = 32
+WINDOW_UPDATES = 4
+SECONDS_BETWEEN_LINES = 5.0
+MAX_KINDS = 1000  # of reasons that are told apart
+NO_REWARD = "no reward: "
+
+
+class TooManyRejected(RuntimeError):
+    """So many rollouts were rejected that training cannot be what it should be."""
+
+
+class RejectionWatch:
+    """A sink of the event log. Raises `TooManyRejected` when
+
+    - the first update's worth of rollouts (at least `MIN_FIRST`) is rejected, every one of them;
+    - among the last four updates' worth (at least `MIN_WINDOW`) more than `max_fraction` were rejected.
+
+    A rollout counts when it was generated: a prompt that is too long is printed, but does not count.
+    """
+
+    def __init__(
+        self,
+        update_size: int,
+        *,
+        max_fraction: float = 0.5,
+        log: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first = max(update_size, MIN_FIRST)
+        self._outcomes: deque[bool] = deque(maxlen=max(WINDOW_UPDATES * update_size, MIN_WINDOW))  # was it rejected?
+        self._max_fraction = max_fraction
+        self._log = log
+        self._clock = clock
+        self._ended: set[int] = set()  # rollouts that the engine finished or lost, and that have no outcome yet
+        self._reasons: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        self._quiet_until = -1.0
+        self.scored = 0
+        self.rejected = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Finished | Failed):
+            self._ended.add(event.rollout)
+        elif isinstance(event, Redone):
+            self._ended.discard(event.rollout)
+        elif isinstance(event, Scored):
+            self._ended.discard(event.rollout)
+            self.count_scored()
+        elif isinstance(event, Rejected):
+            counts = event.rollout in self._ended
+            self._ended.discard(event.rollout)
+            self.count_rejected(event.reason, f"rollout {event.rollout}", counts=counts)
+
+    def count_scored(self) -> None:
+        self.scored += 1
+        self._outcomes.append(False)
+
+    def count_rejected(self, reason: str, what: str, *, counts: bool = True) -> None:
+        """`what` was rejected. It is printed if the reason is new, and raised if it is one too many."""
+        kind = self._note(reason)
+        if self._reasons[kind] == 1 and self._clock() >= self._quiet_until:
+            self._quiet_until = self._clock() + SECONDS_BETWEEN_LINES
+            self._log(f"rejected {what}: {reason}")
+        if not counts:
+            return
+        self.rejected += 1
+        self._outcomes.append(True)
+        if self.scored == 0 and self.rejected >= self._first:
+            raise TooManyRejected(f"the first {self.rejected} rollouts were all rejected; {self.most_frequent()}")
+        window = self._outcomes.maxlen or 0
+        rejected = sum(self._outcomes)
+        if rejected > self._max_fraction * window:
+            raise TooManyRejected(
+                f"{rejected} of the last {len(self._outcomes)} rollouts were rejected, more than the fraction of "
+                f"{self._max_fraction:g} that is allowed (max_rejected_fraction); {self.most_frequent()}"
+            )
+
+    def require_some_scored(self) -> None:
+        """For an end that comes before the first update's worth."""
+        if self.rejected and not self.scored:
+            raise TooManyRejected(f"all {self.rejected} responses were rejected; {self.most_frequent()}")
+
+    def most_frequent(self) -> str:
+        """The reason that was given most often, with its first example."""
+        if not self._reasons:
+            return "no reason is known"
+        kind, count = self._reasons.most_common(1)[0]
+        others = len(self._reasons) - 1
+        more = f" ({others} other reasons)" if others else ""
+        return f"{count} times: {self._examples[kind]}{more}"
+
+    def _note(self, reason: str) -> str:
+        """Reasons that differ in their numbers alone are of one kind."""
+        kind = re.sub(r"\d+(\.\d+)?", "#", reason)[:80]
+        if kind not in self._reasons and len(self._reasons) >= MAX_KINDS:
+            kind = "other"
+        self._reasons[kind] += 1
+        self._examples.setdefault(kind, reason.removeprefix(NO_REWARD))
+        return kind

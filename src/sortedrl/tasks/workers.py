@@ -1,0 +1,399 @@
+"""A function in worker processes, so that nothing it does can end or block this process.
+
+A call that takes longer than its limit is killed, with every process that it started. Workers are fresh interpreters:
+neither threads nor a GPU of this process are carried into them. What they print is dropped, so that it cannot get into
+the output of a run. They end with this process, however it ends. One worker more than can be busy is kept ready:
+after a kill the next call does not wait for imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.scoring import one_line, reason_of, shown
+
+START_LIMIT_SECONDS = 300.0  # a worker imports its libraries before it is ready, on a busy machine slowly
+EXIT_SECONDS = 2.0  # for a process that closed its connection: it usually ends by itself, with an exit code
+MAX_ANSWER_BYTES = 16 * 1024
+MAX_FRACTION_OF_MEMORY = 0.5  # that one worker may take, of what this machine or container has
+_PR_SET_PDEATHSIG = 1
+_LOST_CONNECTION = 76  # exit code of a worker whose function closed its connection
+_SIZE = struct.Struct("!Q")
+
+
+class WorkerError(RuntimeError):
+    """What a function raised inside its worker process, or how the process died."""
+
+
+class WorkerPool:
+    """Calls a function in worker processes. Callable from any thread.
+
+    `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
+    limit. What the function returns must be plain data, as JSON has it. The first worker starts with the first call,
+    or with `start`. `memory_bytes` bounds the data of one worker; without it half of the memory there is.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Callable[..., Any]],
+        *,
+        workers: int,
+        limit_seconds: float,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self._build = _pickled(build)
+        self._limit_seconds = limit_seconds
+        self._memory_bytes = memory_bytes or int(MAX_FRACTION_OF_MEMORY * _memory_there_is())
+        self._free = threading.Semaphore(workers)
+        self._most = workers + 1  # with the spare one
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []  # the last one is taken first: it has been used before
+        self._all: set[_Worker] = set()
+        self._starting = 0
+        self._closed = False
+        # Linux ends a child with the *thread* that started it, so all are started by one that lives with the pool.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="worker-starter")
+        weakref.finalize(self, _kill_all, self._all)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function returns. Raises TimeoutError past the limit, WorkerError for what it raised."""
+        call = pickle.dumps((self._limit_seconds, arguments))
+        with self._borrowed() as worker:
+            kind, value = worker.call(call, self._limit_seconds)
+        if kind == "raised":
+            raise WorkerError(value)
+        return value
+
+    def start(self) -> None:
+        """Start a worker, without waiting for it."""
+        self._keep_spare()
+
+    def wait_until_ready(self) -> None:
+        """Start a worker and wait until its function is built. Raises WorkerError where it cannot be."""
+        with self._borrowed() as worker:
+            worker.wait_until_ready()
+
+    def close(self) -> None:
+        """Kill all workers, busy ones too: their calls raise WorkerError."""
+        with self._lock:
+            self._closed = True
+            self._idle.clear()
+            workers = set(self._all)
+            self._all.clear()
+        _kill_all(workers)
+
+    def process_ids(self) -> list[int]:
+        with self._lock:
+            return [worker.process_id for worker in self._all]
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[_Worker]:
+        """A worker for one call. One that did not answer is killed."""
+        with self._free:
+            worker = self._take()
+            try:
+                yield worker
+            except BaseException:
+                self._drop(worker)
+                raise
+            with self._lock:
+                self._idle.append(worker)
+
+    def _take(self) -> _Worker:
+        """An idle worker that is alive, or a new one. Another spare one is started if this was the last."""
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None:
+                worker = self._starter.submit(self._started).result()
+            if worker.is_alive():
+                break
+            self._drop(worker)  # it died after its last call, by no fault of this one
+        self._keep_spare()
+        return worker
+
+    def _keep_spare(self) -> None:
+        with self._lock:
+            if self._closed or self._idle or len(self._all) + self._starting >= self._most:
+                return
+            self._starting += 1
+        self._starter.submit(self._add_spare)
+
+    def _add_spare(self) -> None:
+        try:
+            worker = self._started()
+            with self._lock:
+                if worker in self._all:
+                    self._idle.insert(0, worker)
+        finally:
+            with self._lock:
+                self._starting -= 1
+
+    def _started(self) -> _Worker:
+        if self._closed:
+            raise WorkerError("its worker processes were ended")
+        worker = _Worker(self._build, self._memory_bytes)
+        with self._lock:
+            self._all.add(worker)
+            closed_meanwhile = self._closed
+        if closed_meanwhile:
+            self.close()
+        return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        with self._lock:
+            self._all.discard(worker)
+        worker.kill()
+        self._keep_spare()
+
+
+class _Worker:
+    def __init__(self, pickled_build: bytes, memory_bytes: int) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = _Channel(ours)
+        self._first_words = tempfile.TemporaryFile()  # noqa: SIM115 (what it prints until it is ready)
+        self._ready = False
+        serve_it = f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()}, {memory_bytes})"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", serve_it],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._first_words,
+                # Ctrl-C is for this process alone: it decides what becomes of its workers.
+                process_group=0,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+        with suppress(OSError):  # it died: whoever waits for it is told
+            self._channel.send(pickled_build, START_LIMIT_SECONDS)
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        # One that died before it was ready is used, so that its call tells why.
+        return not self._ready or self._process.poll() is None
+
+    def wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        try:
+            kind, value = self._receive(START_LIMIT_SECONDS)
+        except TimeoutError:
+            raise WorkerError(f"a worker process was not ready within {START_LIMIT_SECONDS:g} s") from None
+        if kind == "raised":
+            raise WorkerError(f"a worker process could not start: {value}")
+        self._ready = True
+        self._first_words.close()
+
+    def call(self, call: bytes, limit_seconds: float) -> tuple[str, Any]:
+        self.wait_until_ready()
+        try:
+            self._channel.send(call, limit_seconds)
+        except TimeoutError:
+            raise TimeoutError(f"its worker process took no call within {limit_seconds:g} s, and was killed") from None
+        except OSError:
+            raise self._death() from None
+        try:
+            return self._receive(limit_seconds)
+        except TimeoutError:
+            raise TimeoutError(f"no result within {limit_seconds:g} s; the worker process was killed") from None
+
+    def _receive(self, limit_seconds: float) -> tuple[str, Any]:
+        try:
+            kind, value = json.loads(self._channel.receive(limit_seconds, MAX_ANSWER_BYTES))
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            raise self._death() from None
+        except (ValueError, TypeError):
+            raise WorkerError("a worker process sent something else than an answer; it was killed") from None
+        return str(kind), value
+
+    def _death(self) -> WorkerError:
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = _LOST_CONNECTION
+        if code == _LOST_CONNECTION:
+            return WorkerError("a worker process lost its connection: its file descriptor was closed")
+        how = f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
+        return WorkerError(f"a worker process died with {how}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        if self._ready:
+            return ""
+        self._first_words.seek(0)
+        lines = self._first_words.read().decode(errors="replace").strip().splitlines()
+        return f" before it was ready: {one_line(lines[-1])}" if lines else " before it was ready"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+        self._first_words.close()
+
+
+class _Channel:
+    """Messages over a socket, each as its size and its bytes; sending and receiving have deadlines."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, message: bytes, limit_seconds: float | None = None) -> None:
+        self._end.settimeout(limit_seconds)
+        self._end.sendall(_SIZE.pack(len(message)) + message)
+
+    def receive(self, limit_seconds: float | None = None, most: int | None = None) -> bytes:
+        deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+        (size,) = _SIZE.unpack(self._exactly(_SIZE.size, deadline))
+        if most is not None and size > most:
+            raise ValueError(f"a message of {size} bytes")
+        return self._exactly(size, deadline)
+
+    def _exactly(self, size: int, deadline: float | None) -> bytes:
+        parts = []
+        while size:
+            if deadline is not None:
+                self._end.settimeout(max(deadline - time.monotonic(), 1e-3))
+            part = self._end.recv(min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self._end.close()
+
+
+# In the worker process
+
+
+def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
+    """The life of a worker process: build the function, then answer calls until the connection closes."""
+    _end_with(parent)
+    _limit_resources(memory_bytes)
+    os.set_inheritable(descriptor, False)
+    channel = _Channel(socket.socket(fileno=descriptor))
+    os.register_at_fork(after_in_child=channel.close)  # or a child of the reward would keep it open
+    home = os.getcwd()
+    try:
+        function = pickle.loads(channel.receive())()
+    except BaseException as error:
+        channel.send(_message("raised", reason_of(error)))
+        _end_group()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    channel.send(_message("ready", None))
+    while True:
+        try:
+            call = channel.receive()
+        except BaseException:  # the parent closed the connection
+            _end_group()
+        answer = _answer(function, call)
+        try:
+            channel.send(answer)
+            os.chdir(home)
+        except BaseException:
+            os._exit(_LOST_CONNECTION)
+
+
+def _answer(function: Callable[..., Any], call: bytes) -> bytes:
+    try:
+        limit_seconds, arguments = pickle.loads(call)
+        # Where a process does not end with its parent, nobody else would end an endless call.
+        signal.setitimer(signal.ITIMER_REAL, limit_seconds + 1)
+        answer = _message("returned", function(*arguments))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: they are the function's own
+        answer = _message("raised", reason_of(error))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return answer
+
+
+def _message(kind: str, value: Any) -> bytes:
+    try:
+        message = json.dumps((kind, value)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return _message("raised", f"its result, {shown(value)}, is not plain data: {reason_of(error)}")
+    if len(message) > MAX_ANSWER_BYTES:
+        return _message("raised", f"its result has {len(message)} bytes; at most {MAX_ANSWER_BYTES} are taken")
+    return message
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when the parent is gone, even in the midst of a call."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _limit_resources(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    with suppress(OSError):  # should memory run out all the same, the kernel kills this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _end_group() -> None:
+    """End at once, and with it what the function started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+# Small things
+
+
+def _pickled(build: Callable[[], Callable[..., Any]]) -> bytes:
+    try:
+        return pickle.dumps(build)
+    except Exception as error:  # whatever __reduce__ and __getstate__ of somebody's class raise
+        raise ValueError(
+            f"cannot be sent to a worker process: {reason_of(error)}; define it at the top level of a module that can "
+            "be imported"
+        ) from error
+
+
+def _memory_there_is() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _kill_all(workers: set[_Worker]) -> None:
+    while workers:
+        workers.pop().kill()

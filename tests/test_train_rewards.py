@@ -1,0 +1,136 @@
+"""`sortedrl train` and `sortedrl eval` with rewards of a user's own that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import toy
+from sortedrl.core import events
+from sortedrl.core.events import read_events
+from test_workers import wait_for_end
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "PYTHONUNBUFFERED": "1"}
+SMALL = {"slots": 8, "max-response-tokens": 40, "max-prompt-tokens": 16, "eval-problems": 10, "threads": 1}
+TRAIN = {"rollouts-per-update": 16, "prompts-per-cohort": 16, "rollouts-per-prompt": 2, "updates": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.make_model(tmp_path_factory.mktemp("model"))
+
+
+def words(command: str, model: Path, task: str, *more: str) -> list[str]:
+    flags = SMALL | (TRAIN if command == "train" else {})
+    given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return [sys.executable, "-m", "sortedrl", command, "--model", str(model), "--task", task, *given, *more]
+
+
+def ran(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+
+
+def options(fault: str, every: int = 1) -> list[str]:
+    return ["--task-options", "fault", fault, "every", str(every)]
+
+
+def children_of(process: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+@pytest.mark.slow
+def test_a_run_with_every_fault_in_it_goes_to_its_end(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = [
+        "--out",
+        str(run),
+        "--json",
+        "--score-limit-seconds",
+        "3",
+        "--updates",
+        "10",
+        "--max-rejected-fraction",
+        "1",
+    ]
+    done = ran(*words("train", model, "reward_faults:Faults", *options("each", 1), *more, "--reward-workers", "3"))
+    assert done.returncode == 2, "every response has a fault"
+    done = ran(*words("train", model, "reward_faults:Faults", *options("each", 2), *more, "--out", f"{run}-2"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["figures"]["rejected"] > 0
+    reasons = {e.reason for e in read_events(Path(f"{run}-2/events.jsonl")) if isinstance(e, events.Rejected)}
+    assert len(reasons) > 10
+
+
+def test_a_reward_that_always_exits_stops_the_run_with_the_reason(model: Path, tmp_path: Path) -> None:
+    more = ["--out", str(tmp_path / "run"), "--scoring", "background"]
+    done = ran(*words("train", model, "reward_faults:FaultsInTraining", *options("exits_with_0"), *more))
+    assert done.returncode == 2
+    assert "the first 16 rollouts were all rejected; 16 times: SystemExit: 0" in done.stderr
+    assert "--resume" in done.stderr and "Traceback" not in done.stderr
+    assert "no reward: SystemExit: 0" in done.stdout, "the first is printed at once"
+    rejected = [e for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, events.Rejected)]
+    assert len(rejected) == 16
+
+
+def test_an_evaluation_without_one_score_is_an_error(model: Path) -> None:
+    done = ran(*words("eval", model, "reward_faults:Faults", *options("returns_text"), "--json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "all 10 responses were rejected; 10 times: TypeError: the reward is 'good' of type str" in done.stderr
+
+
+def test_an_evaluation_tells_how_many_have_no_score(model: Path) -> None:
+    done = ran(*words("eval", model, "reward_faults:Faults", *options("prints_much", 3), "--json"))
+    assert done.returncode == 0 and json.loads(done.stdout)["unscored"] == 0, done.stderr
+    done = ran(*words("eval", model, "reward_faults:Faults", *options("segfaults", 5), "--json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["unscored"] == 2
+    assert "2 of 10 responses of the evaluation got no score and count as wrong; 2 times: a worker process died" in (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("reward_faults:HoldsLock", "cannot be sent to a worker process: .*--reward-workers 0"),
+        ("reward_faults:FailsInWorker", "could not start: ImportError: this library works in the first process alone"),
+    ],
+)
+def test_a_task_that_cannot_be_used_in_a_worker_is_refused_before_the_run(
+    task: str, message: str, model: Path, tmp_path: Path
+) -> None:
+    done = ran(*words("train", model, task, "--out", str(tmp_path / "run")))
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", ["Faults", "FaultsInTraining"])  # it hangs in the first evaluation, or in training
+@pytest.mark.parametrize("scoring", ["background", pytest.param("at-once", marks=pytest.mark.slow)])
+def test_ctrl_c_ends_a_run_whose_reward_hangs(task: str, scoring: str, model: Path, tmp_path: Path) -> None:
+    more = ["--out", str(tmp_path / "run"), "--scoring", scoring, "--score-limit-seconds", "600"]
+    command = words("train", model, f"reward_faults:{task}", *options("spins_in_c"), *more)
+    output = (tmp_path / "output.txt").open("w")
+    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
+    wanted = "held-out score" if task == "FaultsInTraining" else "updates, mode"
+    until = time.monotonic() + 120
+    while wanted not in (tmp_path / "output.txt").read_text() and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(3.0)  # the first rewards hang by then
+    workers = children_of(run.pid)
+    assert workers
+    run.send_signal(signal.SIGINT)
+    if scoring == "at-once":  # the first one waits for the score, the second does not
+        time.sleep(2.0)
+        run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, (tmp_path / "output.txt").read_text()
+    wait_for_end(*workers)

@@ -1,0 +1,215 @@
+"""Worker processes: what a function does in one never reaches this process, and none is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.tasks.workers import WorkerError, WorkerPool
+
+TESTS = Path(__file__).parent
+PATIENCE_SECONDS = 60.0
+
+
+def multiply(factor: int, number: int) -> int:
+    return factor * number
+
+
+def multiplier(factor: int) -> Callable[[int], int]:
+    return partial(multiply, factor)
+
+
+def no_multiplier() -> Callable[[int], int]:
+    raise ImportError("no such library")
+
+
+def dies_at_import() -> Callable[[int], int]:
+    print("the driver is missing", file=sys.stderr, flush=True)
+    os._exit(4)
+
+
+def act(what: str) -> Any:
+    """What a test asks a worker to do."""
+    if what == "spin":
+        while True:
+            pass
+    if what == "exit":
+        os._exit(3)
+    if what == "exit later":
+        threading.Timer(0.1, os._exit, [3]).start()
+    if what == "child":
+        return subprocess.Popen(["sleep", "600"]).pid
+    if what == "where":
+        return os.getcwd()
+    if what == "move":
+        os.chdir("/")
+    if what == "print":
+        print("x" * 3_000_000, flush=True)
+        print("y" * 3_000_000, file=sys.stderr, flush=True)
+    return os.getpid()
+
+
+def actor(seconds: float = 0.0) -> Callable[[str], Any]:
+    time.sleep(seconds)
+    return act
+
+
+@pytest.fixture
+def pool() -> Any:
+    made = WorkerPool(actor, workers=1, limit_seconds=20)
+    yield made
+    made.close()
+
+
+def is_running(process_id: int) -> bool:
+    """Whether the process computes: a zombie that its new parent has not reaped yet does not."""
+    try:
+        with open(f"/proc/{process_id}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(*process_ids: int) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while any(map(is_running, process_ids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [one for one in process_ids if is_running(one)]
+
+
+def test_a_pool_serves_many_threads() -> None:
+    pool = WorkerPool(partial(multiplier, 3), workers=2, limit_seconds=20)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(pool, range(100))) == [3 * n for n in range(100)]
+    assert pool(5) == 15  # workers outlive the threads that called them
+    assert len(pool.process_ids()) <= 3
+    pool.close()
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    with pytest.raises(WorkerError, match="could not start: ImportError: no such library"):
+        WorkerPool(no_multiplier, workers=1, limit_seconds=20)(1)
+    with pytest.raises(WorkerError, match="exit code 4 before it was ready: the driver is missing"):
+        WorkerPool(dies_at_import, workers=1, limit_seconds=20).wait_until_ready()
+
+
+def test_a_killed_worker_is_replaced_by_one_that_is_ready() -> None:
+    """A worker takes two seconds to start here. The call after a kill does not wait for it."""
+    pool = WorkerPool(partial(actor, 2.0), workers=1, limit_seconds=1.0)
+    pool.wait_until_ready()
+    time.sleep(4.0)  # for the spare one
+    with pytest.raises(TimeoutError, match="killed"):
+        pool("spin")
+    began = time.monotonic()
+    assert pool("pid")
+    assert time.monotonic() - began < 1.5
+    pool.close()
+
+
+def test_one_that_died_after_its_last_call_is_not_held_against_the_next(pool: WorkerPool) -> None:
+    first = pool("exit later")
+    wait_for_end(first)
+    assert pool("pid") != first
+
+
+def test_what_a_call_started_ends_with_its_worker(pool: WorkerPool) -> None:
+    child, worker = pool("child"), pool("pid")
+    assert is_running(child) and is_running(worker)
+    with pytest.raises(WorkerError, match="exit code 3"):
+        pool("exit")
+    wait_for_end(child, worker)
+
+
+def test_workers_end_with_their_pool_even_in_a_call() -> None:
+    pool = WorkerPool(actor, workers=2, limit_seconds=600)
+    idle = pool("pid")
+    busy = ThreadPoolExecutor(1).submit(pool, "spin")
+    time.sleep(0.3)
+    ids = pool.process_ids()
+    assert idle in ids and len(ids) >= 2
+    pool.close()
+    with pytest.raises(WorkerError, match=r"died|lost"):
+        busy.result(PATIENCE_SECONDS)
+    wait_for_end(*ids)
+
+
+def test_workers_of_a_forgotten_pool_end() -> None:
+    pool = WorkerPool(actor, workers=1, limit_seconds=20)
+    worker = pool("pid")
+    del pool
+    gc.collect()
+    wait_for_end(worker)
+
+
+def test_the_working_directory_is_that_of_the_run(pool: WorkerPool) -> None:
+    pool("move")
+    assert pool("where") == os.getcwd()
+
+
+def test_a_function_that_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot be sent to a worker process: .*top level of a module"):
+        WorkerPool(lambda: act, workers=1, limit_seconds=1)
+
+
+def in_a_process(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_workers_print_is_not_in_the_output_of_the_run() -> None:
+    script = """
+        from test_workers import actor
+        from sortedrl.tasks.workers import WorkerPool
+        pool = WorkerPool(actor, workers=1, limit_seconds=60)
+        pool("print")
+        print("{}")
+    """
+    out, err = in_a_process(script).communicate(timeout=120)
+    assert (out, err) == ("{}\n", "")
+
+
+BUSY = """
+    import threading, time
+    from test_workers import actor
+    from sortedrl.tasks.workers import WorkerPool
+    pool = WorkerPool(actor, workers=2, limit_seconds=600)
+    idle = pool("pid")
+    if {in_thread}:
+        threading.Thread(target=pool, args=["spin"], daemon=True).start()
+        threading.Timer(0.5, lambda: print(*pool.process_ids(), flush=True)).start()
+        time.sleep(600)
+    else:
+        threading.Timer(0.5, lambda: print(*pool.process_ids(), flush=True)).start()
+        pool("spin")
+"""
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_end_with_their_run_however_it_ends(ended_by: signal.Signals, in_thread: bool) -> None:
+    run = in_a_process(BUSY.format(in_thread=in_thread))
+    assert run.stdout is not None
+    workers = [int(word) for word in run.stdout.readline().split()]
+    assert len(workers) >= 2
+    run.send_signal(ended_by)
+    run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode != 0
+    wait_for_end(*workers)
