@@ -14,7 +14,14 @@ from typing import Any
 
 from sortedrl import __version__
 
-_TOLD = ("CheckpointError", "EngineDied", "NothingLearnt", "WeightsDiffer")  # by name: the modules of some need PyTorch
+_TOLD = (  # by name: the modules of some need PyTorch
+    "CheckpointError",
+    "EngineDied",
+    "FolderInUse",
+    "NothingLearnt",
+    "RunFolderError",
+    "WeightsDiffer",
+)
 _SUMMARY = {
     "simulate": "what would each schedule give on your lengths",
     "plan": "which schedule to use, and whether you need one",

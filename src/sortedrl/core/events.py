@@ -7,6 +7,7 @@ to the last event that counts. Slot-time can be rebuilt exactly:
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import types
@@ -160,6 +161,12 @@ class RolledBack(NamedTuple):
     events: int
 
 
+class Lost(NamedTuple):
+    """Stands where an event was that could not be read any more: checkpoints count the events of the log."""
+
+    at: float
+
+
 Event = (
     RunBegan
     | Phase
@@ -178,6 +185,7 @@ Event = (
     | Updated
     | Published
     | RolledBack
+    | Lost
 )
 Sink = Callable[[Any], None]
 
@@ -201,6 +209,7 @@ _TYPES: dict[str, type] = {
         Updated,
         Published,
         RolledBack,
+        Lost,
     )
 }
 
@@ -274,6 +283,15 @@ class JsonLines:
             self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
 
 
+def written(log: Iterable[Event]) -> str:
+    """The lines of a log."""
+    file = io.StringIO()
+    write = JsonLines(file)
+    for event in log:
+        write(event)
+    return file.getvalue()
+
+
 def decode(line: str) -> Event:
     fields = json.loads(line)
     event: Event = _TYPES[fields.pop("event")](**{name: _frozen(value) for name, value in fields.items()})
@@ -320,6 +338,7 @@ class Damage(NamedTuple):
 
     line: int
     why: str
+    is_torn: bool = False  # the log ends within it, as that of a killed run may
 
 
 def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
@@ -327,22 +346,56 @@ def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
 
     A line that cannot be read keeps its place until all is read: it was an event, and `RolledBack` counts events.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        found: list[Any] = [_decoded_or_damage(number, line) for number, line in enumerate(file, start=1)]
     intact: list[Event] = []
     damage: list[Damage] = []
-    counting: list[Any] = [*without_rolled_back(found)]
-    for line in counting:
-        (damage if isinstance(line, Damage) else intact).append(line)
+    for line in counting_lines(path):
+        if isinstance(line, Damage):
+            damage.append(line)
+        elif not isinstance(line, Lost):
+            intact.append(line)
     return intact, damage
 
 
-def _decoded_or_damage(number: int, line: str) -> Event | Damage:
+def counting_lines(path: Path) -> list[Event | Damage]:
+    """The log without what a roll-back made void; unreadable lines keep their places."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
+        kept: list[Event | Damage] = []
+        for line in lines:
+            if isinstance(line, RolledBack):
+                del kept[max(0, len(kept) - line.events) :]
+                continue
+            if isinstance(line, HarvestBegan):
+                _drop_what_a_lost_mark_made_void(kept, line.harvest)
+            kept.append(line)
+    return kept
+
+
+def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:
+    """A harvest that begins a second time behind damage: the run was resumed there, and the mark is unreadable."""
+    saved = damaged = None  # the last checkpoint before the harvest began the first time; the last damage after it
+    began_before = False
+    for place in range(len(kept) - 1, -1, -1):
+        line = kept[place]
+        if isinstance(line, Damage) and damaged is None:
+            damaged = place
+        elif isinstance(line, HarvestBegan):
+            if line.harvest < harvest:
+                break
+            began_before, saved = True, None
+        elif isinstance(line, Phase) and line.phase == "checkpoint" and saved is None:
+            saved = place
+    if began_before and saved is not None and damaged is not None and saved < damaged:
+        del kept[saved + 1 : damaged + 1]
+
+
+def decoded_or_damage(number: int, line: str) -> Event | Damage:
+    """The event of a line, if it is one in every field; `number` counts from 1."""
     if not line.endswith("\n"):
-        return Damage(number, "the line is torn: the log ends within it")
+        return Damage(number, "the line is torn: the log ends within it", is_torn=True)
     try:
         event = decode(line)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Damage(number, "not an event")
     for value, fits in zip(event, _checks()[type(event)], strict=True):
         if not fits(value):

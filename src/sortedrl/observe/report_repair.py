@@ -33,6 +33,12 @@ def repaired(log: Sequence[Event]) -> Repair:
     return Repair(repairer.out, repairer.put_back, repairer.left_out)
 
 
+def consistent(log: Sequence[Event]) -> Sequence[Event]:
+    """A log in which a recovery may have put `Lost` events, as every fold can read it."""
+    intact = [event for event in log if not isinstance(event, events.Lost)]
+    return log if len(intact) == len(log) else repaired(intact).log
+
+
 class _Repairer:
     def __init__(self, log: Sequence[Event]) -> None:
         self.out: list[Event] = []
@@ -84,7 +90,10 @@ class _Repairer:
                 self.left_out += 1
                 return
             self._leave(event.rollout)
+        elif isinstance(event, events.Scored | events.Redone | events.Rejected):
+            self._load_up_to(event.rollout + 1, event.at)
         elif isinstance(event, events.Updated):
+            self._load_up_to(1 + max(event.rollouts, default=-1), event.at)
             for rollout, length in zip(event.rollouts, event.lengths, strict=True):
                 if rollout in self._kept:
                     self._finish(rollout, event.at, length)

@@ -169,6 +169,14 @@ def is_update(line: dict[str, Any]) -> bool:
     return "reward" in line
 
 
+def is_metrics_line(line: Any) -> bool:
+    """Whether a line of a file that may be damaged has what a display needs."""
+    if not isinstance(line, dict) or type(line.get("update")) is not int or type(line.get("seconds")) is not float:
+        return False
+    held_out = line.get("held_out")
+    return is_update(line) or (isinstance(held_out, dict) and type(held_out.get("value")) in (float, int))
+
+
 class RolloutPlaces:
     """Where every rollout is that is neither trained nor rejected."""
 
