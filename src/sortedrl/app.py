@@ -225,7 +225,7 @@ class TrainingRun:
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint: later events stay in the log behind a mark, and no figure counts them."""
         state, say = saved.controller, self.console.say
-        mark = CheckpointMark(state["events"], state["updates"], state["next_id"])
+        mark = CheckpointMark.of(state)
         log = self.folder.recover_events(mark, self.controller.first_event(), say)
         self.learner.load_state_dict(saved.learner)
         self.engine.load(self._weights(), state["version"])
@@ -571,7 +571,7 @@ def _train_in(folder: RunFolder, settings: Train, say: Say, console: RunConsole)
     for name in settings.tracker:
         run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
     try:
-        with run.console, closing(run.trackers), closing(run):
+        with run.console, closing(run.trackers), closing(run), folder.removal_explained():
             return run.run()
     except (EngineDied, WeightsDiffer) as error:
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error

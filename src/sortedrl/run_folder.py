@@ -95,6 +95,15 @@ class RunFolder:
                 "nothing after that can be recovered. Start it again in another folder"
             )
 
+    @contextmanager
+    def removal_explained(self) -> Iterator[None]:
+        """Whatever fails once the folder is gone, fails because of that."""
+        try:
+            yield
+        except (RuntimeError, OSError):
+            self.require_in_place()
+            raise
+
     def write(self, name: str, value: Any) -> None:
         self._replace(name, json.dumps(value, indent=1))
 

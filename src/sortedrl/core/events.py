@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+GATES = ("open", "drain", "held back")
+
+
 class RunBegan(NamedTuple):
     at: float
     slots: int
@@ -400,6 +403,8 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
     for value, fits in zip(event, _checks()[type(event)], strict=True):
         if not fits(value):
             return Damage(number, f"{type(event).__name__} with a wrong value")
+    if isinstance(event, Gate) and event.why not in GATES:
+        return Damage(number, "Gate with a wrong value")
     if not math.isfinite(event.at):
         return Damage(number, f"{type(event).__name__} without a time")
     if isinstance(event, Updated) and len({len(column) for column in event[4:]}) != 1:

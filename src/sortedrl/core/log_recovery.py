@@ -8,9 +8,9 @@ it begins with `RunBegan`, and every rollout that the run may still speak of is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sortedrl.core.events import Damage, Event, Loaded, Lost, Phase, RunBegan, Updated, counting_lines
+from sortedrl.core.events import Damage, Event, HarvestBegan, Loaded, Lost, Phase, RunBegan, Updated, counting_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,11 +32,32 @@ class RecoveredLog:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMark:
-    """What a checkpoint knows about the log: the events and updates before it, the rollouts that were loaded."""
+    """What a checkpoint knows about the log: how many events, harvests, updates and loaded rollouts are before it."""
 
     events: int
+    harvests: int
     updates: int
     loaded: int
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> CheckpointMark:
+        """`state`: of the controller."""
+        return cls(state["events"], state["harvests"], state["updates"], state["next_id"])
+
+    def fits(self, lines: list[Event | Damage]) -> bool:
+        """Whether a run begins in the log, and the checkpoint is where its count of events says."""
+        if len(lines) < self.events or not isinstance(lines[0], RunBegan):
+            return False
+        newest = lines[self.events - 1]
+        return isinstance(newest, Phase) and newest.phase == "checkpoint"
+
+    def precedes(self, line: Event | Damage) -> bool:
+        """Whether an event tells that it came later than the checkpoint."""
+        return (
+            (isinstance(line, HarvestBegan) and line.harvest >= self.harvests)
+            or (isinstance(line, Updated) and line.update >= self.updates)
+            or (isinstance(line, Loaded) and line.first >= self.loaded)
+        )
 
 
 def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
@@ -44,12 +65,12 @@ def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
     lines = counting_lines(path) if path.exists() else []
     if lines and isinstance(lines[-1], Damage) and lines[-1].is_torn:
         lines.pop()  # a kill does that; whether the checkpoint counts the event shows below
-    is_damaged = len(lines) < mark.events or any(isinstance(line, Damage) for line in lines)
+    is_damaged = not mark.fits(lines) or any(isinstance(line, Damage) for line in lines)
     last_time = max((line.at for line in lines if not isinstance(line, Damage)), default=0.0)
     if not is_damaged:
         log = [line for line in lines if not isinstance(line, Damage)]
         return RecoveredLog(log[: mark.events], len(log) - mark.events, last_time, is_damaged=False)
-    log = _with_lost(_fitted(lines, mark.events, mark.updates))
+    log = _with_lost(_fitted(lines, mark))
     if log and not isinstance(log[0], RunBegan):
         log[0] = first._replace(at=log[0].at)
     _load_again(log, mark.loaded)
@@ -65,13 +86,17 @@ def _load_again(log: list[Event], loaded: int) -> None:
         log[place] = Loaded(log[place].at, cohort, known, loaded - known, ())
 
 
-def _fitted(lines: list[Event | Damage], count: int, updates: int) -> list[Event | Damage]:
-    """The first `count` lines. Damage may have swallowed lines or made more of them: then placeholders make up for it.
+def _fitted(lines: list[Event | Damage], mark: CheckpointMark) -> list[Event | Damage]:
+    """As many lines as the checkpoint counts. Damage may have swallowed lines or made more of them: placeholders make
+    up for it.
 
-    A checkpoint is taken in its phase, after its last update: that is found by what the lines say.
+    Where the checkpoint was taken is found by what the lines say: in its phase, after its last update, and before
+    anything that came later.
     """
-    end = min(_ends_of_checkpoint(lines, updates), key=lambda end: abs(end - count), default=min(count, len(lines)))
-    kept = lines[:end]
+    count = mark.events
+    beyond = next((place for place, line in enumerate(lines) if mark.precedes(line)), len(lines))
+    ends = _ends_of_checkpoint(lines[:beyond], mark.updates)
+    kept = lines[: min(ends, key=lambda end: abs(end - count), default=min(count, beyond))]
     places = [place for place, line in enumerate(kept) if isinstance(line, Damage)]
     if len(kept) < count:
         place = places[0] if places else len(kept)

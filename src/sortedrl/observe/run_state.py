@@ -215,12 +215,14 @@ class RolloutPlaces:
         self._move(rollout, RESUMABLE if kept else WAITING)
 
     def _move(self, rollout: int, place: str) -> None:
-        self._count[self._place[rollout]] -= 1
+        if rollout in self._place:  # else its load was lost with a part of the log
+            self._count[self._place[rollout]] -= 1
         self._count[place] += 1
         self._place[rollout] = place
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """They were trained on or rejected."""
         for rollout in rollouts:
-            self._count[self._place.pop(rollout)] -= 1
+            if rollout in self._place:
+                self._count[self._place.pop(rollout)] -= 1
             self._kept.pop(rollout, None)
