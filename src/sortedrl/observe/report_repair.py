@@ -33,10 +33,9 @@ def repaired(log: Sequence[Event]) -> Repair:
     return Repair(repairer.out, repairer.put_back, repairer.left_out)
 
 
-def consistent(log: Sequence[Event]) -> Sequence[Event]:
-    """A log in which a recovery may have put `Lost` events, as every fold can read it."""
-    intact = [event for event in log if not isinstance(event, events.Lost)]
-    return log if len(intact) == len(log) else repaired(intact).log
+def consistent(log: Sequence[Event]) -> list[Event]:
+    """A log that may have been recovered from damage, as every fold can read it."""
+    return repaired([event for event in log if not isinstance(event, events.Lost)]).log
 
 
 class _Repairer:
