@@ -141,7 +141,9 @@ def test_a_mark_of_a_roll_back_that_cannot_be_read_is_inferred(
     """The run went back from update 3 to 2 and repeated it: no update may be there twice."""
     log, marks = whole
     void = log[marks[1].events : marks[2].events - 5]
-    lines = written([*log[: marks[1].events], *void, RolledBack(void[-1].at, len(void)), *log[marks[1].events :]])
+    lines = written(
+        [*log[: marks[1].events], *void, RolledBack(log[marks[1].events - 1].at, len(void)), *log[marks[1].events :]]
+    )
     path = tmp_path / "events.jsonl"
     path.write_text(lines)
     assert recover(path, marks[3], FIRST).events == log[: marks[3].events]

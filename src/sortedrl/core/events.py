@@ -326,14 +326,14 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
     return kept
 
 
-def seconds_rolled_back(kept: Sequence[Event], mark: RolledBack) -> float:
+def seconds_rolled_back(kept: Sequence[Event | Damage], mark: RolledBack) -> float:
     """The time from the last event that counts to the mark: by so much the events after the mark are late."""
     last = next((event for event in reversed(kept) if not isinstance(event, Damage)), mark)
     return max(0.0, mark.at - last.at)
 
 
 def moved_back(event: Event, seconds: float) -> Event:
-    return event._replace(at=event.at - seconds) if seconds and not isinstance(event, Damage) else event
+    return event._replace(at=event.at - seconds) if seconds else event
 
 
 class Damage(NamedTuple):
@@ -364,13 +364,15 @@ def counting_lines(path: Path) -> list[Event | Damage]:
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
         kept: list[Event | Damage] = []
+        void_seconds = 0.0
         for line in lines:
             if isinstance(line, RolledBack):
                 del kept[max(0, len(kept) - line.events) :]
+                void_seconds = seconds_rolled_back(kept, line)
                 continue
             if isinstance(line, HarvestBegan):
                 _drop_what_a_lost_mark_made_void(kept, line.harvest)
-            kept.append(line)
+            kept.append(line if isinstance(line, Damage) else moved_back(line, void_seconds))
     return kept
 
 

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """`events`: up to the checkpoint. `void`: how many follow them in the file. `last_time`: of any of these."""
+    """`events`: up to the checkpoint. `void`: how many follow them in the file."""
 
     events: list[Event]
     void: int
-    last_time: float
     is_damaged: bool
+
+    @property
+    def last_time(self) -> float:
+        return max((event.at for event in self.events), default=0.0)
 
     @property
     def lost(self) -> int:
@@ -66,15 +69,14 @@ def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
     if lines and isinstance(lines[-1], Damage) and lines[-1].is_torn:
         lines.pop()  # a kill does that; whether the checkpoint counts the event shows below
     is_damaged = not mark.fits(lines) or any(isinstance(line, Damage) for line in lines)
-    last_time = max((line.at for line in lines if not isinstance(line, Damage)), default=0.0)
     if not is_damaged:
         log = [line for line in lines if not isinstance(line, Damage)]
-        return RecoveredLog(log[: mark.events], len(log) - mark.events, last_time, is_damaged=False)
+        return RecoveredLog(log[: mark.events], len(log) - mark.events, is_damaged=False)
     log = _with_lost(_fitted(lines, mark))
     if log and not isinstance(log[0], RunBegan):
         log[0] = first._replace(at=log[0].at)
     _load_again(log, mark.loaded)
-    return RecoveredLog(log, 0, last_time, is_damaged=True)
+    return RecoveredLog(log, 0, is_damaged=True)
 
 
 def _load_again(log: list[Event], loaded: int) -> None:
