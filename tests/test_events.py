@@ -31,6 +31,7 @@ ONE_OF_EACH: list[Event] = [
     events.Updated(0.5, 0, 0, 2, (0,), (8,), (-1.5,), (((0, 3), (2, 5)),), (1,)),
     events.Published(0.6, 3),
     events.RolledBack(0.7, 2),
+    events.Lost(0.7),
 ]
 
 

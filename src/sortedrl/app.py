@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as_json
@@ -22,6 +24,7 @@ from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
 from sortedrl.core.hashing import mixed
+from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout
@@ -39,10 +42,12 @@ from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.prometheus import Endpoint
+from sortedrl.observe.report_repair import consistent
+from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers, open_tracker, require_login
 from sortedrl.observe.watch import kept_readable
 from sortedrl.rewards import EvaluationScores, Rewards, unscored_notice
-from sortedrl.run_folder import RunFolder, refuse_changes
+from sortedrl.run_folder import RunFolder, cannot_write, locked
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
 
 SHARE_OF_GPU_FOR_VLLM = 0.45  # where learner and engine share one: the learner needs the rest
@@ -182,6 +187,7 @@ class TrainingRun:
         self.before: Evaluation | None = None
         self.evaluated: tuple[int, Evaluation] | None = None  # the last time, after how many updates
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
+        self.saved: tuple[Any, ...] | None = None  # the progress that the newest checkpoint holds
         self.seconds_before = 0.0  # of earlier parts of a resumed run
         self.began = time.perf_counter()
         self.trackers = Trackers(console.say)
@@ -204,11 +210,13 @@ class TrainingRun:
 
     def close(self) -> None:
         """End what the run has outside of its own process and memory."""
-        self.batched.settle()
-        self.folder.close()
-        self.rewards.close()
-        if isinstance(self.engine, CheckedWeights):
-            self.engine.close()
+        try:
+            self.batched.settle()
+        finally:
+            self.folder.close()
+            self.rewards.close()
+            if isinstance(self.engine, CheckedWeights):
+                self.engine.close()
 
     def _scorer(self) -> Scorer:
         scorer = self.rewards.scorer()
@@ -223,26 +231,25 @@ class TrainingRun:
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint: later events stay in the log behind a mark, and no figure counts them."""
-        events = self.folder.events()
-        state = saved.controller
+        state, say = saved.controller, self.console.say
+        mark = CheckpointMark.of(state)
+        log = self.folder.recover_events(mark, self.controller.first_event(), say)
         self.learner.load_state_dict(saved.learner)
         self.engine.load(self._weights(), state["version"])
-        void = len(events) - state["events"]
-        counted = events[: state["events"]]
-        last_time = max((event.at for event in counted), default=0.0)
-        for event in counted:
+        for event in consistent(log.events):
             for sink in self.log.sinks:
                 sink(event)
         write = self._write_events()
-        write(RolledBack(last_time, void))
-        self.folder.drop_lines_after("metrics.jsonl", state["updates"])
-        self.folder.drop_lines_after("rollouts.jsonl", state["updates"])
-        for line in self.folder.lines("metrics.jsonl"):
+        write(RolledBack(log.last_time, log.void))
+        self.folder.drop_lines_after("metrics.jsonl", state["updates"], say)
+        self.folder.drop_lines_after("rollouts.jsonl", state["updates"], say)
+        for line in filter(is_metrics_line, self.folder.lines("metrics.jsonl")):
             self.console.line(line, old=True)
-        self.controller.restore(state, last_time=last_time)
+        self.controller.restore(state, last_time=log.last_time)
         self.before = Evaluation(tuple(saved.notes["before_ids"]), tuple(map(tuple, saved.notes["before"])))
         self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
         self.seconds_before = saved.notes["seconds"]
+        self.saved = self._progress()
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary. `interrupted` in it says which."""
@@ -252,15 +259,16 @@ class TrainingRun:
             self.before = self._evaluate(0)
             self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
-        with _interruptible(self.controller) as was_interrupted:
+        with _interruptible(self.controller) as signals:
             for batch in self.controller:
                 self._update(batch)
             done = self.controller.situation.updates
-            if was_interrupted():
+            try:
+                signals.interrupt_at_once()
+                return self._finish(done)
+            except Interrupted:
                 self._save(done)
-                self.folder.close()
                 return {"interrupted": True, "updates": done, "folder": str(self.folder.path)}
-        return self._finish(done)
 
     def _update(self, batch: Batch) -> None:
         settings, done = self.settings, batch.update + 1
@@ -301,6 +309,7 @@ class TrainingRun:
                 f"no update was made: {self.metrics.figures().rejected} rollouts were rejected, "
                 f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )
+        self.folder.require_in_place()
         after = self._evaluate(done) if self.evaluated is None or self.evaluated[0] != done else self.evaluated[1]
         self._save(done)
         self._export()
@@ -319,15 +328,22 @@ class TrainingRun:
             "figures": asdict(self.metrics.figures()),
         }
         self.folder.write("summary.json", summary)
-        self.folder.close()
         return summary
 
     def _export(self) -> None:
         """The trained model in Hugging Face format; LoRA is merged, by way of the plain copy."""
         if self.has_plain_copy:
             copy_weights(self.plain_model, dict(self.learner.weights()))
-        self.plain_model.save_pretrained(self.folder.path / "model")
-        self.materials.tokenizer.save_pretrained(self.folder.path / "model")
+        target = self.folder.path / "model"
+        temporary = checkpoint.temporary_of(target)
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            self.plain_model.save_pretrained(temporary)
+            self.materials.tokenizer.save_pretrained(temporary)
+            checkpoint.put_in_place(temporary, target)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise cannot_write(target, error) from error
 
     # What is written down
 
@@ -375,6 +391,7 @@ class TrainingRun:
         return found
 
     def _record(self, batch: Batch, stats: dict[str, float]) -> None:
+        self.folder.require_in_place()
         self.batched.settle()
         figures = self.metrics.glance()
         done = batch.update + 1
@@ -431,20 +448,30 @@ class TrainingRun:
         return possible if self.settings.updates is None else min(possible, self.settings.updates)
 
     def _save(self, done: int) -> None:
+        """Write a checkpoint, unless the one that is there says the same."""
         self.controller.mark_phase("checkpoint")
         self._note_best(done)
         self.batched.settle()
         self.folder.flush()
+        if self.saved == self._progress():
+            return
         assert self.before is not None
         notes = {
             "before": self.before.correct,
             "before_ids": self.before.problem_ids,
             "best": self.best,
             "seconds": self._seconds(),
+            "settings": as_json(self.settings),  # config.json may be damaged
         }
         checkpoint.save(self.folder.checkpoints, done, self.learner.state_dict(), self.controller.state(), notes)
+        self.saved = self._progress()
         best = self.folder.checkpoints / self.best[1] if self.best else None
         checkpoint.remove_old(self.folder.checkpoints, self.settings.keep_checkpoints, also_keep=best)
+
+    def _progress(self) -> tuple[Any, ...]:
+        """All that changes what a checkpoint holds: without a harvest or an update nothing else does."""
+        s = self.controller.situation
+        return s.updates, s.version, s.harvests, self.best
 
     def _note_best(self, done: int) -> None:
         """Among those that are saved: what is evaluated between two checkpoints cannot be gone back to."""
@@ -484,20 +511,41 @@ class ShuffledRewards:
         return scored._replace(reward=self._seen[other])
 
 
-@contextmanager
-def _interruptible(controller: Controller) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C ends the run in order, the second at once."""
-    seen: list[int] = []
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end; what it has learned is saved."""
 
-    def on_signal(number: int, frame: Any) -> None:
-        if seen:
+
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP: the first one ends the run in order, the second at once."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._seen = self._at_once = False
+
+    def receive(self, number: int, frame: Any) -> None:
+        if self._seen:
             raise KeyboardInterrupt
-        seen.append(number)
-        controller.interrupt()
+        self._seen = True
+        self._controller.interrupt()
+        if self._at_once:
+            raise Interrupted
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    def interrupt_at_once(self) -> None:
+        """The controller no longer listens: from now on, and if it was interrupted before, raise `Interrupted`."""
+        self._at_once = True
+        if self._seen:
+            raise Interrupted
+
+
+@contextmanager
+def _interruptible(controller: Controller) -> Iterator[_Signals]:
+    signals = _Signals(controller)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, signals.receive) for number in numbers}
     try:
-        yield lambda: bool(seen)
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -511,17 +559,22 @@ def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[
     torch.manual_seed(settings.seed)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
+    with closing(folder):
+        return _train_in(folder, settings, say, console or PlainConsole(say))
+
+
+def _train_in(folder: RunFolder, settings: Train, say: Say, console: RunConsole) -> dict[str, Any]:
     resumed: checkpoint.Checkpoint | None = None
     if settings.resume is not None:
-        folder = RunFolder(settings.resume)
-        refuse_changes(settings, folder)
-        resumed = checkpoint.load(checkpoint.newest(folder.checkpoints))
-    else:
-        folder = RunFolder.unused(settings)
+        folder.open_to_resume(settings, say)
+        for place in (folder.path, folder.checkpoints):
+            checkpoint.clean_up(place)
+        resumed = checkpoint.load_newest_intact(folder.checkpoints, say)
     materials = read_materials(settings, say)
-    run = TrainingRun(settings, folder, materials, console or PlainConsole(say))
+    run = TrainingRun(settings, folder, materials, console)
     if resumed is None:
-        folder.create(settings)
+        folder.create(settings, say)
     say(f"run folder {folder.path}")
     say(f"{len(materials.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
     if resumed is not None:
@@ -530,7 +583,7 @@ def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[
     for name in settings.tracker:
         run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
     try:
-        with run.console, closing(run.trackers), closing(run):
+        with run.console, closing(run.trackers), closing(run), folder.removal_explained():
             return run.run()
     except (EngineDied, WeightsDiffer, TooManyRejected) as error:
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
@@ -540,12 +593,13 @@ def compare(settings: Compare, say: Say, console: RunConsole | None = None) -> l
     """One run for each mode and seed; modes alternate, so that a slow spell of the machine meets them all."""
     folder = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     summaries = []
-    for seed in settings.seeds:
-        for mode in settings.modes:
-            say(f"--- {mode}, seed {seed}")
-            summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), say, console))
-            if summaries[-1]["interrupted"]:
-                raise KeyboardInterrupt
+    with locked(folder, say):
+        for seed in settings.seeds:
+            for mode in settings.modes:
+                say(f"--- {mode}, seed {seed}")
+                summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), say, console))
+                if summaries[-1]["interrupted"]:
+                    raise KeyboardInterrupt
     return summaries
 
 

@@ -1,26 +1,31 @@
 """The command `sortedrl`. Each command is a typed settings model (config.py) and a function here that runs it.
 
-Exit codes: 0 done, 2 wrong input (one clear line, nothing written), 130 interrupted.
+Exit codes: 0 done, 2 wrong input (one clear line, nothing written) or a run that had to stop (one clear line),
+130 interrupted.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 from sortedrl import __version__
 
-_TOLD = (
+_TOLD = (  # by name: the modules of some need PyTorch
     "CheckpointError",
     "EngineDied",
+    "FolderInUse",
     "NothingLearnt",
+    "RunFolderError",
     "TooManyRejected",
     "WeightsDiffer",
-)  # by name: the modules of some need PyTorch
+)
 _SUMMARY = {
     "simulate": "what would each schedule give on your lengths",
     "plan": "which schedule to use, and whether you need one",
@@ -150,21 +155,38 @@ def _run_train(settings: Any) -> int:
     if settings.dry_run:
         return _print_train_plan(settings)
     app = _needs_train_extra()
-    console = _run_console(settings)
+    console = _run_console(settings, ends_with_reader=False)
     summary = app.train(settings, console.say, console)
+    with _reader_may_be_gone():
+        _print_outcome(settings, summary)
+    return 130 if summary["interrupted"] else 0
+
+
+def _print_outcome(settings: Any, summary: dict[str, Any]) -> None:
     if settings.json_output:
-        print(json.dumps(summary))
+        print(json.dumps(summary), flush=True)
     elif not summary["interrupted"]:
         before, after, gain = summary["score_before"], summary["score_after"], summary["gain"]
         print(
             f"score {before['value']:.3f} -> {after['value']:.3f}: gain {gain['value']:+.3f} "
             f"[{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s\n"
-            f"model in {summary['folder']}/model"
+            f"model in {summary['folder']}/model",
+            flush=True,
         )
     if summary["interrupted"]:
         print(f"interrupted; saved. Go on with: sortedrl train --resume {summary['folder']}", file=sys.stderr)
-        return 130
-    return 0
+
+
+@contextmanager
+def _reader_may_be_gone() -> Iterator[None]:
+    """A terminal that was closed or a pipe without a reader changes nothing about how a run ended."""
+    try:
+        yield
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # else Python tries to write what is left when it exits, and fails
+            with suppress(OSError, ValueError):
+                os.dup2(nowhere, stream.fileno())
 
 
 def _eval(words: Sequence[str]) -> int:
@@ -207,7 +229,7 @@ def _run_compare(settings: Any) -> int:
     if settings.dry_run:
         return _print_train_plan(settings)
     app = _needs_train_extra()
-    console = _run_console(settings)
+    console = _run_console(settings, ends_with_reader=False)
     summaries = app.compare(settings, console.say, console)
     if settings.json_output:
         print(json.dumps({"runs": summaries}))
@@ -453,11 +475,11 @@ def _say(settings: Any) -> Callable[[str], None]:
     return lambda line: print(line, file=stream, flush=True)
 
 
-def _run_console(settings: Any) -> Any:
+def _run_console(settings: Any, *, ends_with_reader: bool = True) -> Any:
     """The panel on a terminal, else lines; on stderr where stdout is JSON."""
     from sortedrl.observe.console import run_console
 
-    return run_console(sys.stderr if settings.json_output else sys.stdout)
+    return run_console(sys.stderr if settings.json_output else sys.stdout, ends_with_reader=ends_with_reader)
 
 
 def _print_dry_run(settings: Any, schedule: Any, prompts: int) -> int:

@@ -695,7 +695,7 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     path = _config_path(args)
     run = _value_of("--resume", args)
     try:
-        values = {} if run is None else {**_read_run(Path(run)), "resume": run}
+        values = {} if run is None else {**saved_settings(Path(run))[0], "resume": run}
         if path is not None:
             named = _read_toml(path)
             _refuse_unknown(kind, named, path)
@@ -750,14 +750,32 @@ def _value_of(flag: str, args: Sequence[str]) -> str | None:
     return None
 
 
-def _read_run(folder: Path) -> dict[str, Any]:
+def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """The settings of a run, and a notice where they are not from config.json: each checkpoint holds them, too."""
+    path = folder / "config.json"
     try:
-        saved: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return saved
+        return _read_object(path), None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            "resume", str(folder), f"no run can be read there ({_plain(error)})", "Name a run folder, as in runs/NAME."
-        ) from None
+        damage = error
+    states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name)
+    for state in reversed(states):
+        try:
+            settings = _read_object(state)["notes"]["settings"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(settings, dict):
+            return settings, f"{path} cannot be read ({_plain(damage)}): settings taken from {state.parent.name}"
+    raise ConfigurationError(
+        "resume", str(folder), f"no run can be read there ({path.name}: {_plain(damage)})",
+        "Name a run folder, as in runs/NAME.",
+    )  # fmt: skip
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
 
 
 def _literal(text: str) -> Any:

@@ -8,54 +8,104 @@ runs/NAME/
   checkpoints/      update-000040/ ... each whole or not there
   model/            the trained model in Hugging Face format
   summary.json      written at the end
+  .lock             locked while a process writes here (run_lock.py)
+
+A checkpoint is all that a resumed run needs. Whatever is damaged in the other files is left out and reported.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from sortedrl.config import EXTENDING_KEYS, Train, as_json
-from sortedrl.core.events import Event, read_events, without_rolled_back
+from sortedrl.config import EXTENDING_KEYS, Train, as_json, saved_settings
+from sortedrl.core.events import RunBegan, written
+from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.run_lock import FolderLock, refuse_if_in_use
+
+Say = Callable[[str], None]
+
+
+class RunFolderError(RuntimeError):
+    """The run folder is gone or cannot be written to; the text says what to do."""
 
 
 class RunFolder:
-    """Owns the files of a run. A folder that exists is never overwritten: it is resumed or refused."""
+    """Owns the files of a run. A folder that exists is never overwritten: it is resumed or refused.
+
+    Only the process that holds the lock writes: `create` and `open_to_resume` take it, `close` releases it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, _LogFile] = {}
+        self._lock: FolderLock | None = None
 
     @classmethod
     def unused(cls, settings: Train) -> RunFolder:
         """The folder that the settings name, not made yet."""
         path = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
         if path.exists():
-            raise ConfigurationError(
-                "out",
-                str(path),
-                "this run folder exists already, and a run is never overwritten",
-                f"Name another folder, or continue it with --resume {path}.",
-            )
+            refuse_if_in_use(path)
+            raise _exists_already(path)
         return cls(path)
 
-    def create(self, settings: Train) -> None:
+    def create(self, settings: Train, say: Say) -> None:
         try:
             self.path.mkdir(parents=True)
+        except FileExistsError:  # made by another process since `unused`
+            refuse_if_in_use(self.path)
+            raise _exists_already(self.path) from None
         except OSError as error:
             reason = f"the run folder cannot be made ({error.strerror})"
             raise ConfigurationError("out", str(self.path), reason, "Name a folder that you may write to.") from None
+        self._take_lock(say)
         self.write("config.json", as_json(settings))
 
+    def open_to_resume(self, settings: Train, say: Say) -> None:
+        """Take the lock, remove what a killed run left half-written, and write down the settings, which may extend
+        those of the run."""
+        self._take_lock(say)
+        for leftover in self.path.glob(".*.json*"):
+            leftover.unlink()
+        refuse_changes(settings, self, say)
+
+    def _take_lock(self, say: Say) -> None:
+        try:
+            self._lock = FolderLock(self.path)
+        except OSError as error:
+            raise RunFolderError(f"run folder {self.path} cannot be written to: {error.strerror}") from error
+        if self._lock.warning:
+            say(self._lock.warning)
+
+    def require_in_place(self) -> None:
+        """What is written to a folder that was removed is lost: better to stop."""
+        if self._lock is not None and not self._lock.is_in_place():
+            raise RunFolderError(
+                f"run folder {self.path} was removed or replaced while the run was writing to it: the run has stopped, "
+                "nothing after that can be recovered. Start it again in another folder"
+            )
+
+    @contextmanager
+    def removal_explained(self) -> Iterator[None]:
+        """Whatever fails once the folder is gone, fails because of that."""
+        try:
+            yield
+        except (RuntimeError, OSError):
+            self.require_in_place()
+            raise
+
     def write(self, name: str, value: Any) -> None:
-        temporary = self.path / f".{name}"
-        temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-        temporary.replace(self.path / name)
+        self._replace(name, json.dumps(value, indent=1))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         self.stream(name).write(json.dumps(line) + "\n")
@@ -64,39 +114,179 @@ class RunFolder:
         if name not in self._files:
             _cut_torn_line(self.path / name)
             # Whoever watches the run sees whole lines at once; there are few, but for events, which have a sink for it.
-            buffering = -1 if name == "events.jsonl" else 1
-            self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=buffering)
+            self._files[name] = _LogFile(self.path / name, line_buffering=name != "events.jsonl")
         return self._files[name]
 
     def flush(self) -> None:
+        """All lines are on the disk when this returns."""
+        self.require_in_place()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Close all files and release the lock. Lines that could not be written are dropped: their error was raised."""
+        try:
+            for file in self._files.values():
+                file.close_after_failure()
+        finally:
+            self._files.clear()
+            if self._lock is not None:
+                self._lock.release()
 
-    def events(self) -> list[Event]:
-        """The events that count."""
+    def recover_events(self, mark: CheckpointMark, first: RunBegan, say: Say) -> RecoveredLog:
+        """The event log up to a checkpoint (core/log_recovery.py).
+
+        A damaged log is copied, and a log of what is intact takes its place.
+        """
         path = self.path / "events.jsonl"
-        return without_rolled_back(read_events(path)) if path.exists() else []
+        log = recover(path, mark, first)
+        if log.is_damaged:
+            copy = self._copy_of_damaged(path)
+            self._replace(path.name, written(log.events))
+            what = f"the damaged log is now {copy.name}" if copy else "the log was missing"
+            lost = f"{log.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
+            say(f"{path}: {lost}; {what}")
+        return log
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.path / name
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        """The lines that can be read."""
+        return [line for line in map(_line_or_none, _text_lines(self.path / name)) if line is not None]
 
-    def drop_lines_after(self, name: str, update: int) -> None:
-        """Forget what a roll-back made void in a file whose lines carry their update."""
+    def drop_lines_after(self, name: str, update: int, say: Say) -> None:
+        """Forget what a roll-back made void in a file whose lines carry their update, and what cannot be read."""
         path = self.path / name
-        if not path.exists():
-            return
         _cut_torn_line(path)
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["update"] <= update]
-        temporary = path.with_name(f".{name}")
-        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        temporary.replace(path)
+        texts = _text_lines(path)
+        if not texts:
+            return
+        found = [(text, _line_or_none(text)) for text in texts]
+        unreadable = sum(line is None for _, line in found)
+        if unreadable:
+            copy = self._copy_of_damaged(path)
+            say(f"{path}: {unreadable:,} lines cannot be read and are left out; the damaged file is now {copy}")
+        self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
+
+    def _copy_of_damaged(self, path: Path) -> Path | None:
+        """A copy under a free name beside it, or None if there is nothing to copy."""
+        if not path.exists():
+            return None
+        number = 1
+        while (copy := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
+            number += 1
+        try:
+            shutil.copyfile(path, copy)
+        except OSError as error:
+            with suppress(OSError):
+                copy.unlink()
+            raise cannot_write(copy, error) from error
+        return copy
+
+    def _replace(self, name: str, text: str) -> None:
+        """The whole file or the one before."""
+        self.require_in_place()
+        temporary = self.path / f".{name}"
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path / name)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise cannot_write(self.path / name, error) from error
+
+
+class _LogFile(io.TextIOWrapper):
+    """A file that grows line by line. A write that fails raises `RunFolderError`."""
+
+    def __init__(self, path: Path, *, line_buffering: bool) -> None:
+        self._raw = _LogBytes(path)
+        super().__init__(io.BufferedWriter(self._raw), encoding="utf-8", line_buffering=line_buffering)
+
+    def close_after_failure(self) -> None:
+        """Close; what a failed write left in memory is dropped."""
+        self._raw.drops_writes = self._raw.has_failed
+        try:
+            self.close()
+        except RunFolderError:
+            self._raw.drops_writes = True
+            self.close()
+            raise
+
+
+class _LogBytes(io.FileIO):
+    has_failed = False
+    drops_writes = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            super().__init__(path, "ab")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def write(self, data: Any) -> int:
+        if self.drops_writes:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.has_failed = True
+            raise cannot_write(self._path, error) from error
+
+
+@contextmanager
+def locked(folder: Path, say: Say) -> Iterator[None]:
+    """Make a folder that holds several runs, and keep other processes out of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+    except OSError as error:
+        reason = f"the folder cannot be written to ({error.strerror})"
+        raise ConfigurationError("out", str(folder), reason, "Name a folder that you may write to.") from None
+    if lock.warning:
+        say(lock.warning)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cannot_write(path: Path, error: Exception) -> RunFolderError:
+    reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
+    return RunFolderError(
+        f"{path} cannot be written: {reason}. The checkpoints are intact: fix that, then go on with "
+        f"sortedrl train --resume {path.parent}"
+    )
+
+
+def refuse_changes(settings: Train, folder: RunFolder, say: Say) -> None:
+    """A run goes on with the settings that it began with, apart from those that only extend it."""
+    saved, notice = saved_settings(folder.path)
+    if notice:
+        say(notice)
+    defaults = as_json(type(settings)())  # of a run that an older version began, without this setting
+    changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
+    refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
+    if refused:
+        listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())
+        key = next(iter(refused))
+        raise ConfigurationError(
+            key, refused[key], f"the run in {folder.path} began with other settings ({listed})",
+            f"Leave these flags out, or start a new run; only {', '.join(sorted(EXTENDING_KEYS))} may change.",
+        )  # fmt: skip
+    folder.write("config.json", as_json(settings))
+
+
+def _exists_already(path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        "out",
+        str(path),
+        "this run folder exists already, and a run is never overwritten",
+        f"Name another folder, or continue it with --resume {path}.",
+    )
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -109,17 +299,17 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-def refuse_changes(settings: Train, folder: RunFolder) -> None:
-    """A run goes on with the settings that it began with, apart from those that only extend it."""
-    saved = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
-    defaults = as_json(type(settings)())  # of a run that an older version began, without this setting
-    changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
-    refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
-    if refused:
-        listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())
-        key = next(iter(refused))
-        raise ConfigurationError(
-            key, refused[key], f"the run in {folder.path} began with other settings ({listed})",
-            f"Leave these flags out, or start a new run; only {', '.join(sorted(EXTENDING_KEYS))} may change.",
-        )  # fmt: skip
-    folder.write("config.json", as_json(settings))
+def _text_lines(path: Path) -> Sequence[str]:
+    """Split at line feeds alone: a response may hold other separators."""
+    if not path.exists():
+        return []
+    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
+
+
+def _line_or_none(text: str) -> dict[str, Any] | None:
+    """A line that belongs to an update, or None if it cannot be read."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("update")) is int else None

@@ -137,9 +137,12 @@ class Controller:
     def _begin_run(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            s = self.situation
-            self.log.append(events.RunBegan(self._now(), s.slots, self.strategy.name, asdict(self.schedule)))
+            self.log.append(self.first_event())
             self.mark_phase("start")
+
+    def first_event(self) -> events.RunBegan:
+        """What every log of this run begins with."""
+        return events.RunBegan(self._now(), self.situation.slots, self.strategy.name, asdict(self.schedule))
 
     def _has_more(self) -> bool:
         s = self.situation

@@ -7,6 +7,7 @@ to the last event that counts. Slot-time can be rebuilt exactly:
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import types
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args, get_origin,
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+GATES = ("open", "drain", "held back")
 
 
 class RunBegan(NamedTuple):
@@ -160,6 +164,12 @@ class RolledBack(NamedTuple):
     events: int
 
 
+class Lost(NamedTuple):
+    """Stands where an event was that could not be read any more: checkpoints count the events of the log."""
+
+    at: float
+
+
 Event = (
     RunBegan
     | Phase
@@ -178,6 +188,7 @@ Event = (
     | Updated
     | Published
     | RolledBack
+    | Lost
 )
 Sink = Callable[[Any], None]
 
@@ -201,6 +212,7 @@ _TYPES: dict[str, type] = {
         Updated,
         Published,
         RolledBack,
+        Lost,
     )
 }
 
@@ -274,6 +286,15 @@ class JsonLines:
             self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
 
 
+def written(log: Iterable[Event]) -> str:
+    """The lines of a log."""
+    file = io.StringIO()
+    write = JsonLines(file)
+    for event in log:
+        write(event)
+    return file.getvalue()
+
+
 def decode(line: str) -> Event:
     fields = json.loads(line)
     event: Event = _TYPES[fields.pop("event")](**{name: _frozen(value) for name, value in fields.items()})
@@ -305,14 +326,14 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
     return kept
 
 
-def seconds_rolled_back(kept: Sequence[Event], mark: RolledBack) -> float:
+def seconds_rolled_back(kept: Sequence[Event | Damage], mark: RolledBack) -> float:
     """The time from the last event that counts to the mark: by so much the events after the mark are late."""
     last = next((event for event in reversed(kept) if not isinstance(event, Damage)), mark)
     return max(0.0, mark.at - last.at)
 
 
 def moved_back(event: Event, seconds: float) -> Event:
-    return event._replace(at=event.at - seconds) if seconds and not isinstance(event, Damage) else event
+    return event._replace(at=event.at - seconds) if seconds else event
 
 
 class Damage(NamedTuple):
@@ -320,6 +341,7 @@ class Damage(NamedTuple):
 
     line: int
     why: str
+    is_torn: bool = False  # the log ends within it, as that of a killed run may
 
 
 def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
@@ -327,26 +349,64 @@ def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
 
     A line that cannot be read keeps its place until all is read: it was an event, and `RolledBack` counts events.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        found: list[Any] = [_decoded_or_damage(number, line) for number, line in enumerate(file, start=1)]
     intact: list[Event] = []
     damage: list[Damage] = []
-    counting: list[Any] = [*without_rolled_back(found)]
-    for line in counting:
-        (damage if isinstance(line, Damage) else intact).append(line)
+    for line in counting_lines(path):
+        if isinstance(line, Damage):
+            damage.append(line)
+        elif not isinstance(line, Lost):
+            intact.append(line)
     return intact, damage
 
 
-def _decoded_or_damage(number: int, line: str) -> Event | Damage:
+def counting_lines(path: Path) -> list[Event | Damage]:
+    """The log without what a roll-back made void; unreadable lines keep their places."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
+        kept: list[Event | Damage] = []
+        void_seconds = 0.0
+        for line in lines:
+            if isinstance(line, RolledBack):
+                del kept[max(0, len(kept) - line.events) :]
+                void_seconds = seconds_rolled_back(kept, line)
+                continue
+            if isinstance(line, HarvestBegan):
+                _drop_what_a_lost_mark_made_void(kept, line.harvest)
+            kept.append(line if isinstance(line, Damage) else moved_back(line, void_seconds))
+    return kept
+
+
+def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:
+    """A harvest that begins a second time behind damage: the run was resumed there, and the mark is unreadable."""
+    saved = damaged = None  # the last checkpoint before the harvest began the first time; the last damage after it
+    began_before = False
+    for place in range(len(kept) - 1, -1, -1):
+        line = kept[place]
+        if isinstance(line, Damage) and damaged is None:
+            damaged = place
+        elif isinstance(line, HarvestBegan):
+            if line.harvest < harvest:
+                break
+            began_before, saved = True, None
+        elif isinstance(line, Phase) and line.phase == "checkpoint" and saved is None:
+            saved = place
+    if began_before and saved is not None and damaged is not None and saved < damaged:
+        del kept[saved + 1 : damaged + 1]
+
+
+def decoded_or_damage(number: int, line: str) -> Event | Damage:
+    """The event of a line, if it is one in every field; `number` counts from 1."""
     if not line.endswith("\n"):
-        return Damage(number, "the line is torn: the log ends within it")
+        return Damage(number, "the line is torn: the log ends within it", is_torn=True)
     try:
         event = decode(line)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Damage(number, "not an event")
     for value, fits in zip(event, _checks()[type(event)], strict=True):
         if not fits(value):
             return Damage(number, f"{type(event).__name__} with a wrong value")
+    if isinstance(event, Gate) and event.why not in GATES:
+        return Damage(number, "Gate with a wrong value")
     if not math.isfinite(event.at):
         return Damage(number, f"{type(event).__name__} without a time")
     if isinstance(event, Updated) and len({len(column) for column in event[4:]}) != 1:

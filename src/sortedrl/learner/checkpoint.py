@@ -1,16 +1,25 @@
 """Checkpoints: a folder that is either whole or not there, and says so when it has been damaged.
 
 Everything is written to a temporary folder, flushed to disk, and renamed; a manifest holds the size and hash of each
-file. A kill at any instant leaves the older checkpoints intact.
+file. A kill at any instant leaves an intact checkpoint:
+
+    .writing-update-000040     being written; removed by `clean_up`
+    update-000040              whole
+    .replaced-update-000040    the one before, while a new one of the same update takes its place; `clean_up` puts it
+                               back if the new one had not arrived, and removes it otherwise
+    damaged-update-000040      set aside by `load_newest_intact`, for you to look at or remove
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +28,9 @@ import torch
 
 _MANIFEST = "manifest.json"
 _PREFIX = "update-"
+_WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", "damaged-"
+_FILES = ("learner.pt", "state.json")
+_TEMPORARY_OF_OLDER_VERSIONS = f".{_PREFIX}*.*"
 
 
 class CheckpointError(RuntimeError):
@@ -36,53 +48,91 @@ class Checkpoint:
 def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> Path:
     """Write the checkpoint after `update` updates. On failure nothing of it is left, and older ones stay."""
     target = folder / f"{_PREFIX}{update:06d}"
-    temporary = folder / f".{target.name}.{os.getpid()}"
+    temporary = temporary_of(target)
     try:
-        temporary.mkdir(parents=True)
-        _write_files(temporary, learner, controller, notes)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
-        _flush(folder)
-    except OSError as error:
+        folder.mkdir(exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write_files(temporary, learner, controller, notes)
+        put_in_place(temporary, target)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason, fix = _reason_and_fix(error)
         raise CheckpointError(
-            f"checkpoint {target} could not be written: {error.strerror or error}. Older checkpoints are intact. "
-            f"Free some disk space, then go on with --resume {folder.parent}"
+            f"checkpoint {target} could not be written: {reason}. Older checkpoints are intact. "
+            f"{fix}, then go on with --resume {folder.parent}"
         ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return target
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint back, verified against its manifest."""
-    damage = damage_of(path)
-    if damage is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged: {damage}")
-    learner = torch.load(path / "learner.pt", map_location="cpu", weights_only=True)
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    _restore_random(state["random"])
-    return Checkpoint(path, learner, state["controller"], state["notes"])
+def temporary_of(target: Path) -> Path:
+    """Where a folder is written before it is put in place."""
+    return target.with_name(f"{_WRITING}{target.name}")
 
 
-def newest(folder: Path) -> Path:
-    """The newest checkpoint. If it is damaged, the error offers the newest one that is not."""
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a folder that is whole to `target`; what is there is removed only when the new one has its place."""
+    aside = target.with_name(f"{_REPLACED}{target.name}")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        raise
+    _flush(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clean_up(folder: Path) -> None:
+    """Remove what killed runs left in `folder`. Only for the process that holds the run's lock."""
+    for aside in folder.glob(f"{_REPLACED}*"):
+        target = folder / aside.name.removeprefix(_REPLACED)
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(target)
+    for pattern in (f"{_WRITING}*", _TEMPORARY_OF_OLDER_VERSIONS):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def load_newest_intact(folder: Path, say: Callable[[str], None]) -> Checkpoint:
+    """The newest checkpoint that is intact. Damaged ones before it are set aside, with a line about each.
+
+    They must not stay under their names: the run makes these updates again, and until then a damaged one that can be
+    read again would count as the newest.
+    """
     found = all_in(folder)
     if not found:
-        raise CheckpointError(f"no checkpoint in {folder}: the run ended before its first one. Start it anew")
-    damage = damage_of(found[-1])
-    if damage is None:
-        return found[-1]
-    intact = next((path for path in reversed(found[:-1]) if damage_of(path) is None), None)
-    offer = (
-        f"The one before it is intact: remove the damaged folder and resume again, to go on from {intact.name}"
-        if intact
-        else "No other one is intact: start the run anew"
-    )
-    raise CheckpointError(f"checkpoint {found[-1]} is damaged: {damage}. {offer}")
+        raise CheckpointError(
+            f"no checkpoint in {folder}: the run ended before its first one. Remove {folder.parent} and start it again"
+        )
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(found):
+        damage = damage_of(path)
+        if damage is None:
+            checkpoint = _read(path)
+            for bad, why in damaged:
+                aside = _set_aside(bad)
+                say(f"checkpoint {bad} is damaged: {why}. It is now {aside.name}; the run goes on from {path.name}")
+            return checkpoint
+        damaged.append((path, damage))
+    path, why = damaged[0]
+    others = f", and so are the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+    raise CheckpointError(f"checkpoint {path} is damaged: {why}{others}. Start the run again in another folder")
 
 
 def all_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+    """Oldest first."""
+    names = re.compile(rf"{_PREFIX}\d{{6,}}")
+    found = [path for path in folder.glob(f"{_PREFIX}*") if names.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
 def remove_old(folder: Path, keep: int, also_keep: Path | None = None) -> None:
@@ -95,17 +145,37 @@ def damage_of(path: Path) -> str | None:
     """What is wrong with the files, in words; None if they are as they were written."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        expected = {name: (int(manifest[name]["size"]), str(manifest[name]["sha256"])) for name in _FILES}
     except (OSError, ValueError) as error:
         return f"its manifest cannot be read ({error})"
-    for name, expected in manifest.items():
+    except (KeyError, TypeError):
+        return f"its manifest does not list {' and '.join(_FILES)} with size and hash"
+    for name, (size, digest) in expected.items():
         file = path / name
-        if not file.is_file():
+        try:
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes, {size} were written"
+            if _hash(file) != digest:
+                return f"{name} has changed since it was written (its hash differs)"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{name} has {file.stat().st_size} bytes, {expected['size']} were written"
-        if _hash(file) != expected["sha256"]:
-            return f"{name} has changed since it was written (its hash differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None
+
+
+def _read(path: Path) -> Checkpoint:
+    learner = torch.load(path / "learner.pt", map_location="cpu", weights_only=True)
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    _restore_random(state["random"])
+    return Checkpoint(path, learner, state["controller"], state["notes"])
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return aside
 
 
 def _write_files(folder: Path, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> None:
@@ -113,14 +183,24 @@ def _write_files(folder: Path, learner: dict[str, Any], controller: dict[str, An
         torch.save(learner, file)
     state = {"controller": controller, "notes": notes, "random": _random_state()}
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    manifest = {
-        path.name: {"size": path.stat().st_size, "sha256": _hash(path)}
-        for path in (folder / "learner.pt", folder / "state.json")
-    }
+    paths = [folder / name for name in _FILES]
+    manifest = {path.name: {"size": path.stat().st_size, "sha256": _hash(path)} for path in paths}
     (folder / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for path in folder.iterdir():
         _flush(path)
     _flush(folder)
+
+
+def _reason_and_fix(error: BaseException) -> tuple[str, str]:
+    """PyTorch raises its own error where a write failed; the reason is in what it was raised from."""
+    first_line = str(error).strip().split("\n")[0]
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            return cause.strerror or first_line, "Free some disk space" if full else "Fix that"
+        cause = cause.__cause__ or cause.__context__
+    return first_line, "Fix that"
 
 
 def _random_state() -> dict[str, Any]:

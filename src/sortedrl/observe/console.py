@@ -369,9 +369,20 @@ class PanelConsole:
             pause = max(REDRAW_SECONDS, (time.thread_time() - began) / MOST_SHARE)
 
 
-def run_console(stream: TextIO) -> PlainConsole | PanelConsole:
-    """A panel where the stream is a terminal that can show one, else plain lines."""
+def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> PlainConsole | PanelConsole:
+    """A panel where the stream is a terminal that can show one, else plain lines.
+
+    `ends_with_reader`: a reader that is gone ends the command with `BrokenPipeError`. A training run goes on instead.
+    """
     terminal = Terminal(file=stream)
     if stream.isatty() and not terminal.is_dumb_terminal:
         return PanelConsole(terminal)
-    return PlainConsole(lambda line: print(line, file=stream, flush=True))
+
+    def say(line: str) -> None:
+        try:
+            print(line, file=stream, flush=True)
+        except OSError:
+            if ends_with_reader:
+                raise
+
+    return PlainConsole(say)

@@ -33,6 +33,11 @@ def repaired(log: Sequence[Event]) -> Repair:
     return Repair(repairer.out, repairer.put_back, repairer.left_out)
 
 
+def consistent(log: Sequence[Event]) -> list[Event]:
+    """A log that may have been recovered from damage, as every fold can read it."""
+    return repaired([event for event in log if not isinstance(event, events.Lost)]).log
+
+
 class _Repairer:
     def __init__(self, log: Sequence[Event]) -> None:
         self.out: list[Event] = []
@@ -42,6 +47,7 @@ class _Repairer:
         self._learns_since: float | None = None  # an update whose learner phase has not been seen yet
         self._firsts = [event.first for event in log if isinstance(event, events.Loaded)]
         self._ids = 1 + max((e.rollout for e in log if isinstance(e, events.Submitted)), default=-1)
+        self._gone: set[int] = set()
         self._loaded = 0  # rollouts below this number are loaded
         self._cohort = -1
         self._kept: dict[int, int] = {}  # of rollouts in the engine: tokens that they came with
@@ -52,6 +58,9 @@ class _Repairer:
             self._put_back(events.RunBegan(log[0].at, slots, UNKNOWN_MODE, {}))
 
     def take(self, event: Event) -> None:
+        if self._is_about_the_gone(event):
+            self.left_out += 1
+            return
         self._mend_phase(event)
         if isinstance(event, events.RunBegan):
             self._overlap = bool(event.settings.get("overlap"))
@@ -84,13 +93,29 @@ class _Repairer:
                 self.left_out += 1
                 return
             self._leave(event.rollout)
+        elif isinstance(event, events.Scored | events.Redone | events.Rejected):
+            self._load_up_to(event.rollout + 1, event.at)
         elif isinstance(event, events.Updated):
+            self._load_up_to(1 + max(event.rollouts, default=-1), event.at)
             for rollout, length in zip(event.rollouts, event.lengths, strict=True):
                 if rollout in self._kept:
                     self._finish(rollout, event.at, length)
             if self._phase != "learner" and not self._overlap:
                 self._learns_since = event.at
         self.out.append(event)
+
+    def _is_about_the_gone(self, event: Event) -> bool:
+        """Nothing can happen to a rollout that was trained on or rejected."""
+        if isinstance(event, events.Updated):
+            if not self._gone.isdisjoint(event.rollouts):
+                return True
+            self._gone.update(event.rollouts)
+        elif (rollout := getattr(event, "rollout", None)) is not None:
+            if rollout in self._gone:
+                return True
+            if isinstance(event, events.Rejected):
+                self._gone.add(rollout)
+        return False
 
     def _mend_phase(self, event: Event) -> None:
         """The learner steps after an update, and only a harvest submits and starts."""

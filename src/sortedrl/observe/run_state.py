@@ -169,6 +169,14 @@ def is_update(line: dict[str, Any]) -> bool:
     return "reward" in line
 
 
+def is_metrics_line(line: Any) -> bool:
+    """Whether a line of a file that may be damaged has what a display needs."""
+    if not isinstance(line, dict) or type(line.get("update")) is not int or type(line.get("seconds")) is not float:
+        return False
+    held_out = line.get("held_out")
+    return is_update(line) or (isinstance(held_out, dict) and type(held_out.get("value")) in (float, int))
+
+
 class RolloutPlaces:
     """Where every rollout is that is neither trained nor rejected."""
 
@@ -207,12 +215,14 @@ class RolloutPlaces:
         self._move(rollout, RESUMABLE if kept else WAITING)
 
     def _move(self, rollout: int, place: str) -> None:
-        self._count[self._place[rollout]] -= 1
+        if rollout in self._place:  # else its load was lost with a part of the log
+            self._count[self._place[rollout]] -= 1
         self._count[place] += 1
         self._place[rollout] = place
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """They were trained on or rejected."""
         for rollout in rollouts:
-            self._count[self._place.pop(rollout)] -= 1
+            if rollout in self._place:
+                self._count[self._place.pop(rollout)] -= 1
             self._kept.pop(rollout, None)

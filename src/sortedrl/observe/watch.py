@@ -20,10 +20,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
-from sortedrl.core.events import Event, RolledBack, Sink, decode, moved_back, seconds_rolled_back, without_rolled_back
+from sortedrl.core.events import (
+    Damage,
+    Event,
+    RolledBack,
+    Sink,
+    decoded_or_damage,
+    moved_back,
+    seconds_rolled_back,
+    without_rolled_back,
+)
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.run_state import is_update
+from sortedrl.observe.report_repair import consistent
+from sortedrl.observe.run_state import is_metrics_line, is_update
 
 POLL_SECONDS = 0.25
 NOTED_SILENCE_SECONDS = 10.0
@@ -156,7 +166,7 @@ class Follower:
         log = self._decoded(self._event_file.all(), 1)
         resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
         self._void_seconds = 0.0  # by which the events after the newest roll-back are late
-        self._feed(counted := without_rolled_back(log[:resumed]))
+        self._feed(consistent(counted := without_rolled_back(log[:resumed])))
         if resumed:
             self._phases = ["start"]
             mark = log[resumed - 1]
@@ -184,10 +194,10 @@ class Follower:
     def _decoded(self, lines: Sequence[str], first_line: int) -> list[Event]:
         log: list[Event] = []
         for number, line in enumerate(lines, start=first_line):
-            try:
-                log.append(decode(line))
-            except (ValueError, KeyError, TypeError):
-                raise DamagedLog(self._event_file.path, number) from None
+            event = decoded_or_damage(number, f"{line}\n")
+            if isinstance(event, Damage):
+                raise DamagedLog(self._event_file.path, number)
+            log.append(event)
         return log
 
     def _seen_at(self) -> float:
@@ -246,11 +256,13 @@ class GrowingFile:
 def _parsed(lines: Sequence[str]) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl. One that a crash has torn says nothing that the event log does not say."""
     found = []
-    for line in lines:
+    for text in lines:
         try:
-            found.append(json.loads(line))
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if is_metrics_line(line):
+            found.append(line)
     return found
 
 
@@ -274,7 +286,7 @@ def _updates_in_summary(folder: Path) -> int | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}

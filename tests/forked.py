@@ -1,0 +1,126 @@
+"""Commands as processes of their own that share one import: a server imports the package once and forks for each.
+
+A command may be given a `Fault`, so that it is killed between two named operations on its files. Nothing in the
+package knows about it: the child watches itself by Python's audit events.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    """SIGKILL just before operation number `operation` (from 1) on a file below `folder`.
+
+    With `replaced_save` operations count from the first within a replacement of that checkpoint (from 1): every
+    checkpoint is then saved a second time.
+    """
+
+    folder: Path
+    operation: int
+    replaced_save: int | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """`sortedrl WORDS`, running."""
+
+    def __init__(self, words: list[str], output: Path, *, fault: Fault | None = None) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self._output = output
+        self.process: ForkServerProcess = _context().Process(target=_run, args=(words, output, fault))
+        self.process.start()
+
+    @property
+    def stdout(self) -> str:
+        return _text(self._output / "stdout")
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float = 600.0) -> Done:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(self.stdout + _text(self._output / "stderr"))
+        return Done(self.process.exitcode, self.stdout, _text(self._output / "stderr"))
+
+
+def run(words: list[str], output: Path, *, fault: Fault | None = None) -> Done:
+    return Command(words, output, fault=fault).wait()
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    """PYTHONPATH, because the server of some versions of Python does not take over `sys.path`."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sortedrl.app", "sortedrl.cli", "transformers.models.llama", "toy", "forked"])
+    return context
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _run(words: list[str], output: Path, fault: Fault | None) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if fault is not None:
+        _arm(fault)
+    from sortedrl.cli import main
+
+    code = main(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _arm(fault: Fault) -> None:
+    counts = fault.replaced_save is None
+    seen = 0
+    folder = str(fault.folder)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if counts and event in _OPERATIONS and str(args[0]).startswith(folder):
+            seen += 1
+            if seen == fault.operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if fault.replaced_save is not None:
+        from sortedrl.learner import checkpoint
+
+        save, saves = checkpoint.save, 0
+
+        def save_twice(*args: Any) -> Path:
+            nonlocal saves, counts
+            save(*args)
+            saves += 1
+            counts = saves == fault.replaced_save
+            path = save(*args)
+            counts = False
+            return path
+
+        checkpoint.save = save_twice
+    sys.addaudithook(hook)
