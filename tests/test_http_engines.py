@@ -25,8 +25,9 @@ from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engine_choice import server_engine
 from sortedrl.engines import http_engine
-from sortedrl.engines.http_engine import ServerPool, reason_of, write_weights
+from sortedrl.engines.http_engine import ServerPool, write_weights
 from sortedrl.engines.pool import Pool
+from sortedrl.engines.server_messages import reason_of
 from sortedrl.engines.sglang import SglangEngine
 from sortedrl.engines.vllm_server import VllmServerEngine
 from test_embedded import VOCABULARY, model_of
@@ -51,7 +52,7 @@ def stand_in(**options: Any) -> SglangStandIn:
 
 
 def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEngine:
-    engine = SglangEngine(server.url, slots=slots, eos_token_ids=[7], **options)
+    engine = SglangEngine(server.url, slots=slots, eos_token_ids=[7], **{"unavailable_seconds": 1.5, **options})
     _open.append(engine)
     return engine
 
