@@ -170,6 +170,8 @@ class SglangStandIn:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        if self.is_ill:
+            return web.Response(status=503)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         if len(body["input_ids"]) > self.max_length:

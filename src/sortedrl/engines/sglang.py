@@ -66,13 +66,17 @@ class SglangEngine(HttpEngine):
         return True
 
     async def count_running(self) -> int | None:
-        return sum(int(load["num_running_reqs"]) for load in await self._loads())
+        return sum(whole_number(load["num_running_reqs"], "count of requests") for load in await self._loads())
 
     async def identity(self) -> Identity:
         server, model = await asyncio.gather(self.call("GET", "/server_info"), self.call("GET", "/model_info"))
         started, weights = server.get("startup_time"), model.get("weight_version")
         process = None if started is None else hashlib.sha256(json.dumps(started).encode()).hexdigest()[:16]
         return Identity(process, None if weights is None else str(weights))
+
+    async def _count_inside(self) -> int:
+        counts = [load[name] for load in await self._loads() for name in ("num_running_reqs", "num_waiting_reqs")]
+        return sum(whole_number(count, "count of requests") for count in counts)
 
     async def _loads(self) -> list[dict[str, Any]]:
         answer = await self.call("GET", "/v1/loads", include="core")
@@ -158,7 +162,7 @@ class SglangEngine(HttpEngine):
     async def _until_empty(self) -> None:
         """Requests whose streams were closed leave a little later, and the cache is not emptied while one is inside."""
         deadline = self.now() + _EMPTY_SECONDS
-        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in await self._loads()):
+        while await self._count_inside():
             if self.now() > deadline:
                 raise Refused(500, f"requests are still inside {_EMPTY_SECONDS:.0f} s after they were aborted")
             await asyncio.sleep(0.02)
