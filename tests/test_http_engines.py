@@ -24,7 +24,7 @@ from sortedrl.core.engine import Engine, Preempted, Started
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engine_choice import server_engine
-from sortedrl.engines import http_engine
+from sortedrl.engines import http_engine, server_streams
 from sortedrl.engines.http_engine import ServerPool, write_weights
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.server_messages import reason_of
@@ -175,7 +175,7 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
 
 
 def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.05)
     server = stand_in(runs_at_once=2, step_seconds=0.005)
     ledger = Ledger(engine_at(server, slots=4))
     seen: list[Any] = []
@@ -259,10 +259,10 @@ def test_a_server_that_is_ill_is_dead() -> None:
 
 
 def test_a_server_that_hangs_is_dead_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.05)
     server = stand_in(step_seconds=0.005)
     ledger = Ledger(engine_at(server))
-    monkeypatch.setattr(http_engine, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 0.3)
     ledger.submit([endless(0, 200)])
     while not ledger.tokens(0):
         ledger.apply(ledger.engine.poll())

@@ -33,7 +33,7 @@ from nasty_server import (
 )
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines import http_engine
+from sortedrl.engines import server_streams
 from sortedrl.engines.http_engine import HttpEngine
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.sglang import SglangEngine
@@ -57,11 +57,11 @@ def server_loop() -> Iterator[ServerLoop]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.1)
-    monkeypatch.setattr(http_engine, "_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(http_engine, "_ABORT_SECONDS", 0.5)
-    monkeypatch.setattr(http_engine, "_STOP_SECONDS", 0.3)
-    monkeypatch.setattr(http_engine, "_SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(server_streams, "ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(server_streams, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(server_streams, "SETTLE_SECONDS", 0.05)
 
 
 # What goes wrong
@@ -489,7 +489,7 @@ def test_in_a_pool_a_server_that_restarted_is_taken_out(dialect: str, server_loo
 def test_a_server_that_always_fails_ends_the_run(
     dialect: str, server_loop: ServerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_engine, "_FEWEST_FAULTS", 12)
+    monkeypatch.setattr(server_streams, "FEWEST_FAULTS", 12)
     server = NastyServer(dialect, server_loop.loop)
     every(1, html)(server)
     engine = engine_at(server)

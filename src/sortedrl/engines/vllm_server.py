@@ -32,7 +32,8 @@ from typing import Any
 from sortedrl.core.engine import Request
 from sortedrl.core.hashing import mixed
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.http_engine import LOAD_SECONDS, HttpEngine, Sent
+from sortedrl.engines.http_engine import HttpEngine
+from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
 from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
 
 _START = (
