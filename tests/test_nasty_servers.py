@@ -33,7 +33,7 @@ from nasty_server import (
 )
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines import server_streams
+from sortedrl.engines import outage, server_streams
 from sortedrl.engines.http_engine import HttpEngine
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.sglang import SglangEngine
@@ -43,7 +43,7 @@ DIALECTS: dict[str, type[HttpEngine]] = {"vllm": VllmServerEngine, "sglang": Sgl
 ROLLOUTS = 16
 MAX_RESPONSE_TOKENS = 8
 DEADLINE_SECONDS = 60.0  # on a busy machine; the limits of the engines are far shorter
-SILENCE_SECONDS, UNAVAILABLE_SECONDS = 0.6, 2.5
+SILENCE_SECONDS, UNAVAILABLE_SECONDS = 0.5, 5.0
 
 Setup = Callable[[NastyServer], None]
 
@@ -57,6 +57,7 @@ def server_loop() -> Iterator[ServerLoop]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "FIRST_PAUSE_SECONDS", 0.03)
     monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.1)
     monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(server_streams, "ABORT_SECONDS", 0.5)
@@ -310,7 +311,7 @@ FAULTS: dict[str, Fault] = {
     "504 now and then": Fault(every(4, status(504)), LOSSLESS),
     "429 now and then": Fault(every(3, status(429)), LOSSLESS),
     "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
-    "not there for a while": Fault(vanishes(6, 0.8), LOSSLESS),
+    "not there for a while": Fault(vanishes(6, 0.4), LOSSLESS),
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),
     "503 in every stream": Fault(first(10**9, error_503_in_the_stream), DIES, "restarting"),
@@ -431,7 +432,7 @@ def test_a_run_ends_right_or_with_one_clear_error(
             with pytest.raises(ConfigurationError, match=fault.says):
                 engine_at(server)
             return
-        engine = engine_at(server)
+        engine = engine_at(server, **({"unavailable_seconds": 1.0} if fault.outcome == DIES else {}))
         try:
             run = run_on(engine, tmp_path)
         finally:
