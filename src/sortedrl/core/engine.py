@@ -20,8 +20,8 @@ What must hold for every engine (tests/engine_contract.py):
   before is valid; where it can, it hands out what it still holds before it raises, and last tokens come with their
   Finished in one list, so that nobody goes on behind an end.
 
-The controller trusts no engine with a run: a report that breaks this protocol costs its rollout, at most. An engine whose
-server may be busy can have a property `is_available`; a pool then gives new work to others first.
+The controller trusts no engine with a run: a report that breaks this protocol costs its rollout, at most. An engine
+whose server may be busy can have a property `is_available`; a pool then gives new work to others first.
 """
 
 from __future__ import annotations
