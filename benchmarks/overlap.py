@@ -61,7 +61,7 @@ def run(url: str, folder: Path, flags: list[str]) -> dict[str, Any]:
         "staleness_mean": figures["staleness_mean"],
         "staleness_max": figures["staleness_max"],
         "gain": summary["gain"]["value"],
-        "load_difference": max(line["load_difference"] for line in updates),
+        "load_difference": max(line["load_difference"] for line in updates if "load_difference" in line),
     }
 
 

@@ -25,6 +25,7 @@ from sortedrl.core import JsonLines
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.studies.simulate import MODES, Case, cases, compare
+from sortedrl.studies.tables import known
 from sortedrl.studies.workload import Workload, run, with_mode
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -37,10 +38,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "waste": lambda f: f"{f['waste']:.1%}",
     "staleness": lambda f: f"{f['staleness_mean']:.2f}",
     "max": lambda f: f"{f['staleness_max']:.0f}",
-    "sorted": lambda f: f"{f['sortedness']:.2f}",
-    "length bias": lambda f: f"{f['length_bias']:+.1%}",
+    "sorted": lambda f: known(f["sortedness"], "z.2f"),
+    "length bias": lambda f: known(f["length_bias"], "+z.1%"),
     "longest wait": lambda f: f"{f['longest_wait_updates']:.0f}",
-    "expectation": lambda f: "" if f["expectation_quality"] is None else f"{f['expectation_quality']:.2f}",
+    "expectation": lambda f: "" if f["expectation_quality"] is None else f"{f['expectation_quality']:z.2f}",
 }
 
 

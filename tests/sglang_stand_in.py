@@ -35,12 +35,14 @@ class SglangStandIn:
         runs_at_once: int = 64,
         max_length: int = 256,
         step_seconds: float = 0.0,
+        api_key: str | None = None,
     ) -> None:
         self.model = model
         self.incremental = incremental
         self.max_running_requests = max_running_requests
         self.max_length = max_length
         self.step_seconds = step_seconds
+        self.api_key = api_key
         self.refuses_weights = False
         self.is_ill = False
         self.hangs = False
@@ -62,7 +64,7 @@ class SglangStandIn:
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._runs_at_once)
-        app = web.Application()
+        app = web.Application(middlewares=[self._authenticate])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -110,6 +112,14 @@ class SglangStandIn:
                 connection.transport.abort()
 
     # Routes
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Any) -> Any:
+        """As SGLang does, but for the answer: it repeats what was sent."""
+        sent = request.headers.get("Authorization", "")
+        if self.api_key is not None and sent != f"Bearer {self.api_key}":
+            return web.json_response({"error": f"Unauthorized: {sent}"}, status=401)
+        return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
         await self._hang()

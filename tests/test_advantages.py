@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.learner.advantages import (
+    Baseline,
     CohortStatistics,
     Moments,
     explained_variance,
@@ -89,15 +90,13 @@ def test_batch_and_cohort_so_far_are_their_formulas() -> None:
 
 def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> None:
     """Cohorts 0 to 3 of 600, 2 x 20, 2 x 300 and 2 x 10 values; 512 values are enough for a reference."""
-    statistics = CohortStatistics()
+    initial = [0.0, 1.0, 5.0]
+    statistics = CohortStatistics(initial=Moments.of(torch.tensor(initial)))
     seen: dict[int, list[float]] = {}
     for rewards, cohorts in batches_of([300, 20, 300, 10]):
         advantages, statistics = normalised(rewards, cohorts, "previous_cohorts", statistics)
         cohort = int(cohorts[0])
-        if cohort == 0:  # the stated fallback: the first batch, for the whole first cohort
-            pool = seen.get(0, rewards.tolist())[:300]
-        else:
-            pool = {1: seen[0], 2: seen.get(1, []) + seen[0], 3: seen.get(2, [])}[cohort]
+        pool = {0: initial, 1: seen.get(0), 2: seen.get(1, []) + seen.get(0, []), 3: seen.get(2)}[cohort] or []
         expected = [(reward - stats.mean(pool)) / stats.stdev(pool) for reward in rewards.tolist()]
         assert advantages.tolist() == pytest.approx(expected, abs=1e-4)
         seen.setdefault(cohort, []).extend(rewards.tolist())
@@ -109,6 +108,22 @@ def test_a_cohort_that_arrives_while_its_predecessor_is_open_keeps_its_first_ref
     first, statistics = normalised(torch.tensor([0.0, 1.0, 0.0, 1.0]), mixed, "previous_cohorts", statistics)
     second, statistics = normalised(torch.tensor([9.0, 9.0, 0.0, 1.0]), mixed, "previous_cohorts", statistics)
     assert torch.equal(first[2:], second[2:])
+
+
+def test_a_cohort_that_is_still_arriving_is_no_reference() -> None:
+    """Without a gate, cohort 1 arrives while only the short rollouts of cohort 0 are known."""
+    statistics = CohortStatistics(initial=Moments.of(torch.tensor([-1.0, 1.0])))
+    _, statistics = normalised(torch.ones(64), torch.zeros(64).long(), "previous_cohorts", statistics)
+    _, statistics = normalised(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), "previous_cohorts", statistics)
+    assert statistics.reference(1) == statistics.initial
+    _, statistics = normalised(torch.tensor([0.0, 0.0]), torch.tensor([1, 2]), "previous_cohorts", statistics)
+    assert statistics.reference(2) == statistics.seen[0]
+
+
+def test_without_initial_rewards_the_first_cohort_is_used_as_it_was_scored() -> None:
+    rewards = torch.tensor([0.0, 2.0, 1.0, -1.0])
+    advantages, _ = normalised(rewards, torch.zeros(4).long(), "previous_cohorts", CohortStatistics())
+    assert torch.equal(advantages, rewards)
 
 
 def test_a_success_after_cohorts_of_equal_failure_does_not_explode() -> None:
@@ -125,11 +140,57 @@ def test_a_success_after_cohorts_of_equal_failure_does_not_explode() -> None:
 
 def test_reinforce_with_siblings_divides_all_sets_by_one_scale() -> None:
     rewards, set_b = torch.tensor([0.0, 2.0, 1.0, 5.0]), sibling_sets(["a", "a", "b", "b"])
-    advantages, _ = reward_advantages(
+    first, statistics = reward_advantages(
         rewards, set_b, torch.zeros(4).long(), "reinforce++", "siblings", CohortStatistics()
     )
+    assert torch.equal(first, grpo_advantages(rewards, set_b)), "nothing else is known in the first cohort"
+    advantages, _ = reward_advantages(rewards, set_b, torch.ones(4).long(), "reinforce++", "siblings", statistics)
     scale = stats.stdev([-1.0, 1.0, -2.0, 2.0])
     assert advantages.tolist() == pytest.approx([-1 / scale, 1 / scale, -2 / scale, 2 / scale], abs=1e-5)
+
+
+@pytest.mark.parametrize("baseline", ["previous_cohorts", "siblings"])
+def test_reinforce_compares_groups_in_the_first_cohort(baseline: Baseline) -> None:
+    statistics = CohortStatistics(initial=Moments.of(torch.tensor([0.0, 1.0, 2.0])))  # mean 1, deviation 1
+    rewards, set_b, cohort_b = torch.tensor([0.0, 2.0, 3.0]), sibling_sets(["a", "a", "b"]), torch.zeros(3).long()
+    advantages, _ = reward_advantages(rewards, set_b, cohort_b, "reinforce++", baseline, statistics)
+    assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-3)
+    each_b = torch.arange(3)
+    alone, _ = reward_advantages(rewards, each_b, cohort_b, "reinforce++", "previous_cohorts", statistics)
+    assert alone.tolist() == [-1.0, 1.0, 2.0]
+
+
+def cohort_by_length(seed: int, prompts: int, siblings: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards and groups of 512 rollouts, shortest first. Long ones are rarely solved, of the shortest quarter 99 %."""
+    generator = torch.Generator().manual_seed(seed)
+    hardness_b = torch.randn(prompts, generator=generator).repeat_interleave(siblings)
+    log_length_b = hardness_b + 0.3 * torch.randn(len(hardness_b), generator=generator)
+    solved_b = torch.rand(len(hardness_b), generator=generator) < torch.sigmoid(2.0 - 3.0 * log_length_b)
+    order_b = log_length_b.argsort()
+    return solved_b[order_b] * 4.0 - 3.0, torch.arange(prompts).repeat_interleave(siblings)[order_b]
+
+
+@pytest.mark.parametrize("siblings", [1, 8])
+def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
+    """Four batches by length. The scale of a batch is the root mean square of its advantages; the normal one is that
+    of the same batch in the next cohort, or less where groups are compared."""
+    initial_b, _ = cohort_by_length(seed=100, prompts=300, siblings=1)
+    statistics = CohortStatistics(initial=Moments.of(initial_b))
+    scales: dict[int, list[float]] = {0: [], 1: []}
+    means: list[float] = []
+    for cohort in scales:
+        rewards_b, set_b = cohort_by_length(seed=cohort, prompts=512 // siblings, siblings=siblings)
+        for rows in torch.arange(512).chunk(4):
+            cohort_b = torch.full((len(rows),), cohort)
+            advantages, statistics = reward_advantages(
+                rewards_b[rows], set_b[rows], cohort_b, "reinforce++", "previous_cohorts", statistics
+            )
+            scales[cohort].append(advantages.square().mean().sqrt().item())
+            means.append(advantages.mean().item())
+    for first, later in zip(scales[0], scales[1], strict=True):
+        assert first < 1.25 * later
+        assert siblings > 1 or first > later / 1.25
+    assert max(map(abs, means)) < 2.0
 
 
 def test_comparing_siblings_without_siblings_is_an_error() -> None:
@@ -140,7 +201,7 @@ def test_comparing_siblings_without_siblings_is_an_error() -> None:
 
 
 def test_statistics_survive_their_state_dict() -> None:
-    statistics = CohortStatistics()
+    statistics = CohortStatistics(initial=Moments(3, 0.5, 2.0))
     for rewards, cohorts in batches_of([8, 5]):
         _, statistics = normalised(rewards, cohorts, "previous_cohorts", statistics)
     assert CohortStatistics.from_state_dict(statistics.state_dict()) == statistics

@@ -14,9 +14,9 @@ from sortedrl.core import Prompt, Rollout, Segment, SensedLengths, events, expec
 from sortedrl.core.expectation import expected_length
 
 
-def rollout(prompt: str, length: int = 0, *, cohort: int = 0, reached: int = 0) -> Rollout:
+def rollout(prompt: str, length: int = 0, *, group: int = 0, reached: int = 0) -> Rollout:
     segments = [Segment(range(length), range(length), 0)] if length else []
-    return Rollout(0, Prompt(prompt, ()), 0, cohort, 0, 0, segments=segments, reached=reached)
+    return Rollout(group, Prompt(prompt, ()), 0, 0, 0, 0, segments=segments, reached=reached)
 
 
 def test_a_prompt_of_which_nothing_is_known_is_expected_at_the_median_so_far() -> None:
@@ -43,13 +43,14 @@ def test_the_last_epoch_is_a_better_guess_than_siblings() -> None:
 
 
 def test_this_epochs_siblings_are_the_next_ones_last_epoch() -> None:
+    """All of them in one cohort: without a gate, two epochs can meet there."""
     sensed = SensedLengths({"p": 70.0})
-    sensed.observe(rollout("p", 100, cohort=0))
-    sensed.observe(rollout("p", 300, cohort=0))
-    assert sensed.estimate(rollout("p", cohort=4)) == 200
-    sensed.observe(rollout("p", 900, cohort=4))
-    assert sensed.estimate(rollout("p", cohort=4)) == 200
-    assert sensed.estimate(rollout("p", cohort=9)) == 900
+    sensed.observe(rollout("p", 100, group=0))
+    sensed.observe(rollout("p", 300, group=0))
+    assert sensed.estimate(rollout("p", group=4)) == 200
+    sensed.observe(rollout("p", 900, group=4))
+    assert sensed.estimate(rollout("p", group=4)) == 200
+    assert sensed.estimate(rollout("p", group=9)) == 900
 
 
 def test_a_rollout_that_was_stopped_is_expected_to_go_beyond_what_it_reached() -> None:

@@ -24,12 +24,13 @@ from sortedrl.core.engine import Engine, Preempted, Started
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engine_choice import server_engine
-from sortedrl.engines import http_engine, server_streams
-from sortedrl.engines.http_engine import ServerPool, write_weights
+from sortedrl.engines import server_streams, weight_files
+from sortedrl.engines.http_engine import ServerPool
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.server_messages import reason_of
 from sortedrl.engines.sglang import SglangEngine
 from sortedrl.engines.vllm_server import VllmServerEngine
+from sortedrl.engines.weight_files import write_weights
 from test_embedded import VOCABULARY, model_of
 
 _open: list[SglangEngine | SglangStandIn] = []
@@ -329,7 +330,7 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
     servers = [stand_in() for _ in range(3)]
     pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])
     files = []
-    monkeypatch.setattr(http_engine, "write_weights", lambda w, file: (files.append(file), write_weights(w, file)))
+    monkeypatch.setattr(weight_files, "write_weights", lambda w, file: (files.append(file), write_weights(w, file)))
     learner = model_of("Llama", seed=9)
     pool.load(learner.state_dict(), 4)
     pool.close()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from sortedrl.config import Train
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.batching import (
     OVERHEAD_TOKENS,
@@ -401,11 +402,14 @@ def sample(model: PreTrainedModel, prompts: Sequence[int], version: int, length:
             now = model(input_ids=ids).logits[:, -1].log_softmax(-1)
             token = torch.multinomial(now.exp(), 1)
             ids, logprobs = torch.cat([ids, token], 1), torch.cat([logprobs, now.gather(1, token)], 1)
+    groups = sorted(set(prompts))
+    count = len(prompts) // len(groups)
+    numbers = [groups.index(prompt) * count + prompts[:row].count(prompt) for row, prompt in enumerate(prompts)]
     return [
         Rollout(
-            id=row,
+            id=numbers[row],
             prompt=Prompt(str(prompt), [prompt]),
-            sibling=row,
+            sibling=numbers[row] % count,
             cohort=version // 2,
             seed=row,
             loaded_at_update=version,
@@ -430,6 +434,67 @@ def test_reward_rises(algorithm: Any) -> None:
     if algorithm == "ppo":
         assert history[1]["explained_variance"] == history[1]["explained_variance/harvest_1"]
         assert "explained_variance/harvest_0" not in history[1]
+
+
+def rollouts_by_length(seed: int, count: int = 64) -> list[Rollout]:
+    """Shortest first, each with a prompt of its own, in cohort 0. The reward falls with length: of the first quarter
+    all but one are solved, then half, of the last quarter none."""
+    rollouts = sorted(random_rollouts(prompts=count, siblings=1, seed=seed), key=len)
+    for place, rollout in enumerate(rollouts):
+        quarter = 4 * place // count
+        solved = (place != 2, place % 2 == 0, place % 2 == 0, False)[quarter]
+        rollout.reward = 2.0 if solved else -2.0
+        rollout.prompt = Prompt(rollout.prompt.id, [5])
+    return rollouts
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce++", "ppo"])
+def test_no_batch_of_the_first_cohort_sets_the_scale_for_the_others(algorithm: Any) -> None:
+    """Also through a checkpoint: the second half is trained on by a learner that was restored."""
+    settings = LearnerSettings(algorithm=algorithm, learning_rate=1e-6)
+    learner = Learner(tiny_model(), settings)
+    learner.set_initial_rewards([float(rollout.reward or 0) for rollout in rollouts_by_length(seed=1)])
+    rollouts = rollouts_by_length(seed=2)
+    scales = []
+    for batch in range(4):
+        if batch == 2:
+            restored = Learner(tiny_model(), settings)
+            restored.load_state_dict(through_a_file(learner.state_dict()))
+            learner = restored
+        metrics = learner.step(rollouts[16 * batch : 16 * batch + 16], batch, harvest_index=batch)
+        scales.append(math.hypot(metrics["advantage_mean"], metrics["advantage_deviation"]))
+        assert abs(metrics["advantage_mean"]) < 1.5
+    assert min(scales) > 1 / 1.5 and max(scales) < 1.5, scales
+
+
+def test_initial_rewards_are_for_a_learner_without_updates() -> None:
+    learner = Learner(tiny_model(), LearnerSettings())
+    learner.step(random_rollouts(), version=0)
+    with pytest.raises(ValueError, match="1 updates were made already"):
+        learner.set_initial_rewards([0.0, 1.0])
+
+
+def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
+    """The gradient of a batch of long rollouts, as the first update and after one on short rollouts."""
+    rollouts = sorted(random_rollouts(prompts=8), key=len)
+    short, long = rollouts[:12], rollouts[12:]
+    settings = LearnerSettings(learning_rate=1e-30, baseline="batch", max_gradient_norm=NO_CLIPPING)
+    first, second = Learner(tiny_model(), settings), Learner(tiny_model(), settings)
+    second.step(short, version=0)
+    assert_close(gradients(second, long), gradients(first, long))
+
+
+def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
+    settings = Train(rollouts_per_update=32, prompts_per_cohort=8, max_response_tokens=200)
+    assert settings.learner_settings().normaliser_tokens == 32 * 200
+
+
+def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
+    first, second = random_rollouts(prompts=3, siblings=4, seed=0), random_rollouts(prompts=3, siblings=4, seed=1)
+    for rollout in second:
+        rollout.id += 12
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo"))
+    assert learner.step([*first, *second], version=0)["sibling_sets"] == 6
 
 
 def test_the_critic_learns_to_explain_returns() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from sortedrl.core import (
     STRATEGIES,
     Change,
     ConfigurationError,
+    Rollout,
     Schedule,
     SensedLengths,
     Tokens,
@@ -171,9 +173,9 @@ def test_a_response_that_hits_the_token_limit_is_cut_there_and_marked() -> None:
     assert {name: (len(r), r.truncated) for name, r in by_prompt.items()} == {
         "p0": (3, False),
         "p1": (5, True),
-        "p2": (5, False),
+        "p2": (5, True),  # nothing says that it would have ended here
     }
-    assert result.figures.truncated == 1
+    assert result.figures.truncated == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -913,3 +915,21 @@ def test_a_learner_that_does_not_publish_trains_on_under_the_same_version() -> N
 def test_times_in_the_log_never_go_back() -> None:
     result = run("partial", [5, 1, 3, 2, 4], slots=2, rollouts_per_update=2, score_seconds=(0.3, 1.7))
     assert all(first.at <= second.at for first, second in pairwise(result.events))
+
+
+@pytest.mark.parametrize("mode", sorted(set(STRATEGIES) - set(GATED)))
+def test_two_epochs_of_a_prompt_are_two_groups(mode: str) -> None:
+    """40 prompts in cohorts of 64: without a gate, the second epoch begins in the first cohort."""
+    done = run(
+        mode, [3 + 7 * i % 23 for i in range(40)], slots=32, epochs=2, shuffle=True, prompts_per_cohort=64,
+        rollouts_per_update=32, rollouts_per_prompt=2, compare_siblings=True,
+        max_staleness=2 if mode == "async-pool" else None, overlap=mode == "async-pool",
+    )  # fmt: skip
+    groups: dict[int, list[Rollout]] = {}
+    for batch in done.batches:
+        assert set(Counter(rollout.group for rollout in batch).values()) == {2}, "a batch holds whole groups"
+        for rollout in batch:
+            groups.setdefault(rollout.group, []).append(rollout)
+    assert len(groups) == 2 * 40 and all(len({r.prompt.id for r in members}) == 1 for members in groups.values())
+    shared = Counter((members[0].prompt.id, members[0].cohort) for members in groups.values())
+    assert max(shared.values()) == 2, "prompt and cohort do not tell the epochs apart"

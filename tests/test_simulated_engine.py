@@ -136,8 +136,8 @@ def test_tokens_are_positions_and_go_on_after_a_resume() -> None:
 
 def test_the_budget_cuts_and_says_so() -> None:
     one = engine()
-    one.submit([request(0, 5, budget=5), request(1, 6, budget=5)])
-    assert {c.id: c.truncated for c in to_end(one) if isinstance(c, Finished)} == {0: False, 1: True}
+    one.submit([request(0, 4, budget=5), request(1, 5, budget=5), request(2, 6, budget=5)])
+    assert {c.id: c.truncated for c in to_end(one) if isinstance(c, Finished)} == {0: False, 1: True, 2: True}
 
 
 def test_a_request_without_budget_is_refused() -> None:

@@ -202,4 +202,4 @@ def test_weights_that_are_published_within_a_harvest_count_from_then_on() -> Non
 def test_what_was_rolled_back_is_in_no_slice() -> None:
     void = [*begun(), Stopped(1.0, 0, 3, 3, 0)]
     log: list[Event] = [RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b"))]
-    assert [s.start for s in slices([*log, *void, RolledBack(1.0, len(void)), *begun(5.0)])] == [5.0]
+    assert [s.start for s in slices([*log, *void, RolledBack(1.0, len(void)), *begun(5.0)])] == [4.0]

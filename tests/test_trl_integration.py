@@ -165,6 +165,21 @@ def test_micro_batches_hold_every_row_once_shortest_first_and_without_needless_p
     assert first["num_items_in_batch"] == 17 and first["importance_sampling_ratio"].shape == (2, 1)
 
 
+def test_every_optimizer_step_of_an_update_sees_the_same_mix_of_lengths() -> None:
+    lengths = torch.arange(1, 25)
+    scored = {
+        "prompt_mask": torch.ones(24, 1, dtype=torch.long),
+        "completion_mask": (torch.arange(24) < lengths[:, None]).long(),
+        "advantages": lengths.float(),
+    }
+    parts = [part["advantages"].tolist() for part in micro_batches(scored, 6, optimizer_steps=3, trim=True)]
+    assert parts == [  # two micro-batches for each of three steps
+        [1, 4, 7, 10], [13, 16, 19, 22],
+        [2, 5, 8, 11], [14, 17, 20, 23],
+        [3, 6, 9, 12], [15, 18, 21, 24],
+    ]  # fmt: skip
+
+
 def test_the_log_waits_for_rewards() -> None:
     seen: list[Event] = []
     log = LateRewards(seen.append)
@@ -477,10 +492,22 @@ def test_a_reward_model_may_be_named_by_its_folder(tokenizer: Any, tmp_path: Pat
 
 
 def test_several_steps_and_passes_over_an_update_are_one_version(tokenizer: Any, tmp_path: Path) -> None:
+    """And each of the steps trains on short and long responses alike."""
+    lengths: dict[int, list[int]] = {}  # by optimizer step
+
+    class Watched(SortedGRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            lengths.setdefault(self.state.global_step, []).extend(inputs["completion_mask"].sum(dim=1).tolist())
+            return super()._compute_loss(model, inputs)
+
     args = config(tmp_path, steps_per_generation=4, num_iterations=2, max_steps=8, per_device_train_batch_size=4)
-    trained(tmp_path, tokenizer, "partial", args=args)
+    trainer_for(tmp_path, tokenizer, Watched, args=args, schedule="partial").train()
     updates = updates_in(tmp_path)
     assert [(event.update, event.version, len(event.rollouts)) for event in updates] == [(0, 0, 16), (1, 1, 16)]
+    for first in range(0, 8, 4):  # two steps, then a second pass over them
+        order = sorted(updates[first // 4].lengths)
+        dealt = [order[0::2], order[1::2]] * 2
+        assert [sorted(lengths[step]) for step in range(first, first + 4)] == dealt
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.config import Compare, Evaluate, ModelSettings, Train, as_json
+from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as_json
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
@@ -27,10 +28,11 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.strategy import updates_left
 from sortedrl.engine_choice import server_engine, vllm_engine
-from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
+from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
 from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
+from sortedrl.learner.models import response_logprobs
 from sortedrl.materials import Materials, Say, end_tokens, read_materials
 from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
@@ -45,7 +47,8 @@ from sortedrl.tasks.task import Verdict
 
 Judge = Callable[[Rollout], Verdict]
 SHARE_OF_GPU_FOR_VLLM = 0.45  # where learner and engine share one: the learner needs the rest
-PROBES = 4  # prompts whose continuations show after each load whether engine and learner agree
+PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
+PROBE_TOKENS = 16
 
 
 # Evaluation
@@ -70,6 +73,7 @@ def evaluate(
     }
     engine.submit([Request(r.id, r.prompt, (), budget, r.seed, sampling) for r in rollouts.values()])
     correct = [[False] * samples for _ in prompts]
+    rewards: list[float] = []
     left = len(rollouts)
     while left:
         for change in engine.poll():
@@ -78,16 +82,18 @@ def evaluate(
             elif isinstance(change, Finished | Failed):
                 left -= 1
                 on_progress(len(rollouts) - left, len(rollouts))
-                if isinstance(change, Finished):
-                    correct[change.id // samples][change.id % samples] = _is_correct(score, rollouts[change.id])
-    return Evaluation(tuple(prompt.id for prompt in prompts), tuple(map(tuple, correct)))
+                verdict = _scored(score, rollouts[change.id]) if isinstance(change, Finished) else None
+                if verdict is not None:
+                    correct[change.id // samples][change.id % samples] = verdict.correct
+                    rewards.append(verdict.reward)
+    return Evaluation(tuple(prompt.id for prompt in prompts), tuple(map(tuple, correct)), tuple(rewards))
 
 
-def _is_correct(score: Judge, rollout: Rollout) -> bool:
+def _scored(score: Judge, rollout: Rollout) -> Verdict | None:
     try:
-        return score(rollout).correct
+        return score(rollout)
     except Exception:  # a reward that raises on one response counts as wrong there
-        return False
+        return None
 
 
 def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
@@ -125,6 +131,16 @@ def embedded_engine(
         raise ConfigurationError(
             "max_response_tokens", settings.max_response_tokens, str(error), "Lower it, or max_prompt_tokens."
         ) from None
+
+
+def checked_engine(
+    engine: Engine, settings: ModelSettings, prompts: Sequence[Prompt], logprobs_of: LogprobsOf
+) -> CheckedWeights:
+    """`engine` with the check of its weights. There is a probe for each server of a pool, which shares them evenly."""
+    count = max(PROBES, len(settings.engine_urls))
+    probes = [list(prompts[i % len(prompts)].tokens) for i in range(count)]
+    tokens = min(PROBE_TOKENS, settings.max_response_tokens)
+    return CheckedWeights(engine, logprobs_of, probes, tokens_per_probe=tokens)
 
 
 # Training
@@ -180,8 +196,7 @@ class TrainingRun:
         engine = engine_for(settings, materials, self.plain_model, **defaults)
         if settings.engine == "embedded":
             return engine
-        probes = [list(prompt.tokens) for prompt in materials.train[:PROBES]]
-        checked = CheckedWeights(engine, self.learner.logprobs_of, probes)
+        checked = checked_engine(engine, settings, materials.train, self.learner.logprobs_of)
         checked.load(self.learner.weights(), 0)
         return checked
 
@@ -207,8 +222,9 @@ class TrainingRun:
         self.learner.load_state_dict(saved.learner)
         self.engine.load(self._weights(), state["version"])
         void = len(events) - state["events"]
-        last_time = max((event.at for event in events), default=0.0)
-        for event in events[: state["events"]]:
+        counted = events[: state["events"]]
+        last_time = max((event.at for event in counted), default=0.0)
+        for event in counted:
             for sink in self.log.sinks:
                 sink(event)
         write = self._write_events()
@@ -227,6 +243,7 @@ class TrainingRun:
         if self.before is None:
             self._write_events()
             self.before = self._evaluate(0)
+            self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
         with _interruptible(self.controller) as was_interrupted:
             for batch in self.controller:
@@ -242,13 +259,20 @@ class TrainingRun:
         settings, done = self.settings, batch.update + 1
         stats = self._step(batch)
         self.controller.publish(self._weights())
-        if isinstance(self.engine, CheckedWeights):
-            stats |= {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
-        self._record(batch, stats)
-        if settings.eval_every and done % settings.eval_every == 0:
+        evaluates = settings.eval_every > 0 and done % settings.eval_every == 0
+        self._record(batch, stats | self._weight_update(is_due=evaluates or self.controller.harvest_is_used_up))
+        if evaluates:
             self._evaluate(done)
         if settings.checkpoint_every and done % settings.checkpoint_every == 0:
             self._save(done)
+
+    def _weight_update(self, *, is_due: bool) -> dict[str, float]:
+        """Metrics of this update's weight update; none if a later update of the same harvest makes it."""
+        if is_due:
+            self.controller.update_engine()
+        if self.controller.engine_is_behind or not isinstance(self.engine, CheckedWeights):
+            return {}
+        return {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
 
     def _step(self, batch: Batch) -> dict[str, float]:
         def step() -> dict[str, float]:
@@ -311,6 +335,8 @@ class TrainingRun:
         return self.seconds_before + time.perf_counter() - self.began
 
     def _evaluate(self, done: int) -> Evaluation:
+        """Held-out score of the weights after `done` updates, whatever the engine held until now."""
+        self.controller.update_engine()
         self.controller.mark_phase("evaluation")
         held_out = self.materials.held_out[: self.settings.eval_problems]
         found = evaluate(
@@ -519,10 +545,15 @@ def evaluate_model(
         torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
     engine = engine_for(settings, materials, materials.model)
+    held_out = materials.held_out[: settings.eval_problems]
+    if settings.engine in SERVERS:  # whatever a server was started with or last given
+        logprobs_of = partial(response_logprobs, materials.model)
+        engine = checked_engine(engine, settings, held_out, logprobs_of)
+        engine.load(materials.model.state_dict(), 0)
     began = time.perf_counter()
     found = evaluate(
         engine,
-        materials.held_out[: settings.eval_problems],
+        held_out,
         judge(materials.task, materials.tokenizer),
         samples=settings.eval_samples,
         budget=settings.max_response_tokens,

@@ -240,7 +240,8 @@ SERVERS = ("vllm-server", "sglang")
 SCORE_WAIT_SECONDS = Schedule().score_wait_seconds
 
 
-_SWITCHES = {"keep_old_keys", "rests", "seeded"}  # of our engines: any text would count as yes
+# Of our engines: any text would count as yes.
+_SWITCHES = {"keep_old_keys", "rests", "seeded", "weights_readable_by_all"}
 
 
 class EngineChoice(Settings):
@@ -262,6 +263,13 @@ class EngineChoice(Settings):
         if self.engine_urls and self.engine not in SERVERS:
             raise ConfigurationError(
                 "engine_urls", self.engine_urls, f"engine {self.engine} has no server", f"--engine {SERVERS[0]}"
+            )
+        if "api_key" in self.engine_options:
+            raise ConfigurationError(
+                "engine_options",
+                "api_key (hidden)",
+                "settings are written to the run folder, and command lines are seen by others",
+                "Set the environment variable SORTEDRL_API_KEY.",
             )
         for key in sorted(_SWITCHES & self.engine_options.keys()):
             if not isinstance(self.resolved_engine_options()[key], bool):
@@ -414,6 +422,7 @@ class Train(ModelSettings):
                 algorithm=self.algorithm,
                 baseline=self.baseline,
                 stale_tokens=self.stale_tokens or stale_tokens_for(self.mode),
+                normaliser_tokens=self.rollouts_per_update * self.max_response_tokens,
                 clip_low=self.clip_low,
                 clip_high=self.clip_high,
                 kl_coefficient=self.kl_coefficient,

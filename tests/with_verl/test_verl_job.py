@@ -23,6 +23,7 @@ from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
 pytestmark = pytest.mark.slow
 PROMPTS, SIBLINGS, SLOTS = 4, 2, 4
+TWO_MINI_BATCHES = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_on_policy_trains_on_tokens_of_the_learners_version_only(data: Path, tmp
 
 def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run("partial", data, folder, "--save-every", "2", "--override", "trainer.test_freq=2", steps=4)
+    run("partial", data, folder, "--save-every", "2", "--override", "trainer.test_freq=2", TWO_MINI_BATCHES, steps=4)
     before = check_log(folder, updates=4)
     assert max(staleness(before)) <= 4
     assert any(isinstance(event, events.Submitted) and event.kept for event in before), "stopped rollouts are resumed"
@@ -98,7 +99,7 @@ def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path
         if isinstance(event, events.Updated) and event.update < 2
         for rollout in event.rollouts
     }
-    resume = ["--override", "trainer.resume_mode=auto"]
+    resume = ["--override", "trainer.resume_mode=auto", TWO_MINI_BATCHES]
     run("partial", data, folder, *resume, steps=4)
     after = check_log(folder, updates=4)
     again = [e for e in after if isinstance(e, events.Updated) and e.update >= 2]

@@ -6,7 +6,10 @@ import pytest
 from verl_config import compose
 
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import settings_of
+
+CORRECTION = "algorithm.rollout_correction"
 
 
 def test_what_verl_knows_is_read() -> None:
@@ -53,6 +56,13 @@ def test_reinforce_plus_plus_compares_no_siblings() -> None:
             "actor_rollout_ref.rollout.multi_turn.enable",
         ),
         ("partial", ["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs"),
+        ("partial", [f"{CORRECTION}.rollout_is=null"], f"Add {CORRECTION}.rollout_is=token to the command line"),
+        ("partial", [f"{CORRECTION}.rollout_is_threshold=null"], f"Add {CORRECTION}.rollout_is_threshold=2.0"),
+        (
+            "partial",
+            [f"{CORRECTION}.rollout_is=null", f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce"],
+            f"Add {CORRECTION}.rollout_is=token",
+        ),
         ("partial", ["actor_rollout_ref.actor.use_dynamic_bsz=False"], "actor_rollout_ref.actor.use_dynamic_bsz"),
         ("partial", ["algorithm.filter_groups.enable=True"], "algorithm.filter_groups.enable"),
         ("partial", ["algorithm.adv_estimator=remax"], "algorithm.adv_estimator"),
@@ -65,6 +75,34 @@ def test_what_cannot_be_honoured_is_refused_by_name(setting: str, more: list[str
         settings_of(compose(setting, *more))
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_verls_defaults_are_refused_by_modes_that_keep_tokens_and_fit_the_others() -> None:
+    """Whoever leaves the line out must not train on stale tokens as if they were on-policy."""
+    config = compose("partial", f"~{CORRECTION}.rollout_is")
+    with pytest.raises(ConfigurationError, match="rollout_is=token"):
+        settings_of(config)
+    assert compose("on-policy").algorithm.rollout_correction.rollout_is is None
+    settings_of(compose("on-policy"))
+
+
+def test_the_ratio_against_the_sampling_policy_is_a_correction_too() -> None:
+    settings_of(compose("partial", f"{CORRECTION}.rollout_is=null", f"{CORRECTION}.bypass_mode=True"))
+
+
+@pytest.mark.parametrize(("ranks", "minibatches"), [(1, 1), (1, 4), (2, 3), (4, 2)])
+def test_every_mini_batch_of_a_rank_has_the_same_mix_of_lengths(ranks: int, minibatches: int) -> None:
+    count = 12 * ranks * minibatches
+    lengths = sorted(10 * place for place in range(count))
+    order = dealt_out(lengths, ranks, minibatches)
+    assert sorted(order) == list(range(count))
+    per_rank = count // ranks
+    for rank in range(ranks):
+        rows = order[rank * per_rank : (rank + 1) * per_rank]
+        assert sorted(rows) == list(range(rank * per_rank, (rank + 1) * per_rank)), "a rank keeps its rows"
+        size = per_rank // minibatches
+        means = [sum(lengths[row] for row in rows[i : i + size]) / size for i in range(0, per_rank, size)]
+        assert max(means) - min(means) <= 10 * (minibatches - 1)
 
 
 def test_multi_turn_is_for_modes_that_start_anew() -> None:

@@ -22,6 +22,7 @@ from sortedrl.core import Request
 from sortedrl.core.engine import Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.api_key import VARIABLE
 from sortedrl.engines.vllm_server import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL
 from tiny_llama import ON_GPU, tiny_model
@@ -143,7 +144,10 @@ class TestServer(ServerTests):
 
 
 @pytest.mark.parametrize("flags", [[], ["--overlap", "--max-staleness", "4"]], ids=["in turn", "overlap"])
-def test_training_with_a_server(tmp_path: Path, flags: list[str]) -> None:
+def test_training_with_a_server(
+    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server asks for an API key."""
     small = [
         "--slots",
         str(SLOTS),
@@ -155,8 +159,12 @@ def test_training_with_a_server(tmp_path: Path, flags: list[str]) -> None:
         "4",
     ]
     small += ["--max-prompt-tokens", "128", "--max-response-tokens", "96", "--eval-problems", "8", "--dtype", DTYPE]
-    with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--enable-prefix-caching") as server:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--enable-prefix-caching", "--api-key", "sk-a-b") as server:
         at = ["--engine", "vllm-server", "--engine-urls", server.url]
+        assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 2
+        assert "asks for an API key" in capsys.readouterr().err
+        monkeypatch.setenv(VARIABLE, "sk-a-b")
         assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "load_difference" in line]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sortedrl import app
 from sortedrl.cli import main
 from sortedrl.engines.vllm import VllmEngine
 
@@ -15,6 +17,7 @@ pytest.importorskip("torch")
 SMALL = ["--engine", "vllm", "--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1"]
 SMALL += ["--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
 SMALL += ["--max-response-tokens", "96", "--eval-problems", "8", "--dtype", "float32"]
+EVALUATED = {"--engine", "--slots", "--max-response-tokens", "--eval-problems", "--dtype"}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -70,3 +73,21 @@ def test_a_profile_times_the_load_of_weights(tmp_path: Path) -> None:
     assert main(["profile", "--engine", "vllm", *options, *sizes, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["load_seconds"] > 0.001 and found["kv_tokens"] > 1000
+
+
+def test_held_out_scores_are_those_of_the_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeded requests: the same weights and the same noise give the same answers, problem by problem."""
+    found: list[Any] = []
+    evaluate = app.evaluate
+    monkeypatch.setattr(app, "evaluate", lambda *args, **options: found.append(evaluate(*args, **options)) or found[-1])
+    seeded = [*SMALL, "--eval-problems", "40"]
+    place = seeded.index("--engine-options") + 1
+    seeded[place:place] = ["seeded", "True"]
+    command = ["train", *seeded, "--learning-rate", "1e-3", "--warmup-updates", "0", "--mode", "partial+elevator"]
+    assert main([*command, "--updates", "2", "--eval-every", "1", "--out", str(tmp_path / "run")]) == 0
+    before, first, last = (one.correct for one in found)
+    kept = [word for flag, word in pairwise(seeded) if flag in EVALUATED for word in (flag, word)]
+    options = seeded[place - 1 : seeded.index("--slots")]
+    assert main(["eval", "--model", str(tmp_path / "run" / "model"), *options, *kept]) == 0
+    assert found[-1].correct == last
+    assert len({before, first, last}) == 3, "the updates are too small to tell them apart"

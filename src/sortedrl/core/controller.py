@@ -103,14 +103,15 @@ class Controller:
         self._submitted_length: dict[int, int] = {}  # tokens that a running rollout had when it was submitted
         self._slot_of: dict[int, int] = {}
         self._free_slots = list(range(engine.slots))
-        self._weights: tuple[Any, int] | None = None  # published, not yet loaded
+        self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
+        self._batches_left = 0  # of the last harvest, not yet handed out
         self._next_id = 0
         self._prompts_loaded = 0
         self._cohorts_loaded = 0
         self._phase = ""
         self._gate = ""
         self._last_time = -math.inf
-        self._clock_offset = 0.0  # a resumed run's clock goes on where the log ends
+        self._clock_offset = 0.0  # a resumed run's clock goes on at the last event that counts
         self._max_updates = max_updates
         self._has_begun = False
         self._is_interrupted = False
@@ -123,8 +124,10 @@ class Controller:
     def __iter__(self) -> Iterator[Batch]:
         self._begin_run()
         while self._has_more():
-            for groups in self._harvest():
+            batches = self._harvest()
+            for place, groups in enumerate(batches, start=1):
                 if self._has_more():
+                    self._batches_left = len(batches) - place
                     yield self._hand_out(groups)
         self._stop_running()
         self.mark_phase("end")
@@ -146,16 +149,47 @@ class Controller:
 
         At most once for each batch: a bound on staleness counts on it.
 
-        The engine loads them when it is next used (at once with `overlap`), so several updates on one harvest
-        cost one load.
+        They reach the engine when the next harvest begins (at once with `overlap`), so several updates on one harvest
+        cost one weight update. Whoever uses the engine before that, such as an evaluation, calls `update_engine` first.
         """
         self.situation.version += 1
         self.situation.learning = False
         self._weights = (weights, self.situation.version)
         self.log.append(events.Published(self._now(), self.situation.version))
         if self.schedule.overlap:
-            self._load_weights()
+            self.update_engine()
         return self.situation.version
+
+    def update_engine(self) -> bool:
+        """Give the engine the newest published weights now; False: it has them already, and nothing was done.
+
+        Not while requests other than the controller's own are in the engine.
+        """
+        if self._weights is None:
+            return False
+        self._stop_running()
+        self.mark_phase("weights")
+        weights, version = self._weights
+        self.engine.load(weights, version)
+        self._weights = None
+        if self.schedule.overlap:
+            self._gate = OPEN  # what was stopped waits for its slots
+            self.log.append(events.Gate(self._now(), OPEN))
+            self.mark_phase("harvest")
+        return True
+
+    @property
+    def engine_is_behind(self) -> bool:
+        """Whether weights are published that the engine does not have yet."""
+        return self._weights is not None
+
+    @property
+    def harvest_is_used_up(self) -> bool:
+        """Whether no further batch comes from the last harvest: to wait with a weight update saves nothing now.
+
+        False after an interrupt: what comes next is a checkpoint, which needs no engine.
+        """
+        return not self._is_interrupted and (self._batches_left == 0 or not self._has_more())
 
     def interrupt(self) -> None:
         """End the iteration soon, even within a harvest; what runs is stopped as at a harvest. For signal handlers."""
@@ -215,7 +249,7 @@ class Controller:
 
     def _begin_harvest(self) -> None:
         s = self.situation
-        self._load_weights()
+        self.update_engine()
         self._load_prompts()
         self.mark_phase("harvest")
         self.log.append(events.HarvestBegan(self._now(), s.harvests, s.version))
@@ -540,19 +574,6 @@ class Controller:
             for rollout in list(siblings):  # the set's own list, which shrinks with every member that is rejected
                 self._reject(rollout, f"prompt of {len(prompt.tokens)} tokens, max_prompt_tokens is {limit}")
 
-    def _load_weights(self) -> None:
-        if self._weights is None:
-            return
-        self._stop_running()
-        self.mark_phase("weights")
-        weights, version = self._weights
-        self.engine.load(weights, version)
-        self._weights = None
-        if self.schedule.overlap:
-            self._gate = OPEN  # what was stopped waits for its slots
-            self.log.append(events.Gate(self._now(), OPEN))
-            self.mark_phase("harvest")
-
     # Checkpoints, taken between two batches
 
     def state(self) -> dict[str, Any]:
@@ -574,7 +595,7 @@ class Controller:
         }
 
     def restore(self, state: dict[str, Any], *, last_time: float = 0.0) -> None:
-        """Go on from `state`, in a log whose last event was at `last_time`.
+        """Go on from `state`, in a log whose last event that counts was at `last_time`.
 
         The engine must hold the weights of `state["version"]`, under that version.
         """

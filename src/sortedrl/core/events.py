@@ -1,6 +1,7 @@
 """The append-only event log. Every figure, report and trace is a fold over these events and nothing else.
 
-All times are seconds on the engine's clock. Events are ordered by time. Slot-time can be rebuilt exactly:
+All times are seconds on the engine's clock. Events that count are ordered by time; a `RolledBack` may go back in time,
+to the last event that counts. Slot-time can be rebuilt exactly:
 `Started` takes a slot; `Preempted`, `Finished`, `Stopped` and `Failed` give it back (if it had one).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
 
@@ -152,7 +153,8 @@ class Published(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """The run went back to a checkpoint: the `events` events before this one are void, no figure counts them."""
+    """The run went back to a checkpoint: the `events` events before this one are void. No metric counts them, or the
+    time between the last event that counts and this one."""
 
     at: float
     events: int
@@ -288,14 +290,29 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def without_rolled_back(events: Iterable[Event]) -> list[Event]:
-    """The events that count: what a `RolledBack` made void is left out, the mark itself too."""
+    """The events that count: what a `RolledBack` made void is left out, the mark itself and the void time too.
+
+    What follows a mark is moved back in time by what lies between the last event that counts and the mark.
+    """
     kept: list[Event] = []
+    void_seconds = 0.0
     for event in events:
         if isinstance(event, RolledBack):
             del kept[max(0, len(kept) - event.events) :]  # a damaged log may hold fewer
+            void_seconds = seconds_rolled_back(kept, event)
         else:
-            kept.append(event)
+            kept.append(moved_back(event, void_seconds))
     return kept
+
+
+def seconds_rolled_back(kept: Sequence[Event], mark: RolledBack) -> float:
+    """The time from the last event that counts to the mark: by so much the events after the mark are late."""
+    last = next((event for event in reversed(kept) if not isinstance(event, Damage)), mark)
+    return max(0.0, mark.at - last.at)
+
+
+def moved_back(event: Event, seconds: float) -> Event:
+    return event._replace(at=event.at - seconds) if seconds and not isinstance(event, Damage) else event
 
 
 class Damage(NamedTuple):

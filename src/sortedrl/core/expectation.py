@@ -43,7 +43,7 @@ class Sensed(NamedTuple):
     """What is known of one prompt: the mean length of its last epoch, and its siblings in this one."""
 
     last_epoch: float | None
-    cohort: int
+    group: int  # the prompt's rollouts of this epoch: two epochs can fall into one cohort
     mean: float
     seen: int
 
@@ -65,7 +65,7 @@ class SensedLengths:
         known = self._by_prompt.get(rollout.prompt.id)
         if known is None:
             return self.median
-        if known.cohort != rollout.cohort and known.seen:
+        if known.group != rollout.group and known.seen:
             return known.mean  # what this epoch calls last
         if known.last_epoch is not None:
             return known.last_epoch
@@ -73,9 +73,9 @@ class SensedLengths:
 
     def observe(self, rollout: Rollout) -> None:
         length = len(rollout)
-        known = self._by_prompt.get(rollout.prompt.id, Sensed(None, rollout.cohort, 0.0, 0))
-        if known.cohort != rollout.cohort:
-            known = Sensed(known.mean if known.seen else known.last_epoch, rollout.cohort, 0.0, 0)
+        known = self._by_prompt.get(rollout.prompt.id, Sensed(None, rollout.group, 0.0, 0))
+        if known.group != rollout.group:
+            known = Sensed(known.mean if known.seen else known.last_epoch, rollout.group, 0.0, 0)
         seen = known.seen + 1
         mean = known.mean + (length - known.mean) / seen
         self._by_prompt[rollout.prompt.id] = known._replace(mean=mean, seen=seen)

@@ -104,6 +104,14 @@ class Rollout:
         return self._length
 
     @property
+    def group(self) -> int:
+        """Shared by the responses to one prompt that were loaded together, and by no others: the first member's id.
+
+        The members' ids follow each other. A prompt that is loaded again, in the next epoch, begins another group.
+        """
+        return self.id - self.sibling
+
+    @property
     def resumable(self) -> bool:
         """Stopped with its tokens kept."""
         return self.state is State.WAITING and bool(self.segments)

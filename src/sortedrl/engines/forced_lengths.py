@@ -43,7 +43,7 @@ class ForcedLengths:
     def _forced(self, request: Request) -> Request:
         # A kept response that is as long as it should be already gets one token more: an engine cannot make none.
         left = max(1, self._length_of(request) - request.kept_length)
-        self._truncated[request.id] = left > request.budget
+        self._truncated[request.id] = left >= request.budget
         sampling = replace(request.sampling, ignore_end=True)
         return replace(request, budget=min(left, request.budget), sampling=sampling)
 

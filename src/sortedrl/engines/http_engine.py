@@ -14,32 +14,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.api_key import ApiKey
 from sortedrl.engines.old_keys import OldKeys
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.server_connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.server_messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
 from sortedrl.engines.server_streams import PATIENCE_SECONDS, ServerStreams
 from sortedrl.engines.stop_strings import StopWatches
+from sortedrl.engines.weight_files import WeightFiles, Weights
 
-_SHARED_MEMORY = Path("/dev/shm")
 _log = logging.getLogger(__name__)
-Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 T = TypeVar("T")
 
 
 class HttpEngine(ServerStreams):
-    """See the docstrings of this module and of server_streams.py. `tokenizer` is needed for stop strings only.
+    """See the docstrings of this module and of server_streams.py. `tokenizer` is needed for stop strings
+    only; `api_key`: see api_key.py.
 
     `silence_seconds` and `unavailable_seconds` are the limits that the latter describes. `vocabulary` is the number of
     tokens that the model knows; ids beyond it are refused.
@@ -56,6 +54,8 @@ class HttpEngine(ServerStreams):
         seeded: bool = False,
         keep_old_keys: bool = False,
         weights_folder: Path | None = None,
+        weights_readable_by_all: bool = False,
+        api_key: str | None = None,
         silence_seconds: float = 300.0,
         unavailable_seconds: float = 120.0,
     ) -> None:
@@ -70,12 +70,13 @@ class HttpEngine(ServerStreams):
         self.load_seconds = 0.0  # of the last load
         self.max_length: int | None = None  # of prompt and response together, where the server tells
         self.old_keys = OldKeys(keep=keep_old_keys)
-        self.weights_folder = weights_folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        self.api_key = ApiKey(api_key)
+        self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         self._eos = sorted(set(eos_token_ids))
         self._seeded = seeded
         self._name_prefix = f"sortedrl-{time.time_ns():x}"
         super().__init__(
-            ServerConnection(self.url),
+            ServerConnection(self.url, self.api_key),
             StopWatches(tokenizer),
             vocabulary=vocabulary or ANY_VOCABULARY,
             silence_seconds=silence_seconds,
@@ -142,7 +143,7 @@ class HttpEngine(ServerStreams):
         if weights is None or isinstance(weights, Path):
             self._load_from(weights, version)
         else:
-            with written(weights, version, self.weights_folder) as folder:
+            with self.weight_files.written(weights, version) as folder:
                 self._load_from(folder, version)
         self.version = version
         self.load_seconds = self.now() - began
@@ -169,6 +170,8 @@ class HttpEngine(ServerStreams):
             await self.check_server()
             self._identity = await self.identity()
         except (Refused, *BROKEN) as error:
+            if isinstance(error, Refused) and error.is_about_the_key:
+                raise self.api_key.refused_by(self.url) from None
             raise ConfigurationError(
                 "url", self.url, f"no server answers there ({said(error)})", "Start it first, or correct the address."
             ) from None
@@ -228,54 +231,11 @@ class ServerPool(Pool):
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         super().__init__(engines)
-        self._weights_folder = engines[0].weights_folder
+        self._weight_files = engines[0].weight_files
 
     def load(self, weights: Weights | None, version: int) -> None:
         if weights is None:
             super().load(None, version)
             return
-        with written(weights, version, self._weights_folder) as folder:
+        with self._weight_files.written(weights, version) as folder:
             super().load(folder, version)
-
-
-@contextmanager
-def written(weights: Weights, version: int, parent: Path | None) -> Iterator[Path]:
-    """A folder with these weights, for as long as they are needed."""
-    folder: Path | None = None
-    try:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=f"sortedrl-version-{version}-", dir=parent))
-            folder.chmod(0o755)  # the server may be another user
-            write_weights(weights, folder / "model.safetensors")
-        except OSError as error:
-            raise ConfigurationError(
-                "weights_folder",
-                str(parent or tempfile.gettempdir()),
-                f"the weights of version {version} cannot be written there ({error})",
-                "Name a folder with more room that the server can read, too.",
-            ) from error
-        yield folder
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_weights(weights: Weights, file: Path) -> None:
-    """Write the file under another name, then rename it: it is either whole or not there.
-
-    A tied output layer is always written: servers keep the old one if it is not named.
-    """
-    from safetensors.torch import save_file
-
-    named = dict(weights)
-    embedding = named.get("model.embed_tokens.weight")
-    if embedding is not None:
-        named.setdefault("lm_head.weight", embedding)
-    seen: set[int] = set()
-    for name, tensor in named.items():
-        tensor = tensor.detach().contiguous()
-        named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # the format holds no shared tensors
-        seen.add(tensor.data_ptr())
-    partial = file.with_suffix(".partial")
-    save_file(named, partial)
-    partial.rename(file)

@@ -7,7 +7,7 @@ that their order stays. If the weights turn out to be others, they are dropped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
 
@@ -15,7 +15,8 @@ from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
 class Outbox:
     """`news` guards `inside`, `death` and what is handed out; what is held belongs to the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, hide: Callable[[str], str]) -> None:
+        self._hide = hide  # what no reason may show
         self.news = threading.Condition()
         self.inside: set[int] = set()  # requests that have not ended
         self.death: str | None = None  # why the engine is dead
@@ -56,12 +57,14 @@ class Outbox:
         with self.news:
             held, self._held = self._held, []
             self._hand_out([c for c, trusted in held if trusted and not isinstance(c, Started | Preempted)])
-            self.death = self.death or reason
+            self.death = self.death or self._hide(reason)
             self.news.notify_all()
 
     def _hand_out(self, changes: Iterable[Change]) -> None:
         with self.news:
             for change in changes:
+                if isinstance(change, Failed):
+                    change = change._replace(reason=self._hide(change.reason))
                 self._changes.append(change)
                 if isinstance(change, Finished | Failed):
                     self.inside.discard(change.id)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.api_key import ApiKey
 from sortedrl.engines.server_messages import Malformed, Refused, parsed, reason_of, retry_after
 
 try:
@@ -28,8 +29,9 @@ _ERROR_SECONDS = 5.0  # for the text of an error: its status alone says enough
 class ServerConnection:
     """Belongs to the event loop in which it was opened."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: ApiKey) -> None:
         self.url = url
+        self.api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self, connect_seconds: float) -> None:
@@ -37,6 +39,7 @@ class ServerConnection:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
             read_bufsize=_LONGEST_LINE,
+            headers=self.api_key.headers,
         )
 
     async def close(self) -> None:

@@ -66,6 +66,10 @@ class Refused(Exception):
         self.status = status
         self.retry_after = retry_after
 
+    @property
+    def is_about_the_key(self) -> bool:
+        return self.status in (401, 403)
+
 
 class Malformed(ValueError):
     """The server said something that cannot be right."""

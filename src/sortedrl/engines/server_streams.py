@@ -64,7 +64,7 @@ class ServerStreams(ServerDialect):
         self._stop_watches = stop_watches
         self._vocabulary = vocabulary
         self._eos_set = frozenset(self._eos)
-        self._outbox = Outbox()
+        self._outbox = Outbox(connection.api_key.hidden_in)
         self._is_closed = False
         self._queue: deque[Waiting] = deque()
         self._sent: dict[str, Sent] = {}

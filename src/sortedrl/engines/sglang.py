@@ -1,6 +1,7 @@
 """A running SGLang server as an engine, over HTTP. The user starts the server:
 
-    python -m sglang.launch_server --model-path MODEL --max-running-requests 256 --incremental-streaming-output
+    python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests 256 \\
+        --incremental-streaming-output
 
 Tried with SGLang 0.5.23 on a CPU, where its own PyTorch code stood in for its compiled kernels (tests/with_sglang),
 and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not tried on a GPU.
@@ -34,17 +35,19 @@ from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
 from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
 
 _EMPTY_SECONDS = 30.0
-_START = "python -m sglang.launch_server --model-path MODEL --max-running-requests {slots}"
+_START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"
 
 
 class SglangEngine(HttpEngine):
-    """See the module's docstring; `url` is such as http://localhost:30000."""
+    """See the module's docstring; `url` is such as http://127.0.0.1:30000."""
 
     async def check_server(self) -> None:
         try:
             info = await self.call("GET", "/server_info")
             loads = await self._loads()
         except Refused as refusal:
+            if refusal.is_about_the_key:
+                raise
             raise ConfigurationError(
                 "url",
                 self.url,

@@ -88,7 +88,7 @@ class SimulatedEngine:
                 self._undelivered.append(Failed(request.id, self.now(), reason))
                 continue
             to_make = min(wanted, request.budget, wanted if lost is None else lost)
-            self._queue.append(_Run(request, to_make, truncated=wanted > request.budget))
+            self._queue.append(_Run(request, to_make, truncated=wanted >= request.budget))
         self._admit()
 
     def poll(self, until: float | None = None) -> list[Change]:

@@ -1,13 +1,15 @@
 """A running vLLM server as an engine, over HTTP. The user starts the server:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --max-num-seqs 256 \\
-        --stream-interval 8
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs \\
+        --max-num-seqs 256 --stream-interval 8
 
 - `--tokens-only` opens the route for tokens in, tokens out (`/inference/v1/generate`) and the one that aborts. vLLM
   then has no tokenizer to check token ids with: one outside of the vocabulary ends the server.
-- Development mode has the routes that weights need (`/collective_rpc`, `/pause`, `/reset_prefix_cache`); it is for
-  networks that you trust. `--logprobs-mode processed_logprobs` gives the log-probabilities that tokens were sampled at,
-  after temperature and top-p. All of this is checked at start, and so is `--max-num-seqs`.
+- Development mode has the routes that weights need (`/collective_rpc`, `/pause`, `/reset_prefix_cache`). They run
+  methods on the workers for any client, vLLM's `--api-key` does not guard them, and vLLM listens on every interface by
+  default: so the command binds to loopback.
+- `--logprobs-mode processed_logprobs` gives the log-probabilities that tokens were sampled at, after temperature and
+  top-p. All of this is checked at start, and so is `--max-num-seqs`.
 - A larger `--stream-interval` costs the server less; tokens that were made and not streamed are lost if it is killed.
 - `/abort_requests` makes vLLM hand out what it had made and not streamed yet. Where it is missing (0.25 without
   `--tokens-only`) a stopped request's connection is closed.
@@ -37,7 +39,8 @@ from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
 from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
 
 _START = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --max-num-seqs {slots}"
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs "
+    "--max-num-seqs {slots}"
 )
 _GENERATE = "/inference/v1/generate"
 _RUNNING = "vllm:num_requests_running"
@@ -46,7 +49,7 @@ _NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class VllmServerEngine(HttpEngine):
-    """See the module's docstring; `url` is such as http://localhost:8000."""
+    """See the module's docstring; `url` is such as http://127.0.0.1:8000."""
 
     _can_abort = True  # until it says otherwise
 
@@ -56,6 +59,8 @@ class VllmServerEngine(HttpEngine):
             info = await self.call("GET", "/server_info", config_format="json")
             await self.call("POST", _GENERATE, body=one_token)
         except Refused as refusal:
+            if refusal.is_about_the_key:
+                raise
             raise ConfigurationError(
                 "url",
                 self.url,

@@ -6,6 +6,8 @@ that is taken from the batch itself is therefore lower for a response the longer
 such.
 `previous_cohorts` avoids this by using one constant for all rollouts of a cohort, short and long; `siblings`
 by comparing responses to the same prompt. `batch` (the paper's) and `cohort_so_far` are kept for comparison.
+The same holds for the first cohort: nothing it is measured against may come from its first batch, the
+shortest.
 
 Suffixes: `_b` one entry per rollout, `_n` one per value (a rollout, or a token of any rollout), `_bt`
 rollouts x response tokens, padded on the right.
@@ -13,8 +15,8 @@ rollouts x response tokens, padded on the right.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -79,45 +81,65 @@ class CohortStatistics:
     `seen` holds the moments of each cohort's values so far. `references` holds the moments that a cohort is
     measured against by `previous_cohorts`. They are fixed when the cohort's first rollouts arrive and never
     change after that: a constant over the whole cohort cannot tell short rollouts from long ones.
+    `initial` is the reference of cohorts without a predecessor. It is known before the first update; without
+    values it means mean 0 and standard deviation 1.
     """
 
     seen: Mapping[int, Moments] = field(default_factory=dict)
     references: Mapping[int, Moments] = field(default_factory=dict)
+    initial: Moments = Moments()
 
-    def before(self, cohort: int) -> Moments:
-        """The newest cohorts before this one that hold `POOLED_VALUES` together, or all there are."""
+    def before(self, cohort: int, still_arriving: Collection[int] = ()) -> Moments:
+        """The newest cohorts before this one that hold `POOLED_VALUES` together, or all there are.
+
+        Of a cohort that is still arriving only the short rollouts are known: it is left out.
+        """
         pooled = Moments()
-        for earlier in sorted((index for index in self.seen if index < cohort), reverse=True):
+        for earlier in sorted((c for c in self.seen if c < cohort and c not in still_arriving), reverse=True):
             pooled += self.seen[earlier]
             if pooled.count >= POOLED_VALUES:
                 break
         return pooled
 
-    def with_references(self, cohorts: Sequence[int], fallback: Moments) -> CohortStatistics:
-        """References for cohorts that have none yet; `fallback` where nothing earlier was seen."""
-        new = {cohort: self.before(cohort) for cohort in cohorts if cohort not in self.references}
-        filled = {cohort: moments if moments.count > 1 else fallback for cohort, moments in new.items()}
-        return CohortStatistics(self.seen, {**self.references, **filled})
+    def with_references(self, cohorts: Sequence[int]) -> CohortStatistics:
+        """References for those of a batch's cohorts that have none yet; empty where no predecessor was seen."""
+        new = {cohort: self.before(cohort, cohorts) for cohort in cohorts if cohort not in self.references}
+        known = {cohort: moments if moments.count > 1 else Moments() for cohort, moments in new.items()}
+        return replace(self, references={**self.references, **known})
+
+    def reference(self, cohort: int) -> Moments:
+        found = self.references[cohort]
+        return found if found.count else self.initial
+
+    def without_predecessor(self, cohort_n: Tensor) -> Tensor:
+        """True where a value's cohort has the initial reference."""
+        first = [cohort for cohort in set(cohort_n.tolist()) if not self.references[cohort].count]
+        return torch.isin(cohort_n, torch.tensor(first, dtype=cohort_n.dtype))
 
     def with_seen(self, values_n: Tensor, cohort_n: Tensor) -> CohortStatistics:
         new = {
             cohort: self.seen.get(cohort, Moments()) + Moments.of(values_n[cohort_n == cohort])
             for cohort in set(cohort_n.tolist())
         }
-        return CohortStatistics({**self.seen, **new}, self.references)
+        return replace(self, seen={**self.seen, **new})
 
     def state_dict(self) -> dict[str, dict[int, tuple[int, float, float]]]:
         return {
             name: {cohort: (m.count, m.mean, m.squares) for cohort, m in moments.items()}
-            for name, moments in (("seen", self.seen), ("references", self.references))
+            for name, moments in (
+                ("seen", self.seen),
+                ("references", self.references),
+                ("initial", {0: self.initial}),
+            )
         }
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Mapping[int, Sequence[Any]]]) -> CohortStatistics:
         def restored(name: str) -> dict[int, Moments]:
-            return {int(cohort): Moments(*values) for cohort, values in state[name].items()}
+            return {int(cohort): Moments(*values) for cohort, values in state.get(name, {}).items()}
 
-        return CohortStatistics(restored("seen"), restored("references"))
+        initial = restored("initial").get(0, Moments())  # older versions did not save it
+        return CohortStatistics(restored("seen"), restored("references"), initial)
 
 
 def normalised(
@@ -125,22 +147,20 @@ def normalised(
 ) -> tuple[Tensor, CohortStatistics]:
     """The values, centred and scaled, and the statistics that have seen them.
 
-    - `previous_cohorts`: by the reference of the value's cohort, a constant over that cohort. The first
-    cohort
-      has no predecessor: its reference is the first update batch, and stays that for the whole cohort.
+    - `previous_cohorts`: by the reference of the value's cohort, a constant over that cohort.
     - `cohort_so_far`: by all values of the cohort up to and including these.
     - `batch`: by these values alone.
     """
     cohorts = sorted(set(cohort_n.tolist()))
-    batch = Moments.of(values_n)
-    after = statistics.with_references(cohorts, batch).with_seen(values_n, cohort_n)
+    after = statistics.with_references(cohorts).with_seen(values_n, cohort_n)
     if baseline == "batch":
+        batch = Moments.of(values_n)
         return (values_n - batch.mean) / batch.deviation, after
-    references = after.references if baseline == "previous_cohorts" else after.seen
     out_n = torch.empty_like(values_n)
     for cohort in cohorts:
         members_n = cohort_n == cohort
-        out_n[members_n] = (values_n[members_n] - references[cohort].mean) / references[cohort].deviation
+        against = after.reference(cohort) if baseline == "previous_cohorts" else after.seen[cohort]
+        out_n[members_n] = (values_n[members_n] - against.mean) / against.deviation
     if baseline == "previous_cohorts":
         out_n = out_n.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
     return out_n, after
@@ -193,20 +213,30 @@ def reward_advantages(
 ) -> tuple[Tensor, CohortStatistics]:
     """One advantage per rollout for the algorithms without a critic, and the statistics after it.
 
-    Reinforce++ with `siblings` subtracts the sibling mean and divides by the deviation that such differences
-    had in the previous cohorts, one scale for all sets.
+    Reinforce++ with `siblings` subtracts the group's mean and divides by the standard deviation that such
+    differences had in the previous cohorts, one scale for all groups. A cohort without a predecessor has no
+    such statistics: there reinforce++ compares a rollout with those of its group that are in the batch, as
+    GRPO does, with both baselines. One that is alone gets 0: which rollouts are alone depends on their
+    length. With one rollout per prompt all are alone, and measured against the initial reference.
     """
-    if baseline != "siblings":
-        return normalised(rewards_b, cohort_b, baseline, statistics)
-    if not bool((set_b.bincount() > 1).any()):
+    has_groups = bool((set_b.bincount() > 1).any())
+    if baseline == "siblings" and not has_groups:
         raise ValueError(
             f"{algorithm} compares siblings, but none of the {len(set_b)} rollouts of this update has one: "
             "set rollouts_per_prompt to 2 or more, or use reinforce++ with baseline previous_cohorts"
         )
-    if algorithm == "reinforce++":
-        return normalised(centred_on_siblings(rewards_b, set_b), cohort_b, "previous_cohorts", statistics)
-    advantages_of = grpo_advantages if algorithm == "grpo" else rloo_advantages
-    return advantages_of(rewards_b, set_b), statistics
+    if algorithm == "grpo":
+        return grpo_advantages(rewards_b, set_b), statistics
+    if algorithm == "rloo":
+        return rloo_advantages(rewards_b, set_b), statistics
+    if baseline in ("batch", "cohort_so_far"):
+        return normalised(rewards_b, cohort_b, baseline, statistics)
+    compared_b = centred_on_siblings(rewards_b, set_b) if baseline == "siblings" else rewards_b
+    advantages_b, after = normalised(compared_b, cohort_b, "previous_cohorts", statistics)
+    if not has_groups:
+        return advantages_b, after
+    by_group_b = after.without_predecessor(cohort_b)
+    return torch.where(by_group_b, grpo_advantages(rewards_b, set_b), advantages_b), after
 
 
 def rewards_with_truncation(

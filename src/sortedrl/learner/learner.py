@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from sortedrl.core.rollout import Rollout
 from sortedrl.learner.advantages import (
     CohortStatistics,
+    Moments,
     explained_variance,
     generalised_advantages,
     normalised,
@@ -46,7 +47,14 @@ from sortedrl.learner.losses import (
     policy_loss,
     token_weights,
 )
-from sortedrl.learner.models import TokenScorer, ValueModel, checkpoint_layers, scattered, with_adapters
+from sortedrl.learner.models import (
+    TokenScorer,
+    ValueModel,
+    checkpoint_layers,
+    response_logprobs,
+    scattered,
+    with_adapters,
+)
 from sortedrl.learner.optimiser import AdamW
 from sortedrl.learner.settings import LearnerSettings, require
 
@@ -110,6 +118,20 @@ class Learner:
             return self._policy_scorer
         return TokenScorer(copy.deepcopy(self.model).requires_grad_(False), self.settings.temperature)
 
+    def set_initial_rewards(self, rewards: Sequence[float]) -> None:
+        """Rewards of the initial policy, such as those of an evaluation before the first update.
+
+        They say what rewards are like before any batch is seen, the first of which holds the shortest rollouts.
+        Without a predecessor, `previous_cohorts` measures a cohort against their mean and standard deviation. A critic
+        starts at their mean, and its advantages are divided by their standard deviation.
+        """
+        require(self.updates == 0, "initial rewards", len(rewards), f"{self.updates} updates were made already")
+        initial = Moments.of(torch.tensor([reward for reward in rewards if math.isfinite(reward)]))
+        if self.critic is not None:
+            nn.init.constant_(self.critic.head.bias, initial.mean)
+            initial = replace(initial, mean=0.0)
+        self._statistics = replace(self._statistics, initial=initial)
+
     def step(self, rollouts: Sequence[Rollout], version: int, harvest_index: int = 0) -> dict[str, float]:
         """One update. `version` is that of the newest published weights; metrics come back under flat names.
 
@@ -119,7 +141,7 @@ class Learner:
         require(len(rollouts) > 0, "rollouts", len(rollouts), "an update needs at least one rollout")
         whole = update_batch(rollouts, version)
         rewards_b, truncated_b = self._rewards(rollouts, whole)
-        set_b = sibling_sets([(rollout.prompt.id, rollout.cohort) for rollout in rollouts])
+        set_b = sibling_sets([rollout.group for rollout in rollouts])
         cohort_b = torch.tensor([rollout.cohort for rollout in rollouts])
         flat_b = zero_variance(rewards_b, set_b)
 
@@ -181,15 +203,9 @@ class Learner:
                 tensor = (tensor.float() + delta.float()).to(tensor.dtype)
             yield f"{owner}.{leaf}", tensor
 
-    @torch.no_grad()
     def logprobs_of(self, context: Sequence[int], response: Sequence[int]) -> list[float]:
         """What the policy as it is now gives each token of the response, at temperature 1."""
-        if not response:
-            return []
-        tokens_t = torch.tensor([*context, *response], device=self._device)
-        logits_rv = self.model(input_ids=tokens_t[None], use_cache=False).logits[0, len(context) - 1 : -1].float()
-        chosen: list[float] = logits_rv.log_softmax(-1).gather(1, tokens_t[len(context) :, None])[:, 0].tolist()
-        return chosen
+        return response_logprobs(self.model, context, response)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and the learner's own tensors: write them out before the next step."""
@@ -213,7 +229,8 @@ class Learner:
             _copy_into(_trainable(self.critic), state["critic"], "critic")
             self._critic_optimiser.load_state_dict(state["critic_optimiser"])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
-        self._normaliser_tokens = state["normaliser_tokens"]
+        # A run goes on with the constant that its optimiser has seen. Older versions saved None at update 0.
+        self._normaliser_tokens = state["normaliser_tokens"] or self.settings.normaliser_tokens
         self.updates = int(state["updates"])
 
     def _rewards(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> tuple[Tensor, Tensor]:
@@ -267,8 +284,6 @@ class Learner:
         return {"padding_share": 1.0 - sum(lengths) / computed, "padding_saved": 1.0 - computed / unsorted}
 
     def _train(self, batch: UpdateBatch) -> dict[str, float]:
-        if self._normaliser_tokens is None:
-            self._normaliser_tokens = float(batch.mask_br.sum())
         if self.settings.stale_tokens == "decoupled" and self.settings.steps_per_update > 1:
             batch = replace(batch, proximal_br=self._proximal(batch))
         parts = balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)
@@ -276,7 +291,8 @@ class Learner:
         warm = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_updates))
         for index, rows in enumerate(parts):
             part = batch.select(rows)
-            weights_br = token_weights(part.mask_br, self.settings.aggregation, self._normaliser_tokens / len(parts))
+            normaliser_tokens = self._normaliser_tokens / self.settings.steps_per_update
+            weights_br = token_weights(part.mask_br, self.settings.aggregation, normaliser_tokens)
             part = replace(part, weights_br=weights_br)
             self._forget_gradients()  # of an update that failed half-way
             for group in self._plan(part, range(len(part))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,6 +90,17 @@ class ValueModel(nn.Module):
         hidden_bth = self.trunk(input_ids=batch.tokens_bt, use_cache=False).last_hidden_state
         values_n = self.head(hidden_bth[row_n, place_n - 1].float()).squeeze(-1)
         return scattered(values_n, batch.mask_br)
+
+
+@torch.no_grad()
+def response_logprobs(model: PreTrainedModel, context: Sequence[int], response: Sequence[int]) -> list[float]:
+    """What the model gives each token of the response behind its context, at temperature 1."""
+    if not response:
+        return []
+    tokens_t = torch.tensor([*context, *response], device=model.device)
+    logits_rv = model(input_ids=tokens_t[None], use_cache=False).logits[0, len(context) - 1 : -1].float()
+    chosen: list[float] = logits_rv.log_softmax(-1).gather(1, tokens_t[len(context) :, None])[:, 0].tolist()
+    return chosen
 
 
 def scattered(values_n: Tensor, mask_br: Tensor) -> Tensor:

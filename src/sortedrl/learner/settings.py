@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from sortedrl.core.schedule import Schedule
 from sortedrl.learner.advantages import Algorithm, Baseline, TruncatedRollouts
 from sortedrl.learner.losses import Aggregation, RatioLevel, StaleTokens
+
+_DEFAULTS = Schedule()
 
 DEFAULT_BASELINE: Mapping[str, Baseline] = {
     "reinforce++": "previous_cohorts",
@@ -42,9 +45,9 @@ class LearnerSettings:
     # Truncated and decoupled cut importance weights here; masked drops tokens beyond it or below its inverse.
     importance_cap: float = 2.0
     aggregation: Aggregation = "constant"
-    # The constant of `constant`, about the trained tokens of a typical update; None: those of the first one.
-    # It only scales the loss: AdamW does not notice, gradient clipping does.
-    normaliser_tokens: float | None = None
+    # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
+    # first update, whose rollouts are the shortest. It scales the loss: AdamW does not notice, gradient clipping does.
+    normaliser_tokens: float = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     drop_zero_variance_sets: bool = False
@@ -116,7 +119,7 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "clip_low": (_ABOVE_0, 1, "ratios count down to 1 - clip_low: use 0.2"),
     "clip_high": (_ABOVE_0, math.inf, "ratios count up to 1 + clip_high: use 0.28"),
     "importance_cap": (1, math.inf, "a cap below 1 also cuts tokens that are on-policy: use 2.0"),
-    "normaliser_tokens": (1, math.inf, "the loss is divided by it: use rollouts x mean length"),
+    "normaliser_tokens": (1, math.inf, "the loss is divided by it: use rollouts_per_update x max_response_tokens"),
     "kl_coefficient": (0, math.inf, "it must be 0 or more"),
     "entropy_coefficient": (0, math.inf, "it must be 0 or more"),
     "max_response_tokens": (1, math.inf, "it must be 1 or more"),

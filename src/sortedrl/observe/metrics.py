@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
+from sortedrl.observe.uncut_length import Attempts
 
 HARVEST = "harvest"
-NEAREST = 50  # pairs that an estimate of the uncut length looks at
 BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back")
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
@@ -78,10 +77,10 @@ class Figures:
     staleness_max: int
     staleness_histogram: dict[int, int]  # trained tokens by staleness
     segments_histogram: dict[int, int]  # trained rollouts by number of segments
-    sortedness: float
+    sortedness: float | None  # None: not known, each update is one unit
     mean_length: float
-    uncut_mean_length: float
-    length_bias: float
+    uncut_mean_length: float | None  # None: not known
+    length_bias: float | None
     expectation_quality: float | None
     longest_wait_updates: int
     mean_reward: float
@@ -103,20 +102,19 @@ class Metrics:
         self._harvest_seconds = 0.0
         self._harvest_marks: list[tuple[float, float]] = []  # (harvest seconds, empty slot-seconds) at each begin
         self._in_slot: set[int] = set()
-        self._attempt: dict[int, int] = {}
         self._first_expected: dict[int, float] = {}
         self._length: dict[int, int] = {}  # of rollouts that were stopped or lost on the way
         self._count: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
-        self._groups: list[tuple[int, float, float]] = []  # per update: n, sum and sum of squares of log length
+        self._updates: list[_UpdateLengths] = []
         self._reward_sum = 0.0
         self._longest_wait = 0
         self._expected_lengths = array("d")
         self._real_lengths = array("d")
-        self._first_finished = array("q")  # lengths of first attempts
-        self._first_cut: dict[int, int] = {}  # lengths at which first attempts of untrained rollouts were cut
-        self._cut_at, self._length_of_cut = array("q"), array("q")  # the same of trained ones, and their length
+        self._attempts = Attempts()
+        self._rollouts_per_prompt = 1
+        self._trains_whole_groups = self._keeps_seeds = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.RunBegan: self._on_run,
             events.Phase: self._on_phase,
@@ -177,6 +175,9 @@ class Metrics:
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
         self._phase = "start"
+        self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
+        self._trains_whole_groups = event.settings.get("compare_siblings", False)
+        self._keeps_seeds = event.settings.get("keep_seed", False)
 
     def _on_phase(self, event: events.Phase) -> None:
         self._phase = event.phase
@@ -195,7 +196,6 @@ class Metrics:
     def _on_submitted(self, event: events.Submitted) -> None:
         rollout = event.rollout
         self._live += 1
-        self._attempt[rollout] = event.attempt
         prefilled_before = event.kept or event.attempt or rollout in self._first_expected
         self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.kept
         if not prefilled_before:
@@ -216,8 +216,7 @@ class Metrics:
         self._leave_engine(event.rollout, event.made)
         self._length.pop(event.rollout, None)
         self._count["truncated"] += event.truncated
-        if not self._attempt[event.rollout]:
-            self._first_finished.append(event.length)
+        self._attempts.ended(event.rollout, self._group_of(event.rollout), event.length, finished=True)
 
     def _on_stopped(self, event: events.Stopped) -> None:
         self._leave_engine(event.rollout, event.made)
@@ -238,14 +237,14 @@ class Metrics:
     def _on_rejected(self, event: events.Rejected) -> None:
         self._count["rejected"] += 1
         self._count["dropped"] += event.dropped
+        self._attempts.forget(event.rollout)
         self._forget(event.rollout)
 
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped"] += dropped
             self._length[rollout] = 0
-            if not self._attempt[rollout]:
-                self._first_cut[rollout] = dropped
+            self._attempts.ended(rollout, self._group_of(rollout), dropped, finished=False)
 
     def _leave_engine(self, rollout: int, made: int) -> None:
         self._live -= 1
@@ -263,12 +262,10 @@ class Metrics:
 
     def _forget(self, rollout: int) -> None:
         self._length.pop(rollout, None)
-        self._attempt.pop(rollout, None)
         self._first_expected.pop(rollout, None)
 
     def _on_updated(self, event: events.Updated) -> None:
-        logs = [math.log(max(1, length)) for length in event.lengths]
-        self._groups.append((len(logs), sum(logs), sum(x * x for x in logs)))
+        self._updates.append(_UpdateLengths.of(self._units(event)))
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(event.lengths)
         self._reward_sum += sum(event.rewards)
@@ -282,11 +279,21 @@ class Metrics:
             if expected is not None:
                 self._expected_lengths.append(expected)
                 self._real_lengths.append(length)
-            cut = self._first_cut.pop(rollout, None)
-            if cut is not None:
-                self._cut_at.append(cut)
-                self._length_of_cut.append(length)
+            self._attempts.trained(rollout, self._group_of(rollout), length)
             self._forget(rollout)
+
+    def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
+        """The lengths of an update by what is trained on together."""
+        if not self._trains_whole_groups:
+            return [(length,) for length in event.lengths]
+        groups: defaultdict[int, list[int]] = defaultdict(list)
+        for rollout, length in zip(event.rollouts, event.lengths, strict=True):
+            groups[self._group_of(rollout)].append(length)
+        return groups.values()
+
+    def _group_of(self, rollout: int) -> int:
+        """Rollouts of one prompt have consecutive numbers."""
+        return rollout // self._rollouts_per_prompt
 
     # The figures
 
@@ -312,15 +319,16 @@ class Metrics:
         parts = {part: _ratio(value, wall_capacity) for part, value in self._empty.items()}
         return parts | {phase: _ratio(s * self.slots, wall_capacity) for phase, s in self._resting.items()}
 
-    def figures(self) -> Figures:
+    def figures(self, uncut_mean_length: float | None = None) -> Figures:
+        """A simulation knows the uncut mean length and gives it; else it is estimated, which can take a second."""
         count = self._count
         now = self.glance()
         wall = now.wall_seconds
         capacity = self.slots * self._harvest_seconds
         cached = count["generated"] - count["dropped"] - count["trained_tokens"]
-        updates = len(self._groups)
+        updates = len(self._updates)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
-        uncut = self._uncut_mean_length()
+        uncut = self._uncut_mean_length() if uncut_mean_length is None else uncut_mean_length
         return Figures(
             mode=self.mode,
             slots=self.slots,
@@ -357,10 +365,10 @@ class Metrics:
             staleness_max=now.staleness_max,
             staleness_histogram=dict(sorted(self._staleness.items())),
             segments_histogram=dict(sorted(self._segments.items())),
-            sortedness=_sortedness(self._groups),
+            sortedness=_sortedness(self._updates),
             mean_length=mean_length,
             uncut_mean_length=uncut,
-            length_bias=_ratio(mean_length, uncut) - 1 if uncut and mean_length else 0.0,
+            length_bias=None if uncut is None else mean_length / uncut - 1 if uncut else 0.0,
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
             mean_reward=_ratio(self._reward_sum, count["trained"]),
@@ -373,36 +381,11 @@ class Metrics:
             for (seconds_before, empty_before), (seconds, empty) in pairwise(marks)
         )
 
-    def _uncut_mean_length(self) -> float:
-        """First attempts are unbiased draws. At a run's end, what waits with cached tokens is cut too."""
-        still_open = [self._length[r] for r, attempt in self._attempt.items() if not attempt and self._length.get(r)]
-        return mean_had_nothing_been_cut(
-            self._first_finished,
-            list(zip(self._cut_at, self._length_of_cut, strict=True)),
-            [*self._first_cut.values(), *still_open],
-        )
-
-
-def mean_had_nothing_been_cut(
-    finished: Sequence[int], redone: Sequence[tuple[int, int]], unknown: Sequence[int]
-) -> float:
-    """Estimates the mean of draws of which some were cut: `redone` as (cut at, redo's length), `unknown` as cut at.
-
-    A redo that went beyond the cut is a draw of what the cut one would have become. The others, and the unknown ones,
-    stand for the cut times the mean ratio of the nearest such pairs. In simulations with known lengths and a cohort
-    gate this is within about 3 points of the true bias; without a gate it understates it.
-    """
-    count = len(finished) + len(redone) + len(unknown)
-    beyond = sorted((cut, length / cut) for cut, length in redone if length > cut)
-    ratios = [0.0, *accumulate(ratio for _, ratio in beyond)]
-
-    def imputed(cut: int) -> float:
-        place = bisect_left(beyond, (cut, 0.0))
-        low, high = max(0, place - NEAREST // 2), min(len(beyond), place + NEAREST // 2)
-        return cut * (ratios[high] - ratios[low]) / (high - low) if high > low else cut
-
-    total = sum(finished) + sum(length if length > cut else imputed(cut) for cut, length in redone)
-    return (total + sum(map(imputed, unknown))) / count if count else 0.0
+    def _uncut_mean_length(self) -> float | None:
+        """None with `keep_seed`: a redo then repeats the attempt that was cut, and says nothing about others."""
+        if self._keeps_seeds and self._attempts.was_any_cut:
+            return None
+        return self._attempts.mean_if_uncut()
 
 
 def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float | None:
@@ -428,15 +411,44 @@ def _ranks(values: list[float]) -> list[float]:
     return ranks
 
 
-def _sortedness(groups: list[tuple[int, float, float]]) -> float:
-    """Share of the variance of log length that the update's index explains."""
-    count = sum(n for n, _, _ in groups)
-    if not count:
-        return 0.0
-    mean = sum(total for _, total, _ in groups) / count
-    within = sum(squares - total * total / n for n, total, squares in groups if n)
-    whole = sum(squares for _, _, squares in groups) - count * mean * mean
-    return min(1.0, max(0.0, 1 - within / whole)) if whole > 1e-9 else 0.0
+class _UpdateLengths(NamedTuple):
+    """Sums over the log lengths of one update. A unit is what chance moves as one: a rollout, or a whole group."""
+
+    rollouts: int
+    units: int
+    total: float
+    squares: float
+    unit_squares: float  # sum over units of size x mean squared
+
+    @classmethod
+    def of(cls, units: Iterable[Sequence[int]]) -> _UpdateLengths:
+        logs = [[math.log(max(1, length)) for length in unit] for unit in units]
+        return cls(
+            rollouts=sum(map(len, logs)),
+            units=len(logs),
+            total=sum(map(sum, logs)),
+            squares=sum(x * x for unit in logs for x in unit),
+            unit_squares=sum(sum(unit) ** 2 / len(unit) for unit in logs),
+        )
+
+
+def _sortedness(updates: Sequence[_UpdateLengths]) -> float | None:
+    """1 less the variance of log length within updates over what it would be in the mean with random updates.
+
+    Units dealt at random into updates of the same sizes leave (units - updates) / (units - 1) of the variance between
+    units within the updates; the variance within units stays. So random updates score 0 in the mean, whatever their
+    sizes (units of one size), and a single result may be below 0. None where each update is one unit: any order
+    would look the same.
+    """
+    units = sum(u.units for u in updates)
+    if units < 2 or units == len(updates):
+        return None
+    rollouts, total = sum(u.rollouts for u in updates), sum(u.total for u in updates)
+    squares, unit_squares = sum(u.squares for u in updates), sum(u.unit_squares for u in updates)
+    within = sum(u.squares - u.total * u.total / u.rollouts for u in updates)
+    between_units = unit_squares - total * total / rollouts
+    at_random = squares - unit_squares + between_units * (units - len(updates)) / (units - 1)
+    return 1 - within / at_random if at_random > 1e-9 else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:

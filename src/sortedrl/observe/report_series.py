@@ -27,8 +27,12 @@ class Series:
     runs: tuple[Run, ...]
 
     def mean(self, field: str) -> float:
-        """Of a figure, over the runs."""
+        """Of a figure that every run knows, over the runs."""
         return fmean(getattr(run.figures, field) for run in self.runs)
+
+    def mean_sortedness(self) -> float | None:
+        known = [run.figures.sortedness for run in self.runs if run.figures.sortedness is not None]
+        return fmean(known) if known else None
 
 
 def series_of(runs: Sequence[Run]) -> list[Series]:

@@ -31,7 +31,9 @@ class Column:
     form: str
     is_share: bool = False
 
-    def text(self, value: float) -> str:
+    def text(self, value: float | None) -> str:
+        if value is None:
+            return "not known"
         return f"{self._number(value)} %" if self.is_share else self._number(value)
 
     def range(self, least: float, greatest: float) -> str:
@@ -53,9 +55,9 @@ HEADLINE = (
     Column("waste", "waste", "", "share of generated tokens thrown away", ".1f", is_share=True),
     Column("staleness_mean", "staleness", "mean", "of trained tokens, in versions", ".2f"),
     Column("staleness_max", "", "greatest", "greatest staleness of a trained token", ",.0f"),
-    Column("sortedness", "sortedness", "", "log-length variance that the update explains", ".2f"),
+    Column("sortedness", "sortedness", "", "log-length variance that sorting took out of updates", "z.2f"),
     Column(
-        "length_bias", "length bias", "", "mean trained length against the uncut one, less 1", "+.1f", is_share=True
+        "length_bias", "length bias", "", "mean trained length against the uncut one, less 1", "+z.1f", is_share=True
     ),
     Column("mean_reward", "reward", "mean", "over all trained rollouts", "+.2f"),
     Column("updates", "updates", "", "made", ",.0f"),
@@ -74,9 +76,9 @@ def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
     several = len(one.runs) > 1
     cells = []
     for column in columns:
-        values = [getattr(run.figures, column.field) for run in one.runs]
-        spread = column.range(min(values), max(values)) if several else ""
-        shown = max(values) if column.field == "staleness_max" else fmean(values) if several else values[0]
+        values = [value for run in one.runs if (value := getattr(run.figures, column.field)) is not None]
+        spread = column.range(min(values), max(values)) if len(values) > 1 else ""
+        shown = max(values) if column.field == "staleness_max" else fmean(values) if values else None
         cells.append({"text": column.text(shown), "range": "" if len(set(values)) == 1 else spread})
     sub = f"{len(one.runs)} runs, seeds {', '.join(str(run.seed) for run in one.runs)}" if several else ""
     return {"label": one.label, "colour": one.colour, "sub": sub, "cells": cells}

@@ -26,8 +26,8 @@ GLOSSARY = (
     ("waste", "share of generated tokens thrown away"),
     ("staleness", "the learner's version at the update, less the version that sampled the token"),
     ("segment", "a run of tokens made by one weight version; a response that was stopped and resumed has several"),
-    ("sortedness", "share of the variance of log length that the update's index explains: 0 random, 1 sorted"),
-    ("length bias", "mean trained length against what it had been if nothing had been cut, estimated from the redos"),
+    ("sortedness", "share of the variance of log length within random updates that is gone: 0 random, 1 sorted"),
+    ("length bias", "mean trained length against that of uncut responses, which all attempts together tell"),
     ("trained, kept, dropped", "the fate of a stay in a slot: ended and trained on; stopped, to resume; thrown away"),
 )  # fmt: skip
 
@@ -144,7 +144,8 @@ def timeline_lead(series: Sequence[Series]) -> str:
 
 
 def lengths_lead(series: Sequence[Series]) -> str:
-    sortedness = ", ".join(f"{one.label} {one.mean('sortedness'):.2f}" for one in series)
+    means = [(one.label, one.mean_sortedness()) for one in series]
+    sortedness = ", ".join(f"{label} {'not known' if mean is None else format(mean, 'z.2f')}" for label, mean in means)
     pooled = max((point.pooled for one in series for point in one.runs[0].points), default=1)
     note = f" Aggregated: each point pools {pooled} updates." if pooled > 1 else ""
     return (

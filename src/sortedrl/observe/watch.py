@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
-from sortedrl.core.events import Event, RolledBack, Sink, decode, without_rolled_back
+from sortedrl.core.events import Event, RolledBack, Sink, decode, moved_back, seconds_rolled_back, without_rolled_back
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_update
@@ -155,9 +155,13 @@ class Follower:
         self._longest_silence = 0.0
         log = self._decoded(self._event_file.all(), 1)
         resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
-        self._feed(without_rolled_back(log[:resumed]))
+        self._void_seconds = 0.0  # by which the events after the newest roll-back are late
+        self._feed(counted := without_rolled_back(log[:resumed]))
         if resumed:
             self._phases = ["start"]
+            mark = log[resumed - 1]
+            assert isinstance(mark, RolledBack)
+            self._void_seconds = seconds_rolled_back(counted, mark)
         self._feed(log[resumed:])
         lines = _parsed(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
@@ -166,7 +170,7 @@ class Follower:
         self._console.look(self._seen_at())
 
     def _feed(self, log: Sequence[Event]) -> None:
-        for event in log:
+        for event in (moved_back(event, self._void_seconds) for event in log):
             self._metrics(event)
             self._sink(event)
             if self._last_at is not None:

@@ -107,9 +107,7 @@ def run(
         controller.publish()
         on_update(batch.update + 1)
     seconds = time.perf_counter() - began
-    figures, mean = metrics.figures(), uncut.mean()
-    figures = replace(figures, uncut_mean_length=mean, length_bias=figures.mean_length / mean - 1 if mean else 0.0)
-    found = asdict(figures)
+    found = asdict(metrics.figures(uncut.mean()))
     if inside_before is not None:
         found["own_share"] = 1 - (engine.inside_seconds - inside_before) / seconds  # type: ignore[attr-defined]
     return found

@@ -48,7 +48,7 @@ class Option:
     staleness_max: int
     length_bias: float
     waste: float
-    sortedness: float
+    sortedness: float | None
     bubble: float
 
     @property

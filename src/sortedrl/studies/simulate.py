@@ -116,18 +116,20 @@ def summary(runs: Sequence[Figures], limits: Sequence[float]) -> dict[str, Any]:
             result[name] = _merged(values, add=name.endswith("histogram"))
         elif name == "bubble_per_harvest":
             result[name] = first if len(runs) == 1 else [fmean(column) for column in zip(*values, strict=False)]
-        elif isinstance(first, bool | str) or first is None:
+        elif isinstance(first, bool | str):
             result[name] = first
         elif name in ("slots", "staleness_max", "longest_wait_updates"):
             result[name] = max(values)
         else:
-            result[name] = fmean(values)
+            known = [value for value in values if value is not None]
+            result[name] = fmean(known) if known else None
     result |= {"limit": fmean(limits), "of_limit": fmean(of_limit), "kept_of_limit": fmean(kept_of_limit)}
     result["spread"] = {
         "of_limit": [min(of_limit), max(of_limit)],
         **{
-            name: [min(getattr(f, name) for f in runs), max(getattr(f, name) for f in runs)]
+            name: [min(known), max(known)]
             for name in ("bubble", "goodput", "waste", "staleness_mean", "sortedness", "length_bias")
+            if (known := [value for f in runs if (value := getattr(f, name)) is not None])
         },
     }
     return result

@@ -57,8 +57,8 @@ def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{f['staleness_max']:.0f}",
             sparkline(f["staleness_histogram"]),
             sparkline(f["segments_histogram"]),
-            f"{f['sortedness']:.2f}",
-            f"{f['length_bias']:+.1%}",
+            known(f["sortedness"], "z.2f"),
+            known(f["length_bias"], "+z.1%"),
             f"{f['longest_wait_updates']:.0f}",
             f"{f['re_prefill_tokens'] / max(1, f['generated_tokens']):.1%}",
         )
@@ -134,8 +134,8 @@ def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
             f"{f['waste']:.1%}",
             f"{f['staleness_mean']:.2f}",
-            f"{f['sortedness']:.2f}",
-            f"{f['length_bias']:+.1%}",
+            known(f["sortedness"], "z.2f"),
+            known(f["length_bias"], "+z.1%"),
             str(f["preemptions"]),
             _prediction(f),
             f"{f['own_share']:.1%}" if "own_share" in f else "",
@@ -183,7 +183,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
             f"{f['goodput']:,.0f}",
             f"{f['waste']:.1%}",
             f"{f['staleness_mean']:.2f}",
-            f"{f['length_bias']:+.1%}",
+            known(f["length_bias"], "+z.1%"),
         )
     return table
 
@@ -191,6 +191,11 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 def show(console: Console, parts: Sequence[RenderableType]) -> None:
     for part in parts:
         console.print(part)
+
+
+def known(value: float | None, form: str) -> str:
+    """A metric that a run may not be able to tell."""
+    return "not known" if value is None else format(value, form)
 
 
 def sparkline(histogram: Mapping[Any, float]) -> str:
@@ -214,9 +219,9 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
             f"{o.of_limit:.3f}",
             f"{o.staleness_mean:.2f}",
             f"{o.staleness_max:.0f}",
-            f"{o.length_bias:+.1%}",
+            f"{o.length_bias:+z.1%}",
             f"{o.waste:.1%}",
-            f"{o.sortedness:.2f}",
+            known(o.sortedness, "z.2f"),
         )
     return table
 

@@ -160,9 +160,7 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
         else:
             engine.sleep(seconds)
         controller.publish()
-    figures = metrics.figures()
-    mean = uncut.mean()
-    return replace(figures, uncut_mean_length=mean, length_bias=figures.mean_length / mean - 1 if mean else 0.0)
+    return metrics.figures(uncut.mean())
 
 
 def limit(workload: Workload, schedule: Schedule) -> float:

@@ -30,10 +30,14 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Which samples of which problems were right. Every problem has equally many samples, at least one."""
+    """Which samples of which problems were right. Every problem has equally many samples, at least one.
+
+    `rewards` are those of the samples that could be scored, in no particular order.
+    """
 
     problem_ids: tuple[str, ...]
     correct: tuple[tuple[bool, ...], ...]
+    rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.problem_ids) != len(self.correct):

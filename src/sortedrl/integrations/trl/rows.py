@@ -26,7 +26,7 @@ def rows_in_sets(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
     """The rollouts, sets together in the order of their shortest member, each set filled up to `siblings` rows."""
     sets: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
-        sets.setdefault(rollout.id // siblings, []).append(rollout)  # ids of siblings follow each other
+        sets.setdefault(rollout.group, []).append(rollout)
     rows: list[Row] = []
     for members in sets.values():
         rows += [Row(member, True) for member in members]
@@ -53,16 +53,20 @@ def token_staleness(rollouts: Sequence[Rollout], version: int, width: int) -> Te
     return staleness
 
 
-def micro_batches(scored: dict[str, Tensor], count: int, *, trim: bool) -> list[dict[str, Tensor]]:
-    """Equal parts by length, shortest first, each without the columns that are padding in all of its rows.
+def micro_batches(
+    scored: dict[str, Tensor], count: int, *, optimizer_steps: int = 1, trim: bool
+) -> list[dict[str, Tensor]]:
+    """Equal parts, those of the first optimizer step first, each without the columns that are padding in all its rows.
 
-    Prompts are padded on the left, all else on the right. Tensors without rows go into every part.
+    Rows are dealt out by length over the optimizer steps, so that every step sees the same mix of lengths. Within a
+    step the parts are cut by length, shortest first. Prompts are padded on the left, all else on the right. Tensors
+    without rows go into every part.
     """
-    lengths = scored["completion_mask"].sum(dim=1)
-    order = torch.argsort(lengths, stable=True)
+    order = torch.argsort(scored["completion_mask"].sum(dim=1), stable=True)
     parts = [
         {name: value if value.ndim == 0 else value[rows] for name, value in scored.items()}
-        for rows in order.chunk(count)
+        for step in range(optimizer_steps)
+        for rows in order[step::optimizer_steps].chunk(count // optimizer_steps)
     ]
     return [_trimmed(part) for part in parts] if trim else parts
 

@@ -114,9 +114,10 @@ class ScheduledRun:
         """Later events stay in the log behind a mark, and no figure counts them."""
         _refuse_changes(saved["schedule"], asdict(self._schedule))
         events = _events_so_far(log_path)
-        last_time = max((event.at for event in events), default=0.0)
+        counted = events[: saved["events"]]
+        last_time = max((event.at for event in counted), default=0.0)
         self._log.count = saved["events"]
-        self.metrics.fold(events[: saved["events"]])
+        self.metrics.fold(counted)
         self._file = log_path.open("a", encoding="utf-8")
         write = JsonLines(self._file)
         write(RolledBack(last_time, len(events) - saved["events"]))

@@ -5,8 +5,8 @@ cannot swap prompts; and its log-probabilities reach the loss only with TRL's ow
 rollout worker to replace, but another config, fewer losses and a vLLM server of its own: not what a GRPOTrainer script
 can be changed to in two lines. So GRPOTrainer is subclassed where it fills its generation batch:
 
-    _prepare_inputs                     asks the scheduler for an update instead of the data loader, and cuts it into
-                                        micro-batches by length
+    _prepare_inputs                     asks the scheduler for an update instead of the data loader, deals it out over
+                                        the optimizer steps and cuts each step into micro-batches by length
     _generate_single_turn               returns that update's tokens and log-probabilities (in evaluation: samples)
     _calculate_rewards                  TRL's own, on the whole update; rewards are told to the event log
     _generate_and_score_completions     TRL's own; then `old_per_token_logps` are what the engine sampled with
@@ -218,7 +218,12 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             if self.run.has_batch_in_hand:
                 raise self._never_fired(["on_step_end"])
             scored = self._generate_and_score_completions(self._next_update())
-            self._buffered_inputs = micro_batches(scored, steps, trim=self.pad_to_multiple_of is None)
+            self._buffered_inputs = micro_batches(
+                scored,
+                steps,
+                optimizer_steps=steps // self.args.gradient_accumulation_steps,
+                trim=self.pad_to_multiple_of is None,
+            )
         return self._buffered_inputs[self._step % steps]
 
     def _next_update(self) -> list[dict[str, Any]]:

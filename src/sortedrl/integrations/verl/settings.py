@@ -100,6 +100,8 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             f"mode {strategy.name} trains on tokens of older weights, whose log-probabilities the correction needs",
             "Set it to True.",
         )  # fmt: skip
+    if strategy.keeps_tokens:
+        _require_correction(config, strategy)
     if reward_model.enable and not reward_model.enable_resource_pool:
         raise ConfigurationError(
             "reward.reward_model.enable_resource_pool", False,
@@ -136,6 +138,25 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "algorithm.adv_estimator", "remax", "its greedy baseline is a second rollout, unknown to the scheduler",
             "Use grpo, rloo, reinforce_plus_plus or gae.",
         )  # fmt: skip
+
+
+def _require_correction(config: Any, strategy: Strategy) -> None:
+    """Stale tokens must not be trained on with ratio 1: refuse settings under which verl corrects nothing.
+
+    With bypass_mode, PPO's ratio is against the policy that sampled. Without it (and with its REINFORCE loss) the
+    importance weights of rollout_is alone tell stale tokens from fresh ones; verl makes them only with a threshold.
+    """
+    correction = config.algorithm.get("rollout_correction") or {}
+    if correction.get("bypass_mode") and correction.get("loss_type", "ppo_clip") == "ppo_clip":
+        return
+    for key, value in (("rollout_is", "token"), ("rollout_is_threshold", "2.0")):
+        name = f"algorithm.rollout_correction.{key}"
+        if correction.get(key) is None:
+            raise ConfigurationError(
+                name, None,
+                f"mode {strategy.name} trains on tokens of older weights, and without it verl takes them as on-policy",
+                f"Add {name}={value} to the command line.",
+            )  # fmt: skip
 
 
 def _minibatches(config: Any) -> int:

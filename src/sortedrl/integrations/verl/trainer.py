@@ -39,6 +39,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.integrations.verl.agent import TICKET, SortedClient, Ticket
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
+from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import Settings, settings_of
 from sortedrl.observe.metrics import Metrics
 
@@ -178,6 +179,14 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         """A batch is padded so that it splits into as many mini-batches as a batch of the configured size."""
         return self.sortedrl.minibatches * dp_size * int(self.config.actor_rollout_ref.rollout.n)
 
+    def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """verl's, which gives every rank its rows; then each rank's rows in the order in which they train."""
+        batch = super()._balance_batch(batch, *args, **kwargs)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        batch.reorder(dealt_out(lengths, ranks, self.sortedrl.minibatches))
+        return batch
+
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with self._minibatches_of(self.config.actor_rollout_ref.actor, batch):
             return super()._update_actor(batch, metrics)
@@ -276,7 +285,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = without_rolled_back(read_events(path)) if path.exists() else []
         counted = 0 if self._restored is None else self._restored["controller"]["events"]
-        self._last_time = max((event.at for event in earlier), default=0.0)
+        self._last_time = max((event.at for event in earlier[:counted]), default=0.0)
         self.metrics.fold(earlier[:counted])
         _cut_torn_line(path)
         self._events = path.open("a", encoding="utf-8")

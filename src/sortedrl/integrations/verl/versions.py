@@ -20,6 +20,7 @@ HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.on_step_end", ()),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.on_validate_begin", ()),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer._get_required_batch_multiple", ("dp_size",)),
+    ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer._balance_batch", ("batch",)),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer._update_actor", ("batch", "metrics")),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer._update_critic", ("batch", "metrics")),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer._compute_metrics", ("batch", "metrics", "timing_raw")),

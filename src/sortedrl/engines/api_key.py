@@ -1,0 +1,34 @@
+"""The key that a server may ask for: sent with every request, and in no text that leaves the engine."""
+
+from __future__ import annotations
+
+import os
+
+from sortedrl.core.schedule import ConfigurationError
+
+VARIABLE = "SORTEDRL_API_KEY"
+
+
+class ApiKey:
+    """`given`, or what the environment has; none: no key is sent."""
+
+    def __init__(self, given: str | None = None) -> None:
+        self._value = (os.environ.get(VARIABLE, "") if given is None else given).strip()
+        if not (self._value.isascii() and self._value.isprintable()):
+            raise ConfigurationError(
+                "api_key", "(hidden)", "it has characters that an HTTP header cannot hold", f"Correct {VARIABLE}."
+            )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._value}"} if self._value else {}
+
+    def hidden_in(self, text: str) -> str:
+        """The text without the key, should a server have repeated it."""
+        return text.replace(self._value, "(hidden)") if self._value else text
+
+    def refused_by(self, url: str) -> ConfigurationError:
+        reason = (
+            "the server there does not accept this API key" if self._value else "the server there asks for an API key"
+        )
+        return ConfigurationError("url", url, reason, f"Set the environment variable {VARIABLE} to the server's own.")

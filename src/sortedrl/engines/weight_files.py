@@ -1,0 +1,126 @@
+"""Weights on their way to a server: a file in memory that both sides see, for as long as the weight update takes.
+
+Such a folder is locked by the process that writes it, from before it has its name. A killed process leaves the folder
+behind without the lock: the next weight update of the same user in the same place removes what no process holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.schedule import ConfigurationError
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "sortedrl-weights-"
+_LOCK = "lock"
+_UNNAMED_PREFIX = ".sortedrl-new-"  # of a folder that is not locked yet
+_UNNAMED_SECONDS = 60.0  # after which nobody is about to lock it
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Where weights are written, and who may read them: the user of this process, or all users of the machine."""
+
+    folder: Path | None = None  # None: shared memory, or the folder for temporary files where there is none
+    readable_by_all: bool = False
+
+    @property
+    def parent(self) -> Path:
+        if self.folder is not None:
+            return Path(self.folder)
+        return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+    @contextmanager
+    def written(self, weights: Weights, version: int) -> Iterator[Path]:
+        """A folder with these weights, for as long as they are needed."""
+        remove_abandoned(self.parent)
+        folder: Path | None = None
+        lock: int | None = None
+        try:
+            try:
+                folder = Path(tempfile.mkdtemp(prefix=_UNNAMED_PREFIX, dir=self.parent))
+                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+                _take(lock)
+                folder = folder.rename(folder.with_name(f"{_PREFIX}{version}-{folder.name[len(_UNNAMED_PREFIX) :]}"))
+                file = folder / "model.safetensors"
+                write_weights(weights, file)
+                file.chmod(0o644 if self.readable_by_all else 0o600)
+                folder.chmod(0o755 if self.readable_by_all else 0o700)
+            except OSError as error:
+                raise ConfigurationError(
+                    "weights_folder",
+                    str(self.parent),
+                    f"the weights of version {version} cannot be written there ({error})",
+                    "Name a folder with more room that the server can read, too.",
+                ) from error
+            yield folder
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove weights that killed processes of this user left here. What any process still holds stays."""
+    for folder in [*parent.glob(f"{_PREFIX}*"), *parent.glob(f"{_UNNAMED_PREFIX}*")]:
+        with suppress(OSError):  # it is gone by now, or not ours to touch
+            if _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        return False
+    if folder.name.startswith(_UNNAMED_PREFIX):
+        return time.time() - about.st_mtime > _UNNAMED_SECONDS
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:  # being removed
+        return True
+    try:
+        return _take(lock)
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> bool:
+    """Whether the lock was free and is ours now; False also where the file system has no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def write_weights(weights: Weights, file: Path) -> None:
+    """Write the file under another name, then rename it: it is either whole or not there.
+
+    A tied output layer is always written: servers keep the old one if it is not named.
+    """
+    from safetensors.torch import save_file
+
+    named = dict(weights)
+    embedding = named.get("model.embed_tokens.weight")
+    if embedding is not None:
+        named.setdefault("lm_head.weight", embedding)
+    seen: set[int] = set()
+    for name, tensor in named.items():
+        tensor = tensor.detach().contiguous()
+        named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # the format holds no shared tensors
+        seen.add(tensor.data_ptr())
+    partial = file.with_suffix(".partial")
+    save_file(named, partial)
+    partial.rename(file)

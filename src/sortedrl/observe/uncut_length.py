@@ -1,0 +1,198 @@
+"""How long would the trained responses have been if none had been cut? An estimate from every attempt of a run.
+
+A schedule that drops what it stops sees some responses only up to the cut, and those are the long ones. Redos do not
+fill the gap: a redo is trained on only if it ends in time, with whole groups only if the whole group does.
+
+So the estimate looks at all attempts, finished and cut, of all groups (the responses to one prompt). It is the
+Kaplan-Meier idea with prompts that differ: every group is of one of a few hidden kinds, and a kind has its own chance
+to end at each length. A cut attempt says "longer than this" and no more. That is right whatever the schedule cuts, as
+long as it decides by what it has seen and not by what is still to come. The kinds are fitted by expectation
+maximization; a cut response then counts with its mean length beyond the cut, over the kinds its group may be of.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+KINDS = 4
+KINDS_APART = 1.2  # the kinds start with the chances of all, to the power of exp(-this) to exp(this)
+MOST_STEPS = 300  # lengths at which a response can end; more are joined
+MOST_ATTEMPTS = 10_000  # that the kinds are fitted to; of a longer run, every n-th group
+ROUNDS = 40
+PRIOR_ATTEMPTS = 0.5  # at each length, with the chance of all kinds together: a kind is not fitted to nothing
+LEAST_CHANCE = 1e-6
+
+
+class Attempts:
+    """What a run saw of its responses. Feed it every attempt that ended and every rollout that was trained on."""
+
+    def __init__(self) -> None:
+        self._groups, self._lengths, self._finished = array("q"), array("q"), array("b")
+        self._first: dict[int, tuple[int, bool]] = {}  # untrained rollouts: first attempt's length, and was it finished
+        self._trained = 0
+        self._finished_tokens = 0  # of first attempts of trained rollouts
+        self._cut_groups, self._cut_lengths = array("q"), array("q")  # the other trained rollouts' first attempts
+
+    def ended(self, rollout: int, group: int, length: int, *, finished: bool) -> None:
+        self._groups.append(group)
+        self._lengths.append(length)
+        self._finished.append(finished)
+        self._first.setdefault(rollout, (length, finished))
+
+    def trained(self, rollout: int, group: int, length: int) -> None:
+        first, finished = self._first.pop(rollout, (length, True))
+        self._trained += 1
+        if finished:
+            self._finished_tokens += first
+        else:
+            self._cut_groups.append(group)
+            self._cut_lengths.append(first)
+
+    def forget(self, rollout: int) -> None:
+        """It was rejected."""
+        self._first.pop(rollout, None)
+
+    @property
+    def was_any_cut(self) -> bool:
+        """Was the first attempt of a trained rollout cut?"""
+        return bool(self._cut_lengths)
+
+    def mean_if_uncut(self) -> float:
+        """Mean length of the first attempts of trained rollouts, exact where none was cut."""
+        total = float(self._finished_tokens)
+        if self._cut_lengths:
+            total += sum(self._expected_beyond_cuts())
+        return total / self._trained if self._trained else 0.0
+
+    def _expected_beyond_cuts(self) -> Iterator[float]:
+        steps = _Steps.of([n for n, finished in zip(self._lengths, self._finished, strict=True) if finished])
+        seen: defaultdict[int, list[int]] = defaultdict(list)  # group -> codes of its attempts
+        for group, length, finished in zip(self._groups, self._lengths, self._finished, strict=True):
+            seen[group].append(steps.code(length, finished=bool(finished)))
+        every = -(-len(self._groups) // MOST_ATTEMPTS)
+        kinds = _Kinds.fitted(steps.count, list(seen.values())[::every])
+        beyond = [kind.expected_beyond(steps.means) for kind in kinds.kinds]
+        for group, cut in zip(self._cut_groups, self._cut_lengths, strict=True):
+            place = steps.passed(cut)
+            expected = sum(p * lengths[place] for p, lengths in zip(kinds.posterior(seen[group]), beyond, strict=True))
+            yield max(cut + 1, expected)  # nothing as long has finished: at least one token more
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The lengths at which responses were seen to end, neighbors joined where there are too many."""
+
+    last: list[int]  # greatest length of each step
+    means: list[float]
+
+    @classmethod
+    def of(cls, finished: Sequence[int]) -> _Steps:
+        ordered = sorted(finished)
+        size = max(1, -(-len(ordered) // MOST_STEPS))
+        last = sorted({ordered[min(end, len(ordered)) - 1] for end in range(size, len(ordered) + size, size)})
+        ends = [0, *(bisect_right(ordered, n) for n in last)]
+        totals = [0, *accumulate(ordered)]
+        means = [(totals[b] - totals[a]) / (b - a) for a, b in pairwise(ends)]
+        return cls(last, means)
+
+    @property
+    def count(self) -> int:
+        return len(self.last)
+
+    def passed(self, length: int) -> int:
+        """Steps that a response of more than this length has passed."""
+        return bisect_right(self.last, length)
+
+    def code(self, length: int, *, finished: bool) -> int:
+        """An attempt as a number: the step it ended at, or `count` plus the steps it passed before it was cut."""
+        return bisect_left(self.last, length) if finished else self.count + self.passed(length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of groups: how common it is, and the chance of a response that reached a step to end there."""
+
+    share: float
+    chances: list[float]
+
+    def log_likelihoods(self) -> list[float]:
+        """By an attempt's code."""
+        clipped = [min(1 - LEAST_CHANCE, max(LEAST_CHANCE, chance)) for chance in self.chances]
+        passed = [0.0, *accumulate(math.log1p(-chance) for chance in clipped)]
+        return [before + math.log(chance) for before, chance in zip(passed, clipped, strict=False)] + passed
+
+    def expected_beyond(self, means: Sequence[float]) -> list[float]:
+        """Mean length of a response by the steps that it has passed; all that is left ends at the last step."""
+        expected = [0.0, means[-1]] if means else [0.0]
+        for chance, mean in zip(self.chances[-2::-1], means[-2::-1], strict=True):
+            expected.append(chance * mean + (1 - chance) * expected[-1])
+        return expected[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    kinds: list[_Kind]
+    tables: list[list[float]]  # log-likelihoods by code
+
+    @classmethod
+    def of(cls, kinds: list[_Kind]) -> _Kinds:
+        return cls(kinds, [kind.log_likelihoods() for kind in kinds])
+
+    @classmethod
+    def fitted(cls, steps: int, groups: Sequence[Sequence[int]]) -> _Kinds:
+        """By expectation maximization on the codes of each group's attempts."""
+        count = [0.0] * (2 * steps + 1)
+        for codes in groups:
+            for code in codes:
+                count[code] += 1
+        of_all = _chances(steps, count, prior=[0.0] * steps, weight=0.0)
+        powers = [math.exp(KINDS_APART * (1 - 2 * kind / (KINDS - 1))) for kind in range(KINDS)]
+        kinds = cls.of([_Kind(1 / KINDS, [1 - (1 - c) ** power for c in of_all]) for power in powers])
+        for _ in range(ROUNDS):
+            kinds = kinds._refitted(steps, groups, of_all)
+        return kinds
+
+    def _refitted(self, steps: int, groups: Sequence[Sequence[int]], of_all: Sequence[float]) -> _Kinds:
+        shares = [1e-3] * KINDS
+        counts = [[0.0] * (2 * steps + 1) for _ in range(KINDS)]
+        for codes in groups:
+            for kind, p in enumerate(self.posterior(codes)):
+                shares[kind] += p
+                count = counts[kind]
+                for code in codes:
+                    count[code] += p
+        whole = sum(shares)
+        return _Kinds.of(
+            [
+                _Kind(share / whole, _chances(steps, count, of_all, PRIOR_ATTEMPTS))
+                for share, count in zip(shares, counts, strict=True)
+            ]
+        )
+
+    def posterior(self, codes: Sequence[int]) -> list[float]:
+        """How likely a group with these attempts is of each kind."""
+        logs = [
+            math.log(kind.share) + sum(map(table.__getitem__, codes))
+            for kind, table in zip(self.kinds, self.tables, strict=True)
+        ]
+        top = max(logs)
+        weights = [math.exp(log - top) for log in logs]
+        whole = sum(weights)
+        return [weight / whole for weight in weights]
+
+
+def _chances(steps: int, count: Sequence[float], prior: Sequence[float], weight: float) -> list[float]:
+    """The chance to end at each step, from attempts counted by code and `weight` attempts more of chance `prior`."""
+    ended, cut = count[:steps], count[steps:]
+    reached = sum(count) - cut[0]  # cut before the first step: never there
+    chances = []
+    for step in range(steps):
+        chances.append((ended[step] + weight * prior[step]) / (reached + weight) if reached + weight > 0 else 0.0)
+        reached -= ended[step] + cut[step + 1]
+    return chances

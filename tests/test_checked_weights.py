@@ -1,0 +1,165 @@
+"""The check of an engine's weights fails closed: nothing but matching numbers is agreement."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
+from sortedrl.engines import checked_weights
+from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
+from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engines.pool import Pool
+from test_embedded import VOCABULARY, engine_of, model_of
+from tiny_llama import logprobs_of
+
+PROBES = [[5, 6, 7], [9], [11, 12], [13, 14, 15, 16]]
+Bend = Callable[[Change], list[Change]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(checked_weights, "_RETRY_SECONDS", 0.0)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Bent:
+    """A real engine whose reports are bent on their way, as a broken server or adapter would."""
+
+    def __init__(self, inner: EmbeddedEngine, bend: Bend) -> None:
+        self.inner, self.slots, self._bend = inner, inner.slots, bend
+        self.submitted: Counter[int] = Counter()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.submitted.update(request.id for request in requests)
+        self.inner.submit(requests)
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        return [bent for change in self.inner.poll(until) for bent in self._bend(change)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def tokens_with(change_segment: Callable[[list[int], list[Any]], tuple[list[int], list[Any]]]) -> Bend:
+    def bend(change: Change) -> list[Change]:
+        if not isinstance(change, Tokens):
+            return [change]
+        tokens, logprobs = change_segment(list(change.segment.tokens), list(change.segment.logprobs))
+        return [change._replace(segment=replace(change.segment, tokens=tokens, logprobs=logprobs))]
+
+    return bend
+
+
+def silent(change: Change) -> list[Change]:
+    return [change] if isinstance(change, Finished) else []
+
+
+FAULTS: dict[str, tuple[Bend, str]] = {
+    "NaN": (tokens_with(lambda t, p: (t, [math.nan] * len(p))), "of the engine .*not finite numbers .*nan"),
+    "one NaN": (tokens_with(lambda t, p: (t, [*p[:-1], math.nan])), "1 of 16 log-probabilities of the engine"),
+    "infinite": (tokens_with(lambda t, p: (t, [-math.inf, *p[1:]])), "not finite numbers .*-inf"),
+    "null": (tokens_with(lambda t, p: (t, [None, *p[1:]])), "not finite numbers .*None"),
+    "empty": (silent, "has 0 tokens, 16 were asked for"),
+    "fewer": (tokens_with(lambda t, p: (t[:-1], p[:-1])), "has 15 tokens"),
+    "more": (tokens_with(lambda t, p: ([*t, 3], [*p, -1.0])), "has 17 tokens"),
+}
+
+
+def pair(bend: Bend, **options: Any) -> tuple[Bent, CheckedWeights]:
+    model = model_of("Llama")
+    engine = Bent(engine_of(model), bend)
+    return engine, CheckedWeights(engine, logprobs_of(model), PROBES, **options)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_a_whole_answer_of_numbers_is_a_failure(fault: str) -> None:
+    bend, words = FAULTS[fault]
+    _, checked = pair(bend)
+    with pytest.raises(WeightsDiffer, match=f"weight update to version 3 .*{words}"):
+        checked.load(None, 3)
+
+
+def test_a_learner_without_numbers_is_a_failure_too() -> None:
+    model = model_of("Llama")
+    checked = CheckedWeights(engine_of(model), lambda context, response: [math.nan] * len(response), PROBES)
+    with pytest.raises(WeightsDiffer, match="log-probabilities of the learner"):
+        checked.load(None, 1)
+
+
+def test_probes_do_not_end_by_eos() -> None:
+    """Every token is an end token here: answers of one token, or of none, would check next to nothing."""
+    model = model_of("Llama")
+    checked = CheckedWeights(engine_of(model, eos_token_ids=range(VOCABULARY)), logprobs_of(model), PROBES)
+    checked.load(None, 1)
+    assert checked.last_difference < 1e-4
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)  # the engine decodes with the same module, the learner below has another
+    checked = CheckedWeights(checked.inner, logprobs_of(model_of("Llama")), PROBES)
+    with pytest.raises(WeightsDiffer, match="nats a token"):
+        checked.load(None, 2)
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_probe_that_fails_is_sent_again(failures: int) -> None:
+    left = {-2: failures}
+
+    def bend(change: Change) -> list[Change]:
+        if isinstance(change, Finished) and left.get(change.id):
+            left[change.id] -= 1
+            return [Failed(change.id, change.at, "503: the server is starting")]
+        return [change]
+
+    engine, checked = pair(bend)
+    checked.load(None, 1)
+    assert checked.last_difference < 1e-4 and engine.submitted == {-1: 1, -2: 1 + failures, -3: 1, -4: 1}
+
+
+def test_a_probe_that_always_fails_is_given_up_with_its_reason() -> None:
+    def bend(change: Change) -> list[Change]:
+        return [Failed(change.id, change.at, "CUDA error") if isinstance(change, Finished) else change]
+
+    engine, checked = pair(bend)
+    with pytest.raises(WeightsDiffer, match="failed 4 times, the last time: CUDA error"):
+        checked.load(None, 1)
+    assert max(engine.submitted.values()) == 4
+    assert engine.inner.poll() == [], "nothing of the probes is left in the engine"
+
+
+def test_a_probe_that_is_never_answered_has_a_deadline() -> None:
+    engine, checked = pair(lambda change: [], probe_seconds=0.5)
+    with pytest.raises(WeightsDiffer, match=r"4 of 4 probes were not answered within 0.5 s"):
+        checked.load(None, 1)
+    assert engine.inner.poll() == []
+
+
+def test_one_wrong_member_of_a_pool_does_not_hide_behind_the_others() -> None:
+    """A small error, which the mean over all probes would bring below the tolerance."""
+    model, wrong = model_of("Llama"), model_of("Llama")
+    with torch.no_grad():
+        wrong.lm_head.weight.mul_(1.4)
+    members = [engine_of(model) for _ in range(7)] + [engine_of(wrong)]
+    pool = Pool(members)
+    probes = [[3 + i, 4] for i in range(8)]
+    checked = CheckedWeights(pool, logprobs_of(model), probes)
+    alone = CheckedWeights(engine_of(wrong), logprobs_of(model), probes[:1], tolerance=math.inf)
+    alone.load(None, 1)
+    assert 0.1 < alone.last_difference < 0.8, "too small or too large for this test"
+    with pytest.raises(WeightsDiffer, match="nats a token"):
+        checked.load(None, 1)
+    pool.close()
+
+
+def test_a_check_without_probes_is_refused() -> None:
+    model = model_of("Llama")
+    with pytest.raises(ValueError, match="check nothing"):
+        CheckedWeights(engine_of(model), logprobs_of(model), [])
