@@ -150,7 +150,7 @@ class ServerStreams(ServerDialect):
         async with aclosing(self._connection.events(path, body)) as events:
             async for event in events:
                 delta = checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
-                self._check_weights(delta)
+                self._check_weights(sent, delta)
                 if delta.tokens and self._outage.since is not None and sent.sent_at >= self._outage.since:
                     self._outage.end()
                     self._send_waiting()
@@ -159,8 +159,12 @@ class ServerStreams(ServerDialect):
         if not self._finish_if_whole(sent):
             await self._fail_or_wait(sent, "the server ended the response before its end")
 
-    def _check_weights(self, delta: Delta) -> None:
+    def _check_weights(self, sent: Sent, delta: Delta) -> None:
+        """A stream whose first tokens come with the name that we gave to the weights needs no other proof."""
         expected = self._identity.weights
+        is_first = expected is not None and not sent.tokens
+        if is_first and delta.weights == expected and str(expected).startswith(self._name_prefix):
+            sent.trusted = True
         if delta.weights is not None and expected is not None and delta.weights != expected:
             raise OtherWeights(
                 f"it made tokens with weight version {delta.weights}, and it was given {expected}: it restarted, or "
