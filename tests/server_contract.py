@@ -40,7 +40,7 @@ class OnServer:
     tolerance = 1e-3
 
     def engine_at(self, server: ServerProcess, slots: int = 4, eos: Sequence[int] = (), **options: Any) -> HttpEngine:
-        return self.engine_type(server.url, slots=slots, eos_token_ids=eos, **options)
+        return self.engine_type(server.url, slots=slots, eos_token_ids=eos, **{"unavailable_seconds": 5.0, **options})
 
 
 class ServerContract(OnServer, EngineContract):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class SglangStandIn:
         self.hangs = False
         self.speaks_another_format = False
         self.calls_ends_aborts = False  # as SGLang does when the abort comes in the step of the last token
+        self.started = time.time()
+        self.weight_version = "default"
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self._runs_at_once = runs_at_once
@@ -66,6 +69,7 @@ class SglangStandIn:
             [
                 web.get("/health", self._health),
                 web.get("/server_info", self._server_info),
+                web.get("/model_info", self._model_info),
                 web.get("/v1/loads", self._loads),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
@@ -85,6 +89,11 @@ class SglangStandIn:
         """As `kill -9` does: no port, every connection reset."""
         self._loop.call_soon_threadsafe(self._site_socket.close)
         self.drop_connections()
+
+    def restart(self, model: Any) -> None:
+        """As behind a proxy that keeps the address: connections break, then another process answers."""
+        self.drop_connections()
+        self.model, self.started, self.weight_version = model, time.time(), "default"
 
     def close(self) -> None:
         self.hangs = False
@@ -117,7 +126,11 @@ class SglangStandIn:
         return web.Response(status=503 if self.is_ill else 200)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"max_req_input_len": self.max_length, "version": "0.5.23"})
+        info = {"max_req_input_len": self.max_length, "version": "0.5.23", "startup_time": {"e2e": self.started}}
+        return web.json_response(info)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
 
     async def _hang(self) -> None:
         while self.hangs:
@@ -155,17 +168,20 @@ class SglangStandIn:
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["flush_cache"] is True and self._is_paused
-        self.calls.append(f"update {body['weight_version']}")
+        self.calls.append(f"update {body['weight_version'].rpartition('-')[2]}")
         answer = {"success": not self.refuses_weights, "message": "CUDA out of memory", "num_paused_requests": 0}
         if self.refuses_weights:
             return web.json_response(answer, status=400)
         weights = load_file(Path(body["model_path"]) / "model.safetensors")
         self.model.load_state_dict(weights, strict=False)
+        self.weight_version = body["weight_version"]
         return web.json_response(answer)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        if self.is_ill:
+            return web.Response(status=503)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         if len(body["input_ids"]) > self.max_length:
@@ -215,6 +231,7 @@ class SglangStandIn:
                 "id": body["rid"],
                 "finish_reason": reason,
                 "completion_tokens": len(made),
+                "weight_version": self.weight_version,
                 "output_token_logprobs": shown,
             }
             event = {"text": "", "output_ids": [t for _, t, _ in shown], "meta_info": about}

@@ -24,9 +24,10 @@ from sortedrl.core.engine import Engine, Preempted, Started
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engine_choice import server_engine
-from sortedrl.engines import http_engine, weight_files
-from sortedrl.engines.http_engine import ServerPool, reason_of
+from sortedrl.engines import server_streams, weight_files
+from sortedrl.engines.http_engine import ServerPool
 from sortedrl.engines.pool import Pool
+from sortedrl.engines.server_messages import reason_of
 from sortedrl.engines.sglang import SglangEngine
 from sortedrl.engines.vllm_server import VllmServerEngine
 from sortedrl.engines.weight_files import write_weights
@@ -52,7 +53,7 @@ def stand_in(**options: Any) -> SglangStandIn:
 
 
 def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEngine:
-    engine = SglangEngine(server.url, slots=slots, eos_token_ids=[7], **options)
+    engine = SglangEngine(server.url, slots=slots, eos_token_ids=[7], **{"unavailable_seconds": 1.5, **options})
     _open.append(engine)
     return engine
 
@@ -175,7 +176,7 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
 
 
 def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.05)
     server = stand_in(runs_at_once=2, step_seconds=0.005)
     ledger = Ledger(engine_at(server, slots=4))
     seen: list[Any] = []
@@ -259,10 +260,10 @@ def test_a_server_that_is_ill_is_dead() -> None:
 
 
 def test_a_server_that_hangs_is_dead_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.05)
     server = stand_in(step_seconds=0.005)
     ledger = Ledger(engine_at(server))
-    monkeypatch.setattr(http_engine, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 0.3)
     ledger.submit([endless(0, 200)])
     while not ledger.tokens(0):
         ledger.apply(ledger.engine.poll())

@@ -107,7 +107,8 @@ def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedM
         return embedded_engine(settings, model, materials.tokenizer)
     ends = end_tokens(materials.model, materials.tokenizer)
     if settings.engine != "vllm":
-        return server_engine(settings, eos_token_ids=ends, tokenizer=materials.tokenizer)
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        return server_engine(settings, eos_token_ids=ends, tokenizer=materials.tokenizer, vocabulary=vocabulary)
     engine: Engine = vllm_engine(
         settings,
         model_named(settings.model),

@@ -59,7 +59,13 @@ def vllm_engine(
         raise ConfigurationError("model", model, reason, "See --engine-options and the model's folder.") from None
 
 
-def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tokenizer: Any = None) -> Engine:
+def server_engine(
+    settings: EngineSettings,
+    *,
+    eos_token_ids: Iterable[int],
+    tokenizer: Any = None,
+    vocabulary: int | None = None,
+) -> Engine:
     """A running server, or a pool of several: one engine for each of `engine_urls`; they share all slots evenly."""
     if not settings.engine_urls:
         raise ConfigurationError(
@@ -78,6 +84,7 @@ def server_engine(settings: EngineSettings, *, eos_token_ids: Iterable[int], tok
                 slots=(settings.slots + place) // count,
                 eos_token_ids=eos_token_ids,
                 tokenizer=tokenizer,
+                vocabulary=vocabulary,
                 **options,
             )
             for place, url in enumerate(settings.engine_urls)

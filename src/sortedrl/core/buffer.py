@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
@@ -319,9 +320,19 @@ def _rollout_state(rollout: Rollout) -> dict[str, Any]:
 
 
 def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    return Rollout(
+    """As it was saved; without its tokens, to be generated again, if they must not be trained on."""
+    rollout = Rollout(
         prompt=prompts[state["prompt"]],
         state=State(state["state"]),
-        segments=[Segment(*fields).copy() for fields in state["segments"]],  # a segment grows in place
         **{name: state[name] for name in _PLAIN_FIELDS},
     )
+    try:
+        segments = [Segment(*fields).copy() for fields in state["segments"]]  # a segment grows in place
+        is_right = all(segment.fault is None for segment in segments)
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        return replace(
+            rollout, state=State.WAITING, attempt=rollout.attempt + 1, truncated=False, reward=None, detail=None
+        )
+    return replace(rollout, segments=segments)

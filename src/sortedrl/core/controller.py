@@ -20,6 +20,7 @@ What the controller guarantees, whatever the strategy:
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import NO_REWARD
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer, as_reward
 from sortedrl.core.strategy import Situation, Strategy, is_overdue
@@ -47,6 +48,7 @@ CARRY_ON_SECONDS = 0.05  # between two looks at a learner that steps beside the 
 SCORE_CHECK_SECONDS = 0.05  # between two looks at a scorer while the engine generates
 SCORE_WAIT_STEP_SECONDS = 0.25  # an interrupt must not wait for a score
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
 class StaleTokens(RuntimeError):
@@ -117,6 +119,7 @@ class Controller:
         self._has_begun = False
         self._is_interrupted = False
         self._scorer_wakes_engine = bool(getattr(scorer, "wakes_engine", False))
+        self.ignored_changes = 0  # reports of the engine about requests that do not run
         self._late_scores: list[int] = []  # rollouts whose scores alone hold up the harvest
         self._late_since = 0.0
 
@@ -419,22 +422,65 @@ class Controller:
     # What the engine and the scorer report
 
     def _apply(self, changes: list[engine_changes.Change]) -> None:
-        s = self.situation
+        """Take in what the engine reports. A report that breaks the protocol costs its rollout, not the run: the
+        engine is told to stop the request, and the rollout fails without its tokens."""
+        broken: dict[int, str] = {}
         for change in changes:
-            rollout = s.buffer.running[change.id]
-            at = self._stamp(change.at)
-            if isinstance(change, engine_changes.Tokens):
-                rollout.append(change.segment)
-            elif isinstance(change, engine_changes.Started):
-                self._slot_of[rollout.id] = slot = heapq.heappop(self._free_slots)
-                self.log.append(events.Started(at, rollout.id, slot))
-            elif isinstance(change, engine_changes.Finished):
-                self._finish(rollout, at, change.truncated)
-            elif isinstance(change, engine_changes.Preempted):
-                heapq.heappush(self._free_slots, self._slot_of.pop(rollout.id))
-                self.log.append(events.Preempted(at, rollout.id, change.recompute))
-            else:
-                self._fail(rollout, at, change.reason)
+            if change.id not in self.situation.buffer.running:
+                self._note_ignored(change, "it does not run")
+            elif change.id not in broken:
+                reason = self._applied(change, self._stamp(change.at))
+                if reason is not None:
+                    broken[change.id] = reason
+        if not broken:
+            return
+        later = self.engine.stop(list(broken))
+        self._apply([change for change in later if change.id not in broken])
+        for id, reason in broken.items():
+            self._fail(self.situation.buffer.running[id], self._now(), f"the engine reported {reason}", keep=False)
+
+    def _applied(self, change: engine_changes.Change, at: float) -> str | None:
+        """Take one change in; what is wrong with it, if it must not be."""
+        rollout = self.situation.buffer.running[change.id]
+        slot = self._slot_of.get(rollout.id)
+        if isinstance(change, engine_changes.Tokens):
+            fault = self._fault_of(rollout, change.segment)
+            if fault is not None:
+                return fault
+            rollout.append(change.segment)
+        elif isinstance(change, engine_changes.Started):
+            if slot is not None:
+                self._note_ignored(change, "it has a slot")
+                return None
+            if not self._free_slots:
+                return f"a start, and all {self.engine.slots} slots are taken"
+            self._slot_of[rollout.id] = slot = heapq.heappop(self._free_slots)
+            self.log.append(events.Started(at, rollout.id, slot))
+        elif isinstance(change, engine_changes.Finished):
+            self._finish(rollout, at, change.truncated)
+        elif isinstance(change, engine_changes.Preempted):
+            if slot is None:
+                self._note_ignored(change, "it has no slot")
+                return None
+            heapq.heappush(self._free_slots, self._slot_of.pop(rollout.id))
+            self.log.append(events.Preempted(at, rollout.id, change.recompute))
+        else:
+            self._fail(rollout, at, change.reason)
+        return None
+
+    def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
+        """Why this segment cannot be a part of this rollout."""
+        limit = self.schedule.max_response_tokens
+        if len(rollout) + len(segment) > limit:
+            return f"{len(rollout) + len(segment)} tokens, and max_response_tokens is {limit}"
+        if rollout.segments and segment.version < rollout.segments[-1].version:
+            return f"tokens of version {segment.version} after tokens of version {rollout.segments[-1].version}"
+        return segment.fault
+
+    def _note_ignored(self, change: engine_changes.Change, reason: str) -> None:
+        self.ignored_changes += 1
+        if self.ignored_changes == 1:  # one line says enough about a broken engine
+            _log.warning("%s of request %d is ignored: %s", type(change).__name__, change.id, reason)
 
     def _finish(self, rollout: Rollout, at: float, truncated: bool) -> None:
         s = self.situation
@@ -445,11 +491,12 @@ class Controller:
         if not self._is_interrupted:  # else it is saved without a score, and scored on resume
             self.scorer.submit(rollout)
 
-    def _fail(self, rollout: Rollout, at: float, reason: str) -> None:
+    def _fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool = True) -> None:
         s = self.situation
         made = self._leave_slot(rollout)
         rollout.failures += 1
-        dropped = s.buffer.stop(rollout, keep=self.strategy.keeps_tokens, key=self._key)
+        can_go_on = len(rollout) < self.schedule.max_response_tokens
+        dropped = s.buffer.stop(rollout, keep=keep and can_go_on and self.strategy.keeps_tokens, key=self._key)
         self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
         if rollout.failures > self.schedule.max_retries:
             self._reject(rollout, f"failed {rollout.failures} times, last: {reason}")

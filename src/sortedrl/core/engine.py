@@ -4,7 +4,8 @@ An engine keeps its own queue. It starts requests in the order in which they wer
 `slots` of them at once and refills a freed slot at once. It reports what happened as `Change`s in time order:
 
     Started     a request took a slot (its prefill counts as running)
-    Preempted   it lost its slot for lack of memory and went back to the engine's queue; Started follows again
+    Preempted   it lost its slot, for lack of memory or because a server takes no work for now, and went back to the
+                engine's queue; Started follows again
     Tokens      tokens it made, as a segment. An engine may deliver as finely or as coarsely as it likes: what
                 counts is that the segments of a request, in order, are all its tokens, once
     Finished    it ended by itself or (`truncated`) by its budget; all its tokens were delivered before
@@ -18,6 +19,9 @@ What must hold for every engine (tests/engine_contract.py):
 - all calls come from one thread, and an engine that is gone raises `EngineDied` from then on. What it had delivered
   before is valid; where it can, it hands out what it still holds before it raises, and last tokens come with their
   Finished in one list, so that nobody goes on behind an end.
+
+The controller trusts no engine with a run: a report that breaks this protocol costs its rollout, at most. An engine
+whose server may be busy can have a property `is_available`; a pool then gives new work to others first.
 """
 
 from __future__ import annotations

@@ -11,10 +11,13 @@ simulated one (whose token is its position), so that simulating costs nothing pe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+HIGHEST_LOGPROB = 1e-3  # a probability of 1, and the rounding of whoever computed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,19 @@ class Segment:
 
     def copy(self) -> Segment:
         return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
+
+    @property
+    def fault(self) -> str | None:
+        """Why it must not be trained on, if so. Only lists are looked at: they come from outside."""
+        if not isinstance(self.logprobs, list) or not self.logprobs:
+            return None
+        try:
+            is_right = math.isfinite(sum(self.logprobs)) and max(self.logprobs) <= HIGHEST_LOGPROB
+        except TypeError:
+            is_right = False
+        if is_right:
+            return None
+        return "a log-probability is not a finite number up to 0"
 
 
 @dataclass(slots=True, eq=False)

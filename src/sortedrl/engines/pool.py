@@ -8,6 +8,9 @@ leave the queue in the order in which they were submitted (which of two members 
 freed slot is refilled by the member's own thread, without waiting for the caller. All calls of a member are made in
 its thread, so members may block in `poll`; they must run in real time, which leaves out the simulated engine.
 
+A member that takes no work for now (`is_available` of an engine, where it has one) gets none while another can take it,
+and its requests that are in no slot move to free slots elsewhere, behind the tokens that they have.
+
 A member is lost when a call raises `EngineDied`, or when it cannot load weights. The pool then goes on without it:
 - its requests return to the head of the queue and continue elsewhere behind the tokens that they delivered. The caller
   sees a preemption: no retry is used up, nothing that was delivered is lost, and no token is delivered twice;
@@ -79,12 +82,14 @@ class _Call:
 
     do: Callable[[Engine], Sequence[Change]]
     loses_on_any_error: bool = False
+    gives_back: Sequence[int] = ()  # requests that return to the pool's queue
     done: bool = False
 
 
 class _Member:
-    def __init__(self, engine: Engine, lock: threading.Lock) -> None:
+    def __init__(self, engine: Engine, lock: threading.Lock, place: int) -> None:
         self.engine = engine
+        self.place = place
         self.slots = engine.slots
         self.clock_offset = time.perf_counter() - engine.now()
         self.last_time = float("-inf")  # of what it reported, on the pool's clock
@@ -99,6 +104,15 @@ class _Member:
     @property
     def is_working(self) -> bool:
         return self.lost is None and self.has_weights
+
+    @property
+    def takes_work(self) -> bool:
+        """False while its server is busy or away: it may come back."""
+        return bool(getattr(self.engine, "is_available", True))
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.entries)
 
     @property
     def load(self) -> float:
@@ -232,7 +246,7 @@ class Pool:
             member.thread.join(_CLOSE_SECONDS)
 
     def _add(self, engine: Engine, place: int) -> None:
-        member = _Member(engine, self._lock)
+        member = _Member(engine, self._lock, place)
         member.has_weights = not self._has_loaded
         self._members[place : place + 1] = [member]
         member.thread = threading.Thread(target=self._serve, args=(member,), name=f"engine {place}", daemon=True)
@@ -264,8 +278,13 @@ class Pool:
                 changes = _advanced(member.engine, new, call)
                 with self._lock:
                     self._note(member, changes)
-                    if call is not None:
+                    if self._queue:
+                        self._dispatch()  # a member may take work again
+                    if call is None:
+                        self._move_what_waits(member)
+                    else:
                         member.calls.popleft()
+                        self._take_back(member, call.gives_back)
                         call.done = True
                         self._news.notify_all()
         except Exception as error:
@@ -280,7 +299,10 @@ class Pool:
         freed = False
         now = self.now()
         for change in changes:
-            entry = member.entries[change.id]
+            entry = member.entries.get(change.id)
+            if entry is None:
+                _log.warning("engine %d reports %s of a request that it does not have", member.place, change)
+                continue
             if isinstance(change, Tokens):
                 entry.tokens.extend(change.segment.tokens)
                 entry.logprobs.extend(change.segment.logprobs)
@@ -333,7 +355,7 @@ class Pool:
     def _dispatch(self) -> None:
         """Hand the head of the queue to the member that had it before, or to the least loaded one with a free slot."""
         while self._queue:
-            free = [m for m in self._members if m.is_working and len(m.entries) < m.slots]
+            free = self._members_with_room()
             if not free:
                 return
             entry = self._queue.popleft()
@@ -344,6 +366,32 @@ class Pool:
             if entry.has_moved:  # its new start must not be stamped before its preemption by an inexact clock
                 member.last_time = self.now()
             member.wake.notify_all()
+
+    def _members_with_room(self) -> list[_Member]:
+        """Those that take work; if there are none, those that do not for now: one of them must be tried."""
+        working = [member for member in self._members if member.is_working]
+        return [m for m in ([m for m in working if m.takes_work] or working) if m.free_slots > 0]
+
+    def _move_what_waits(self, member: _Member) -> None:
+        """Have a member that takes no work give back what others have room for."""
+        if member.calls or member.takes_work or all(entry.in_slot for entry in member.entries.values()):
+            return
+        room = sum(m.free_slots for m in self._members_with_room() if m is not member and m.takes_work)
+        on_the_way = {entry.request.id for entry in member.inbox}
+        waiting = [id for id, e in member.entries.items() if not (e.in_slot or e.unwanted or id in on_the_way)]
+        if waiting[:room]:
+            self._call(member, _Call(_stop_of(waiting[:room]), gives_back=waiting[:room]))
+
+    def _take_back(self, member: _Member, ids: Sequence[int]) -> None:
+        back = [entry for id in ids if (entry := member.entries.pop(id, None)) is not None]
+        for entry in back:
+            entry.has_moved = True
+            if entry.in_slot:
+                self._outbox.append(Preempted(entry.request.id, self.now(), entry.context_tokens))
+                entry.in_slot = False
+        waiting = sorted((entry for entry in back if not entry.unwanted), key=lambda entry: entry.order)
+        self._queue.extendleft(reversed(waiting))
+        self._dispatch()
 
     def _call(self, member: _Member, call: _Call) -> None:
         member.calls.append(call)

@@ -11,6 +11,8 @@ and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not
 - **Ends**: SGLang ends a response at its model's own end tokens, too. They must be among `eos_token_ids`: a response
   that is aborted in the step of its last token is told from them to be whole.
 - SGLang's log-probabilities are those after temperature, and before top-p: so `top_p` must be 1.
+- **Identity**: the times that its start took (`/server_info`), which no two starts share, and the weight version that
+  is set with every load (`/model_info`). It is also in every event of a response.
 - **Noise**: `seeded=True` sends `sampling_seed`, which SGLang heeds only with `--enable-deterministic-inference`.
 - **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`
   (`keep_old_keys=True`: without it, see old_keys.py). If any of this fails the server stays paused and is given up.
@@ -19,6 +21,8 @@ and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,9 @@ from typing import Any
 from sortedrl.core.engine import Request
 from sortedrl.core.hashing import mixed
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.http_engine import LOAD_SECONDS, Delta, HttpEngine, Refused, Sent, reason_of
+from sortedrl.engines.http_engine import HttpEngine
+from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
+from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
 
 _EMPTY_SECONDS = 30.0
 _START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"
@@ -64,7 +70,17 @@ class SglangEngine(HttpEngine):
         return True
 
     async def count_running(self) -> int | None:
-        return sum(int(load["num_running_reqs"]) for load in await self._loads())
+        return sum(whole_number(load["num_running_reqs"], "count of requests") for load in await self._loads())
+
+    async def identity(self) -> Identity:
+        server, model = await asyncio.gather(self.call("GET", "/server_info"), self.call("GET", "/model_info"))
+        started, weights = server.get("startup_time"), model.get("weight_version")
+        process = None if started is None else hashlib.sha256(json.dumps(started).encode()).hexdigest()[:16]
+        return Identity(process, None if weights is None else str(weights))
+
+    async def _count_inside(self) -> int:
+        counts = [load[name] for load in await self._loads() for name in ("num_running_reqs", "num_waiting_reqs")]
+        return sum(whole_number(count, "count of requests") for count in counts)
 
     async def _loads(self) -> list[dict[str, Any]]:
         answer = await self.call("GET", "/v1/loads", include="core")
@@ -104,41 +120,53 @@ class SglangEngine(HttpEngine):
         return "/generate", body | ({"extra_key": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        if "error" in event:
-            raise Refused(int(event["error"].get("code") or 500), reason_of(event))
+        """An event has the new tokens only, or all so far: the server's count says how many of them are new."""
+        if (refusal := refusal_in(event)) is not None:
+            raise refusal
         about = event["meta_info"]
-        new = about["completion_tokens"] - len(sent.tokens)
-        entries = about.get("output_token_logprobs") or []
-        fresh = entries[len(entries) - new :] if new > 0 else []
         reason = about.get("finish_reason")
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
             raise Refused(int(reason["status_code"]), str(reason.get("message")))
+        made = whole_number(about["completion_tokens"], "count of tokens")
+        new = made - len(sent.tokens)
+        entries = about.get("output_token_logprobs") or []
+        if new < 0 or new > len(entries):
+            raise Malformed(f"{len(sent.tokens)} tokens came, then {len(entries)} more, and the server counts {made}")
+        ids = event.get("output_ids")
+        if new and ids and len(ids) == len(entries) and ids[-new:] != [token for _, token, *_ in entries[-new:]]:
+            raise Malformed("the token ids are not those that the log-probabilities belong to")
+        fresh = entries[len(entries) - new :]
+        weights = about.get("weight_version")
         return Delta(
             tokens=[token for _, token, *_ in fresh],
             logprobs=[logprob for logprob, *_ in fresh],
             end=reason["type"] if reason is not None else None,
+            weights=None if weights is None else str(weights),
         )
 
     async def abort(self, names: Sequence[str]) -> bool:
-        for name in names:
-            await self.call("POST", "/abort_request", body={"rid": name})
+        await asyncio.gather(*(self.call("POST", "/abort_request", body={"rid": name}) for name in names))
         return True
 
-    async def load_folder(self, folder: Path | None, version: int) -> None:
+    async def load_folder(self, folder: Path | None, version: int) -> str | None:
+        tag = self.weights_name(version) if folder is not None else None
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
         await self._until_empty()
         forget = not self.old_keys.stay_at_load_of(version)
         if folder is not None:
-            update = {"model_path": str(folder), "flush_cache": forget, "weight_version": str(version)}
-            await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
+            update = {"model_path": str(folder), "flush_cache": forget, "weight_version": tag}
+            answer = await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
+            if answer["success"] is not True:
+                raise Refused(400, reason_of(answer))
         elif forget:
             await self.call("POST", "/flush_cache")
         await self.call("POST", "/continue_generation", body={})
+        return tag
 
     async def _until_empty(self) -> None:
         """Requests whose streams were closed leave a little later, and the cache is not emptied while one is inside."""
         deadline = self.now() + _EMPTY_SECONDS
-        while any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in await self._loads()):
+        while await self._count_inside():
             if self.now() > deadline:
                 raise Refused(500, f"requests are still inside {_EMPTY_SECONDS:.0f} s after they were aborted")
             await asyncio.sleep(0.02)

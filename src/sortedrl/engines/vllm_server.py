@@ -13,6 +13,8 @@
 - A larger `--stream-interval` costs the server less; tokens that were made and not streamed are lost if it is killed.
 - `/abort_requests` makes vLLM hand out what it had made and not streamed yet. Where it is missing (0.25 without
   `--tokens-only`) a stopped request's connection is closed.
+- **Identity**: the start time of its process (`/metrics`), and since 0.32 the weight version that is set with every
+  load (`/update_weight_version`, `/weight_info`). It is also in the last event of each response.
 - **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are sent only with `seeded=True`. vLLM replays
   a seed from position 0 when a request is resumed, so a resumed one gets a seed of its own.
 - **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then the prefix cache is emptied: it
@@ -24,6 +26,7 @@ Works with vLLM 0.32.0 (tested against a real server on CPU); the routes and for
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,9 @@ from typing import Any
 from sortedrl.core.engine import Request
 from sortedrl.core.hashing import mixed
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.http_engine import LOAD_SECONDS, Delta, HttpEngine, Refused, Sent, reason_of
+from sortedrl.engines.http_engine import HttpEngine
+from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
+from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs "
@@ -39,6 +44,8 @@ _START = (
 )
 _GENERATE = "/inference/v1/generate"
 _RUNNING = "vllm:num_requests_running"
+_STARTED = "process_start_time_seconds"
+_NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class VllmServerEngine(HttpEngine):
@@ -79,9 +86,26 @@ class VllmServerEngine(HttpEngine):
         return True
 
     async def count_running(self) -> int | None:
-        lines = (await self.call("GET", "/metrics")).splitlines()
-        counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_RUNNING)]
-        return int(sum(counts)) if counts else None
+        counts = await self._metric(_RUNNING)
+        return int(sum(map(float, counts))) if counts else None
+
+    async def identity(self) -> Identity:
+        started, weights = await asyncio.gather(self._metric(_STARTED), self._weight_version())
+        return Identity(started[0] if started else None, weights)
+
+    async def _weight_version(self) -> str | None:
+        """None before vLLM 0.32."""
+        try:
+            return str((await self.call("GET", "/weight_info"))["weight_version"])
+        except Refused as refusal:
+            if refusal.status not in _NO_SUCH_ROUTE:
+                raise
+            return None
+
+    async def _metric(self, name: str) -> list[str]:
+        """Its values, as text: one for each engine of the server."""
+        lines = str(await self.call("GET", "/metrics")).splitlines()
+        return [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
 
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
         context = [*request.prompt.tokens, *request.kept_tokens]
@@ -97,18 +121,33 @@ class VllmServerEngine(HttpEngine):
         }
         if self._seeded:
             parameters["seed"] = mixed(request.seed, request.kept_length)
-        body = {"request_id": name, "token_ids": context, "sampling_params": parameters, "stream": True}
+        body = {
+            "request_id": name,
+            "token_ids": context,
+            "sampling_params": parameters,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # counts in every event
+        }
         salt = self.old_keys.salt(request, self.version)
         return _GENERATE, body | ({"cache_salt": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        if "error" in event:
-            raise Refused(int(event["error"].get("code") or 500), reason_of(event))
+        if (refusal := refusal_in(event)) is not None:
+            raise refusal
         if not event.get("choices"):
             return Delta((), ())
+        if len(event["choices"]) != 1:
+            raise Malformed(f"{len(event['choices'])} responses came, and one was asked for")
         choice = event["choices"][0]
         logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
-        return Delta(choice["token_ids"] or (), logprobs, choice.get("finish_reason"))
+        usage = event.get("usage")
+        return Delta(
+            tokens=choice["token_ids"] or (),
+            logprobs=logprobs,
+            end=choice.get("finish_reason"),
+            made=None if usage is None else whole_number(usage.get("completion_tokens"), "count of tokens"),
+            weights=_weights_in(choice.get("weight_versions") or ()),
+        )
 
     async def abort(self, names: Sequence[str]) -> bool:
         if self._can_abort:
@@ -116,18 +155,38 @@ class VllmServerEngine(HttpEngine):
                 await self.call(
                     "POST", "/abort_requests", body={"request_ids": [f"generate-tokens-{n}" for n in names]}
                 )
-            except Refused:
-                self._can_abort = False
+            except Refused as refusal:
+                self._can_abort = refusal.status not in _NO_SUCH_ROUTE
+                return False
         return self._can_abort
 
-    async def load_folder(self, folder: Path | None, version: int) -> None:
+    async def load_folder(self, folder: Path | None, version: int) -> str | None:
         keys_stay = self.old_keys.stay_at_load_of(version)
         await self.call("POST", "/pause", mode="abort", clear_cache=str(not keys_stay).lower())
         if folder is not None:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await self.call("POST", "/collective_rpc", body=reload, seconds=LOAD_SECONDS)
+        tag = await self._tag_weights(version) if folder is not None else None
         if not keys_stay:
             emptied = await self.call("POST", "/reset_prefix_cache")
             if isinstance(emptied, dict) and emptied.get("success") is False:
                 raise Refused(500, "the prefix cache, which holds keys of the old weights, was not emptied")
         await self.call("POST", "/resume")
+        return tag
+
+    async def _tag_weights(self, version: int) -> str | None:
+        """Name the loaded weights, so that the server can tell them from all others; None if it cannot (0.25)."""
+        tag = self.weights_name(version)
+        try:
+            await self.call("POST", "/update_weight_version", body={"new_version": tag})
+        except Refused as refusal:
+            if refusal.status not in _NO_SUCH_ROUTE:
+                raise
+            return None
+        return tag
+
+
+def _weights_in(spans: Sequence[dict[str, Any]]) -> str | None:
+    """The weight version of a response's tokens; all of them where it has several, which is never right."""
+    versions = [str(span["version"]) for span in spans]
+    return " and ".join(dict.fromkeys(versions)) if versions else None

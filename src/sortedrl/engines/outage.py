@@ -1,0 +1,56 @@
+"""A server that takes no work for now: when to try again, and when to give it up.
+
+Each round of refusals doubles the pause (with jitter, so that many clients do not come back at once), or makes it as
+long as the server asks for. Requests that are refused while a pause runs belong to the same round. After the pause one
+request is sent to see; the others follow when it is taken.
+"""
+
+from __future__ import annotations
+
+import random
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0  # also of what a server asks for
+_JITTER = (0.75, 1.25)
+
+
+class Outage:
+    """`give_up_seconds` without a request taken or a token made: then the server is given up."""
+
+    def __init__(self, give_up_seconds: float) -> None:
+        self._give_up_seconds = give_up_seconds
+        self._rounds = 0
+        self._watched = False
+        self.reason = ""
+        self.since: float | None = None  # None: there is none
+        self.retry_at = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.since is not None
+
+    def note(self, now: float, reason: str, asked_for: float | None = None, *, watched: bool = False) -> None:
+        """Work was refused, or (`watched`) a question about the server's health was not answered well."""
+        if self.since is None:
+            self.since, self._rounds, self._watched = now, 0, watched
+            self.retry_at = now
+        self._watched = self._watched and watched
+        self.reason = reason
+        if now < self.retry_at:
+            return
+        doubled = FIRST_PAUSE_SECONDS * 2 ** min(self._rounds, 10) * random.uniform(*_JITTER)
+        pause = min(max(doubled, asked_for or 0.0), LONGEST_PAUSE_SECONDS)
+        self._rounds += 1
+        self.retry_at = now + min(pause, self._give_up_seconds)
+
+    def is_well_again(self) -> None:
+        """The server's health is good: that ends what only its health began."""
+        if self._watched:
+            self.end()
+
+    def end(self) -> None:
+        self.since = None
+        self.retry_at = 0.0
+
+    def is_hopeless(self, now: float, last_token_at: float) -> bool:
+        return self.since is not None and now - max(self.since, last_token_at) >= self._give_up_seconds

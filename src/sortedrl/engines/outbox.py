@@ -1,0 +1,71 @@
+"""What an engine's own thread hands to the thread that calls the engine.
+
+Changes of which it is not known whether the right weights made them are held back, and all later ones with them, so
+that their order stays. If the weights turn out to be others, they are dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
+
+
+class Outbox:
+    """`news` guards `inside`, `death` and what is handed out; what is held belongs to the engine's thread."""
+
+    def __init__(self, hide: Callable[[str], str]) -> None:
+        self._hide = hide  # what no reason may show
+        self.news = threading.Condition()
+        self.inside: set[int] = set()  # requests that have not ended
+        self.death: str | None = None  # why the engine is dead
+        self._changes: list[Change] = []
+        self._held: list[tuple[Change, bool]] = []  # and whether it can be handed out in any case
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._changes)
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    def take(self) -> list[Change]:
+        with self.news:
+            changes, self._changes = self._changes, []
+            return changes
+
+    def add(self, *changes: Change, trusted: bool = True) -> None:
+        """At once, so that last tokens and their end are seen together."""
+        if self._held or not trusted:
+            self._held += [(change, trusted) for change in changes]
+        else:
+            self._hand_out(changes)
+
+    def release(self) -> None:
+        """All that is held can be trusted."""
+        held, self._held = self._held, []
+        self._hand_out([change for change, _ in held])
+
+    def drop_untrusted(self, id: int) -> None:
+        """What was made for this request and cannot be trusted."""
+        self._held = [(change, trusted) for change, trusted in self._held if trusted or change.id != id]
+
+    def die(self, reason: str) -> None:
+        """The first reason stays. What can be trusted is still handed out."""
+        with self.news:
+            held, self._held = self._held, []
+            self._hand_out([c for c, trusted in held if trusted and not isinstance(c, Started | Preempted)])
+            self.death = self.death or self._hide(reason)
+            self.news.notify_all()
+
+    def _hand_out(self, changes: Iterable[Change]) -> None:
+        with self.news:
+            for change in changes:
+                if isinstance(change, Failed):
+                    change = change._replace(reason=self._hide(change.reason))
+                self._changes.append(change)
+                if isinstance(change, Finished | Failed):
+                    self.inside.discard(change.id)
+            self.news.notify_all()

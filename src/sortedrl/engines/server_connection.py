@@ -1,0 +1,104 @@
+"""Plain HTTP with an inference server: small questions, and streams of events. No request is repeated here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.api_key import ApiKey
+from sortedrl.engines.server_messages import Malformed, Refused, parsed, reason_of, retry_after
+
+try:
+    import aiohttp
+except ImportError:
+    raise ConfigurationError("aiohttp", None, "it is not installed", "pip install 'sortedrl[http]'") from None
+
+BROKEN = (aiohttp.ClientError, OSError)  # a connection, by whatever means; a time-out too
+NOT_REACHED = (aiohttp.ClientConnectorError,)  # nothing was sent
+_KEEP_ALIVE_SECONDS = 2.0  # less than servers keep an idle connection, so that none is closed under a new request
+_LONGEST_LINE = 1 << 22  # bytes of one event
+_LONGEST_ANSWER = 1 << 26  # bytes
+_LONGEST_ERROR = 1 << 16
+_ERROR_SECONDS = 5.0  # for the text of an error: its status alone says enough
+
+
+class ServerConnection:
+    """Belongs to the event loop in which it was opened."""
+
+    def __init__(self, url: str, api_key: ApiKey) -> None:
+        self.url = url
+        self.api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self, connect_seconds: float) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
+            read_bufsize=_LONGEST_LINE,
+            headers=self.api_key.headers,
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, method: str, path: str, *, seconds: float, body: Any = None, **query: str) -> Any:
+        """The answer, from JSON where it is JSON; raises Refused, and Malformed for JSON that is none."""
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with self._session.request(
+            method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=method == "GET"
+        ) as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            text = await _text(response, _LONGEST_ANSWER)
+            if not text or "json" not in response.content_type:
+                return text
+            try:
+                return json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise Malformed(f"the answer of {path} is not JSON ({error})") from None
+
+    async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a streamed answer up to [DONE]; raises Refused and Malformed."""
+        assert self._session is not None
+        async with self._session.post(self.url + path, json=body, allow_redirects=False) as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            if response.content_type != "text/event-stream":
+                text = await _text(response, _LONGEST_ERROR)
+                raise Malformed(f"it answered with {response.content_type} instead of a stream: {reason_of(text)}")
+            async for line in response.content:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield parsed(data)
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> Refused:
+    status = response.status
+    reason = ""
+    with suppress(*BROKEN):
+        async with asyncio.timeout(_ERROR_SECONDS):
+            reason = reason_of(await _text(response, _LONGEST_ERROR))
+    reason = reason or f"HTTP status {status}"
+    if 300 <= status < 400:
+        reason = f"it redirects to {response.headers.get('Location')}: name that address instead"
+    return Refused(status, reason, retry_after(response.headers.get("Retry-After")))
+
+
+async def _text(response: aiohttp.ClientResponse, limit: int) -> str:
+    """The body, at most `limit` bytes of it."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)[:limit].decode(errors="replace")

@@ -1,0 +1,176 @@
+"""What an inference server says over HTTP, checked before anything else sees it.
+
+One message that is wrong (`Malformed`) costs the request that it belongs to. A `Refused` carries the HTTP status: those
+in `BUSY` tell of the server's state, not of the request, and are answered by waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from sortedrl.core.rollout import HIGHEST_LOGPROB
+
+BUSY = frozenset({429, 502, 503, 504})
+ANY_VOCABULARY = 1 << 31  # where nobody says how many tokens the model knows
+_LONGEST_REASON = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one stream. `end` is None, `stop`, `length`, or the server's word for any other end.
+
+    Where the server says so: `made` is its count of the response's tokens, these included; `weights` is the weight
+    version that it made them with.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    end: str | None = None
+    made: int | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells one life of a server, and the weights in it, from another. None: the server does not say."""
+
+    process: str | None = None
+    weights: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.process is not None or self.weights is not None
+
+    def agrees_with(self, other: Identity) -> bool | None:
+        """Whether both are the same; None if they have nothing in common to compare."""
+        pairs = [(self.process, other.process), (self.weights, other.weights)]
+        known = [a == b for a, b in pairs if a is not None and b is not None]
+        return all(known) if known else None
+
+    def __str__(self) -> str:
+        parts = [("started at", self.process), ("weight version", self.weights)]
+        return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+
+class Refused(Exception):
+    """The server answered with an error. `status` is that of HTTP, also where the error came within a stream."""
+
+    def __init__(self, status: int, reason: str, retry_after: float | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def is_about_the_key(self) -> bool:
+        return self.status in (401, 403)
+
+
+class Malformed(ValueError):
+    """The server said something that cannot be right."""
+
+
+class OtherWeights(Exception):
+    """The server made tokens with other weights than it was given."""
+
+
+def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
+    """The delta, if it can be right; without its tokens, if it repeats what came before.
+
+    It is called for every message, so it looks at whole lists and not at single tokens.
+    """
+    tokens, logprobs = delta.tokens, delta.logprobs
+    if delta.made is not None and tokens:
+        made = whole_number(delta.made, "count of tokens")
+        if made == made_before:
+            return Delta((), (), delta.end, made, delta.weights)
+        if made != made_before + len(tokens):
+            raise Malformed(f"the server counts {made} tokens, and {made_before} + {len(tokens)} came")
+    if len(tokens) != len(logprobs):
+        raise Malformed(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+    if not tokens:
+        return delta
+    if set(map(type, tokens)) != {int}:
+        raise Malformed(f"a token id is not a whole number: {_first(tokens, lambda t: type(t) is not int)!r}")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        bad = _first(tokens, lambda t: not 0 <= t < vocabulary)
+        raise Malformed(f"token id {bad} is outside of the vocabulary of {vocabulary}")
+    if not set(map(type, logprobs)) <= {float, int}:
+        bad = _first(logprobs, lambda p: type(p) not in (float, int))
+        raise Malformed(f"a log-probability is not a number: {bad!r}")
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > HIGHEST_LOGPROB:
+        bad = _first(logprobs, lambda p: not math.isfinite(p) or p > HIGHEST_LOGPROB)
+        raise Malformed(f"a log-probability is {bad}")
+    return delta
+
+
+def _first(values: Sequence[Any], is_bad: Any) -> Any:
+    return str(next((value for value in values if is_bad(value)), "too large"))[:60]
+
+
+def whole_number(value: Any, what: str) -> int:
+    """A count that a server gave; raises Malformed."""
+    if type(value) is not int or value < 0:
+        raise Malformed(f"the {what} is {str(value)[:60]!r}")
+    return value
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """One event of a stream; raises Malformed."""
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{_start_of(data)} is not JSON ({said(error)})") from None
+    if not isinstance(event, dict):
+        raise Malformed(f"{_start_of(data)} is not a JSON object")
+    return event
+
+
+def _start_of(data: bytes) -> str:
+    return repr(data[:80].decode(errors="replace"))
+
+
+def refusal_in(event: Mapping[str, Any]) -> Refused | None:
+    """The error that an event reports, if it is one."""
+    error = event.get("error")
+    if not error:
+        return None
+    code = error.get("code") if isinstance(error, Mapping) else None
+    return Refused(code if type(code) is int and 400 <= code < 600 else 500, reason_of(event))
+
+
+def reason_of(answer: Any) -> str:
+    """The message in an answer that reports an error, in the shapes that servers use."""
+    if isinstance(answer, str):
+        try:
+            answer = json.loads(answer)
+        except (ValueError, RecursionError):
+            return str(answer).strip()[:_LONGEST_REASON]
+    for key in ("error", "detail", "message"):
+        if isinstance(answer, Mapping) and answer.get(key):
+            answer = answer[key]
+    return str(answer)[:_LONGEST_REASON]
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds to wait, from the header Retry-After: a number or a date; None where it says neither."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def said(error: BaseException) -> str:
+    """What an error says, or its name if it says nothing."""
+    return str(error)[:_LONGEST_REASON] or type(error).__name__

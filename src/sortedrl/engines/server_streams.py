@@ -1,0 +1,467 @@
+"""Requests at an inference server: what happens to each, from its first to its last message, in one thread (asyncio).
+
+- **Running**: what was sent runs, unless the server says otherwise. Once a second it is asked how many it runs; when
+  that is fewer than were sent (no memory), those that were silent longest are reported as preempted until they are
+  heard again. The count is the server's own; which ones it meant is inferred.
+- **Stop**: the server is told to abort and its streams are read to their end, so that every token that it had made
+  arrives. Where it cannot be told, the connection is closed, and what had arrived is kept.
+- **Messages** are checked (server_messages.py). One that cannot be right fails its request, with the reason.
+- **Limits**: a response is cut at its token budget, whatever the server goes on to send. A stream without a token for
+  `silence_seconds` on a server that is well fails its request.
+- **Outage**: a server that is busy, ill or not reachable is the server's state and no request's failure. Its requests
+  wait here, behind the tokens that they have (reported as Preempted), until it takes work again (outage.py). After
+  `unavailable_seconds` it is dead.
+- **Identity**: a server that restarts has other weights. While a stream is open, a restart breaks it. So after a broken
+  connection, and after a time without streams, the server must first show that it is the same with the same weights:
+  until then the tokens of new streams are held back. If it is another, they are dropped and the engine is dead.
+- **Death**: what had arrived is handed out, then every call raises `EngineDied` with the reason. That holds for any
+  error in the engine's own tasks, too: none of them ends unseen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.rollout import Segment
+from sortedrl.engines.outage import Outage
+from sortedrl.engines.outbox import Outbox
+from sortedrl.engines.server_connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.server_dialect import Sent, ServerDialect, Waiting
+from sortedrl.engines.server_messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
+from sortedrl.engines.stop_strings import StopWatches
+
+WATCH_SECONDS = 1.0
+PATIENCE_SECONDS = 30.0  # with a server that is asked something small
+SETTLE_SECONDS = 0.5  # in which a server that is going down stops to say that it is well
+ABORT_SECONDS = 10.0  # for the server to answer that it aborts
+STOP_SECONDS = 2.0  # for aborted streams to end by themselves
+FEWEST_FAULTS = 64  # in a row, or two for each slot: then no answer of the server can be used
+_TURNS_AT_THE_HEAD = 3  # of a request that is refused: then others are tried first
+_log = logging.getLogger(__name__)
+
+
+class ServerStreams(ServerDialect):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        connection: ServerConnection,
+        stop_watches: StopWatches,
+        *,
+        vocabulary: int,
+        silence_seconds: float,
+        unavailable_seconds: float,
+    ) -> None:
+        self._connection = connection
+        self._stop_watches = stop_watches
+        self._vocabulary = vocabulary
+        self._eos_set = frozenset(self._eos)
+        self._outbox = Outbox(connection.api_key.hidden_in)
+        self._is_closed = False
+        self._queue: deque[Waiting] = deque()
+        self._sent: dict[str, Sent] = {}
+        self._places_given = 0
+        self._names_given = 0
+        self._server_is_full = False
+        self._silence_seconds = silence_seconds
+        self._outage = Outage(unavailable_seconds)
+        self._probe: Sent | None = None  # sent in an outage, to see whether it is over
+        self._token_at = float("-inf")  # when the last token of any stream came
+        self._faults = 0  # requests in a row that failed by the server's fault
+        self._identity = Identity()  # of the server that was given the weights
+        self._is_confirmed = False  # it is still the same
+        self._doubts = 0  # how often that became uncertain
+        self._confirming = asyncio.Lock()
+        self._is_asked = False  # whether somebody is about to confirm it
+        self._tasks: set[asyncio.Task[Any]] = set()  # beside those of streams
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._note_unhandled)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    async def call(
+        self, method: str, path: str, *, seconds: float | None = None, body: Any = None, **query: str
+    ) -> Any:
+        patience = PATIENCE_SECONDS if seconds is None else seconds
+        return await self._connection.call(method, path, seconds=patience, body=body, **query)
+
+    # Requests, in the engine's thread
+
+    def _enqueue(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._places_given += 1
+            self._queue.append(Waiting(request, self._places_given))
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._queue and len(self._sent) < self.slots and self._outbox.death is None and not self._is_closed:
+            if self._outage.is_on and (self._probe is not None or self._outage.retry_at > self.now()):
+                return
+            waiting = self._queue.popleft()
+            self._names_given += 1
+            name = f"{self._name_prefix}-{self._names_given:012d}"  # none is the beginning of another
+            request, now = waiting.request, self.now()
+            watch = self._stop_watches.of(request)
+            sent = Sent(waiting, name, request.kept_tokens, self.room_for(request), now, watch, heard_at=now)
+            self._sent[name] = sent
+            if self._outage.is_on:
+                self._probe = sent
+            if not self._server_is_full:
+                sent.in_slot = True
+                self._outbox.add(Started(request.id, now))
+            sent.task = self._loop.create_task(self._stream(sent))
+            self._begin_to_confirm()  # before its first token is there
+
+    async def _stream(self, sent: Sent) -> None:
+        """One response from its first to its last delta. Whatever happens to it is reported."""
+        try:
+            await self._read(sent)
+        except Refused as refusal:
+            if refusal.status in BUSY:
+                self._turn_away(sent, f"HTTP status {refusal.status}: {refusal}", refusal.retry_after)
+            elif refusal.status < 500:
+                self._fail(sent, f"the server refused it: {refusal}", is_servers_fault=False)
+            else:
+                await self._fail_or_wait(sent, f"the server could not do it: {refusal}")
+        except NOT_REACHED as error:
+            self._turn_away(sent, f"it cannot be reached: {said(error)}")
+        except BROKEN as error:
+            await self._fail_or_wait(sent, f"the connection broke: {said(error)}")
+        except OtherWeights as error:
+            self._die(str(error))
+        except Malformed as error:
+            self._fail(sent, f"the server's answer cannot be right: {error}")
+        except Exception as error:
+            self._fail(sent, f"the server's answer has another shape than expected: {error!r}")
+        finally:
+            self._leave(sent)
+
+    async def _read(self, sent: Sent) -> None:
+        path, body = self.generation(sent.request, sent.name)
+        async with aclosing(self._connection.events(path, body)) as events:
+            async for event in events:
+                delta = checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
+                self._check_weights(sent, delta)
+                if delta.tokens and self._outage.since is not None and sent.sent_at >= self._outage.since:
+                    self._outage.end()
+                    self._send_waiting()
+                if self._hear(sent, delta):
+                    return
+        if not self._finish_if_whole(sent):
+            await self._fail_or_wait(sent, "the server ended the response before its end")
+
+    def _check_weights(self, sent: Sent, delta: Delta) -> None:
+        """A stream whose first tokens come with the name that we gave to the weights needs no other proof."""
+        expected = self._identity.weights
+        is_first = expected is not None and not sent.tokens
+        if is_first and delta.weights == expected and str(expected).startswith(self._name_prefix):
+            sent.trusted = True
+        if delta.weights is not None and expected is not None and delta.weights != expected:
+            raise OtherWeights(
+                f"it made tokens with weight version {delta.weights}, and it was given {expected}: it restarted, or "
+                "somebody else loads weights into it"
+            )
+
+    def _leave(self, sent: Sent) -> None:
+        if self._sent.pop(sent.name, None) is None:
+            return
+        if self._probe is sent:
+            self._probe = None
+        if not self._sent:
+            self._doubt()  # a restart would break no stream now
+        self._send_waiting()
+
+    def _hear(self, sent: Sent, delta: Delta) -> bool:
+        """Report what came; whether it was the last."""
+        tokens, own_end = self._up_to_its_end(sent, list(delta.tokens))
+        end = delta.end
+        if own_end is not None and (end not in ("stop", "length") or len(tokens) < len(delta.tokens)):
+            end = own_end  # such as aborted, in the step of its last token; or the server goes on behind the end
+        if end in ("stop", "length") and not sent.tokens:
+            raise Malformed(f"it ended the response ({end}) without a token")
+        now = self.now()
+        if tokens:
+            sent.heard_at = self._token_at = now
+            sent.logprobs += delta.logprobs[: len(tokens)]
+            if not sent.in_slot:
+                sent.in_slot = True
+                self._outbox.add(Started(sent.request.id, now))
+        changes: list[Change] = []
+        if tokens:
+            segment = Segment(tokens, list(delta.logprobs[: len(tokens)]), self.version)
+            changes.append(Tokens(sent.request.id, now, segment))
+        if end in ("stop", "length"):
+            changes.append(Finished(sent.request.id, now, truncated=end == "length"))
+            sent.ended = True
+            self._faults = 0
+        self._deliver(sent, changes)
+        if end is not None and not sent.ended:
+            self._fail(sent, f"the server ended it: {end}")
+        if end is not None and delta.end is None:
+            self._spawn(self._aborts([sent.name]))
+        return end is not None
+
+    def _up_to_its_end(self, sent: Sent, tokens: list[int]) -> tuple[list[int], str | None]:
+        """Note the tokens, at most up to where the response ends by our own rules; and which rule ends it."""
+        room = sent.room - len(sent.tokens)
+        end = "length" if len(tokens) >= room else None
+        tokens = tokens[:room]
+        if not sent.request.sampling.ignore_end and not self._eos_set.isdisjoint(tokens):
+            count = next(place for place, token in enumerate(tokens, start=1) if token in self._eos_set)
+            tokens, end = tokens[:count], "stop"
+        if sent.stop_strings is None:
+            sent.tokens += tokens
+            return tokens, end
+        for count, token in enumerate(tokens, start=1):
+            sent.tokens.append(token)
+            if sent.stop_strings.completed_by_last(sent.kept, sent.tokens):
+                return tokens[:count], "stop"
+        return tokens, end
+
+    def _finish_if_whole(self, sent: Sent) -> bool:
+        """Report the end that the server did not get to report, if the tokens have come to one."""
+        if sent.ended or not sent.tokens:
+            return sent.ended
+        end = None
+        if sent.tokens[-1] in self._eos_set and not sent.request.sampling.ignore_end:
+            end = "stop"
+        elif len(sent.tokens) >= sent.room:
+            end = "length"
+        if end is not None:
+            sent.ended = True
+            self._deliver(sent, [Finished(sent.request.id, self.now(), truncated=end == "length")])
+        return sent.ended
+
+    # What goes wrong with a request, in the engine's thread
+
+    async def _fail_or_wait(self, sent: Sent, reason: str) -> None:
+        """One request's failure, or the first sign of the server's: which of them, its health tells soon."""
+        self._doubt()
+        if sent.unwanted or sent.ended:
+            return
+        await asyncio.sleep(SETTLE_SECONDS)
+        if not await self._is_alive():
+            self._turn_away(sent, reason)
+            return
+        await self._confirm()
+        self._fail(sent, reason)
+
+    def _fail(self, sent: Sent, reason: str, *, is_servers_fault: bool = True) -> None:
+        if sent.unwanted or sent.ended or self._outbox.death is not None:
+            return
+        sent.ended = True
+        self._outbox.drop_untrusted(sent.request.id)
+        self._outbox.add(Failed(sent.request.id, self.now(), reason))
+        self._faults += is_servers_fault
+        if self._faults >= max(FEWEST_FAULTS, 2 * self.slots):
+            self._die(f"the last {self._faults} requests all failed, the last one because {reason}")
+
+    def _turn_away(self, sent: Sent, reason: str, asked_for: float | None = None) -> None:
+        """Back to our queue, behind the tokens that were handed out: the server takes no work for now."""
+        self._doubt()
+        if sent.unwanted or sent.ended or self._outbox.death is not None:
+            return
+        now = self.now()
+        self._outbox.drop_untrusted(sent.request.id)
+        if sent.in_slot:
+            self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
+        sent.ended = True  # in this stream
+        waiting = sent.waiting
+        waiting.turned_away += 1
+        if waiting.turned_away % _TURNS_AT_THE_HEAD == 0:
+            self._places_given += 1
+            waiting.place = self._places_given
+        if sent.trusted and sent.tokens:
+            made = Segment(sent.tokens[:], sent.logprobs[:], self.version)
+            request = waiting.request
+            waiting.request = replace(request, kept=(*request.kept, made), budget=request.budget - len(made))
+        self._queue = deque(sorted((*self._queue, waiting), key=lambda entry: entry.place))
+        self._note_outage(reason, asked_for)
+
+    def _note_outage(self, reason: str, asked_for: float | None = None, *, watched: bool = False) -> None:
+        now = self.now()
+        self._outage.note(now, reason, asked_for, watched=watched)
+        if self._outage.is_hopeless(now, self._token_at):
+            self._die(f"it does not answer any more ({reason})")
+        else:
+            self._loop.call_later(max(0.0, self._outage.retry_at - now) + 0.001, self._send_waiting)
+
+    async def _stop(self, unwanted: set[int]) -> None:
+        self._queue = deque(waiting for waiting in self._queue if waiting.request.id not in unwanted)
+        leaving = [sent for sent in self._sent.values() if sent.request.id in unwanted]
+        for sent in leaving:
+            sent.unwanted = True
+        streams = {sent.name: sent.task for sent in leaving if sent.tokens and sent.task is not None}
+        if streams and self._outbox.death is None and await self._aborts(list(streams)):
+            await asyncio.wait(streams.values(), timeout=STOP_SECONDS)
+        tasks = [sent.task for sent in leaving if sent.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sent in leaving:
+            self._finish_if_whole(sent)
+        if self._outbox.is_holding:
+            await self._confirm()
+
+    async def _aborts(self, names: Sequence[str]) -> bool:
+        try:
+            async with asyncio.timeout(ABORT_SECONDS):
+                return await self.abort(names)
+        except Exception as error:  # then the connections are closed, which ends them, too
+            _log.debug("%s does not abort: %s", self.url, said(error))
+            return False
+
+    # The server's state, in the engine's thread
+
+    async def _watch(self) -> None:
+        while self._outbox.death is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._sent or self._queue:
+                await self._look()
+
+    async def _look(self) -> None:
+        """Ask the server how it is. What it does not tell, or tells in no sensible way, is not known."""
+        running: int | None = None
+        trouble: Exception | None = None
+        try:
+            running = await self.count_running()
+        except Exception as error:
+            trouble = error
+        if trouble is not None and not await self._is_alive():
+            self._note_outage(said(trouble), watched=True)
+            return
+        self._outage.is_well_again()
+        if running is not None and running >= 0:
+            self._note_running(running)
+        self._cut_silent()
+        self._send_waiting()
+
+    def _note_running(self, running: int) -> None:
+        now = self.now()
+        missing = len(self._sent) - running
+        silent = [sent for sent in self._sent.values() if sent.heard_at < now - WATCH_SECONDS]
+        self._server_is_full = missing > 0 and bool(silent)
+        to_report = missing - sum(not sent.in_slot for sent in self._sent.values())
+        for sent in sorted((s for s in silent if s.in_slot), key=lambda s: s.heard_at)[: max(0, to_report)]:
+            if not sent.ended:
+                sent.in_slot = False
+                self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
+
+    def _cut_silent(self) -> None:
+        """Fail what has made no token for too long. What is preempted may wait, as long as others make tokens."""
+        if self._outage.is_on or not self._sent:
+            return
+        longest_ago = self.now() - self._silence_seconds
+        all_are_silent = max(sent.heard_at for sent in self._sent.values()) < longest_ago
+        silent = [s for s in self._sent.values() if s.heard_at < longest_ago and (s.in_slot or all_are_silent)]
+        for sent in silent:
+            self._fail(sent, f"no token came for {self._silence_seconds:g} s, and the server says that it is well")
+            if sent.task is not None:
+                sent.task.cancel()
+        if silent:
+            self._spawn(self._aborts([sent.name for sent in silent]))
+
+    async def _is_alive(self) -> bool:
+        if self._outbox.death is not None:
+            return False
+        try:
+            return await self.is_well()
+        except (Refused, *BROKEN):
+            return False
+        except Exception:  # it answered, whatever it said
+            return True
+
+    # Whether it is the server that was given the weights, in the engine's thread
+
+    def _doubt(self) -> None:
+        self._is_confirmed = False
+        self._doubts += 1
+
+    def _begin_to_confirm(self) -> None:
+        if not self._is_confirmed and not self._is_asked:
+            self._is_asked = True
+            self._spawn(self._confirm())
+
+    async def _confirm(self) -> None:
+        """Hand out what is held as soon as the server has shown that it is still the same; give up another one."""
+        async with self._confirming:
+            self._is_asked = False
+            while not self._is_confirmed and self._outbox.death is None:
+                doubts = self._doubts
+                try:
+                    found = await self.identity()
+                    agrees = found.agrees_with(self._identity) if self._identity.is_known else True
+                    trouble = "it does not say any more which server it is"
+                except Exception as error:
+                    agrees, trouble = None, said(error)
+                if agrees is False:
+                    self._die(
+                        f"it is not the server that was given the weights: {found}, and it was {self._identity}. It "
+                        "restarted, or somebody else loads weights into it; what it made since was not used"
+                    )
+                elif agrees is None:
+                    self._note_outage(trouble)
+                    await asyncio.sleep(max(0.0, self._outage.retry_at - self.now()))
+                elif doubts == self._doubts:
+                    self._trust()
+
+    def _trust(self) -> None:
+        self._is_confirmed = True
+        for sent in self._sent.values():
+            sent.trusted = True
+        self._outbox.release()
+
+    def _deliver(self, sent: Sent, changes: Sequence[Change]) -> None:
+        """Report what the server made, or hold it back until the server has shown that it is the right one."""
+        if not changes:
+            return
+        sent.trusted = sent.trusted or self._is_confirmed
+        if not sent.trusted:
+            self._begin_to_confirm()
+        self._outbox.add(*changes, trusted=sent.trusted)
+
+    def _die(self, reason: str) -> None:
+        sent_now = list(self._sent.values())
+        with self._outbox.news:
+            for sent in sent_now:
+                if sent.trusted:
+                    self._finish_if_whole(sent)
+            self._outbox.die(reason)
+        here = asyncio.current_task() if self._is_own_thread() else None
+        for sent in sent_now:
+            if sent.task is not None and sent.task is not here:
+                self._loop.call_soon_threadsafe(sent.task.cancel)
+
+    # Small things
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do this beside the streams. If it fails, the engine is dead: nobody else would notice."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end_of)
+
+    def _note_end_of(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(f"the engine's own task failed: {error!r}")
+
+    def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and "exception" in context:  # a callback: of ours, or one that our streams rely on
+            self._die(f"the engine's own task failed: {context['exception']!r}")
+        else:
+            _log.debug("%s: %s", self.url, context.get("message"))
+
+    def _is_own_thread(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False

@@ -1,0 +1,156 @@
+"""An engine that breaks its protocol costs the rollout that it is about, never the run; and what it must not have made
+is never trained on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from paced import PacedEngine
+from scenarios import Run, scenario
+from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
+from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started, Tokens
+from sortedrl.core.rollout import Segment
+from sortedrl.engines.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
+from sortedrl.engines.server_messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
+
+MOST = 9  # tokens of a response
+
+
+class Unruly(PacedEngine):
+    """Adds to what it reports: `extra` of each change, while `times` lasts."""
+
+    def __init__(self, extra: Callable[[Change], list[Change]], times: int) -> None:
+        super().__init__(slots=3, length_of=lambda request: 2 + request.seed % 6)
+        self._extra = extra
+        self._times = times
+
+    def _report(self) -> list[Change]:
+        reported: list[Change] = []
+        for change in super()._report():
+            more = self._extra(change) if self._times > 0 else []
+            self._times -= bool(more)
+            reported += [change, *more]
+        return reported
+
+
+def after(kind: type, make: Callable[[Any], Change]) -> Callable[[Change], list[Change]]:
+    return lambda change: [make(change)] if isinstance(change, kind) else []
+
+
+def tokens(change: Any, logprobs: Sequence[Any], version: int = 0) -> Tokens:
+    return Tokens(change.id, change.at, Segment([7] * len(logprobs), list(logprobs), version))
+
+
+VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
+    "a request that nobody knows": (after(Started, lambda c: Started(10**6, c.at)), None),
+    "tokens of one that nobody knows": (after(Started, lambda c: tokens(c._replace(id=-4), [-1.0])), None),
+    "an end twice": (after(Finished, lambda c: c), None),
+    "a failure after the end": (after(Finished, lambda c: Failed(c.id, c.at, "late")), None),
+    "tokens after the end": (after(Finished, lambda c: tokens(c, [-1.0])), None),
+    "a start twice": (after(Started, lambda c: c), None),
+    "a preemption without a slot": (after(Finished, lambda c: Preempted(c.id, c.at, 1)), None),
+    "too many tokens": (after(Started, lambda c: tokens(c, [-1.0] * (MOST + 1))), "max_response_tokens is 9"),
+    "NaN": (after(Started, lambda c: tokens(c, [float("nan")])), "log-probability"),
+    "infinity": (after(Started, lambda c: tokens(c, [float("-inf")])), "log-probability"),
+    "null": (after(Started, lambda c: tokens(c, [None])), "log-probability"),
+    "more than certain": (after(Started, lambda c: tokens(c, [0.7])), "log-probability"),
+}
+
+
+@pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial"])
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode: str) -> None:
+    extra, reason = VIOLATIONS[name]
+    log: list[Any] = []
+    schedule = Schedule(mode=mode, rollouts_per_update=4, prompts_per_cohort=12, max_response_tokens=MOST)
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
+    controller = Controller(Unruly(extra, 2), prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
+    trained = []
+    for batch in controller:
+        trained += batch
+        controller.publish()
+    assert sorted(rollout.id for rollout in trained) == list(range(12))
+    for rollout in trained:
+        assert rollout.tokens == list(range(len(rollout))) and len(rollout) <= MOST
+        assert rollout.logprobs == [-position - 1 for position in rollout.tokens]
+    failed = [event.reason for event in log if isinstance(event, events.Failed)]
+    assert len(failed) == (0 if reason is None else 2) and all(reason in text for text in failed if reason)
+    assert controller.ignored_changes == (2 if reason is None else 0)
+
+
+@pytest.mark.parametrize("damage", [[[5], [None]], [[5], [float("nan")]], [[5, 6], [-1.0]]])
+def test_a_checkpoint_with_values_that_must_not_be_trained_on_restores(damage: list[Any]) -> None:
+    plan = scenario("partial", [7, 1, 12, 2, 5, 5, 9, 1], slots=3, rollouts_per_update=3, prompts_per_cohort=8)
+    first = Run(plan).updates(1)
+    state = json.loads(json.dumps(first.checkpoint()))
+    members = [member for _, _, group in state["buffer"]["sets"] for member in group if member["segments"]]
+    members[0]["segments"] = [[*damage, 0, None]]
+    second = Run(plan, state=state, last_time=first.engine.now()).to_end()
+    trained = [rollout for batch in first.batches + second.batches for rollout in batch]
+    assert sorted(rollout.id for rollout in trained) == list(range(8))
+    assert all(len(rollout.tokens) == len(rollout.logprobs) for rollout in trained)
+    assert all(value is not None and value <= 0 for rollout in trained for value in rollout.logprobs)
+
+
+# What servers say
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("3", 3.0), ("0.5", 0.5), ("-1", 0.0), ("soon", None), ("nan", None), ("inf", None), ("", None), (None, None)],
+)
+def test_retry_after_in_seconds(header: str | None, seconds: float | None) -> None:
+    assert retry_after(header) == seconds
+
+
+def test_retry_after_as_a_date() -> None:
+    assert retry_after(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=5)
+    assert retry_after(formatdate(time.time() - 100, usegmt=True)) == 0
+
+
+@pytest.mark.parametrize(("code", "status"), [(503, 503), ("503", 500), (None, 500), (7, 500), (True, 500)])
+def test_an_error_in_a_stream_has_a_status(code: Any, status: int) -> None:
+    refusal = refusal_in({"error": {"message": "no", "code": code}})
+    assert refusal is not None and refusal.status == status and str(refusal) == "no"
+
+
+def test_a_repeated_event_is_empty_and_a_gap_is_an_error() -> None:
+    assert checked(Delta([5], [-1.0], made=3), 3, 10).tokens == ()
+    assert checked(Delta([5], [-1.0], made=4), 3, 10).tokens == [5]
+    with pytest.raises(Malformed, match="counts 5"):
+        checked(Delta([5], [-1.0], made=5), 3, 10)
+
+
+def test_an_identity_agrees_by_what_both_know() -> None:
+    known = Identity("a", "1")
+    assert known.agrees_with(Identity("a", "1")) and known.agrees_with(Identity("a", None))
+    assert known.agrees_with(Identity("b", "1")) is False and known.agrees_with(Identity("a", "2")) is False
+    assert known.agrees_with(Identity()) is None
+
+
+def test_pauses_grow_to_a_limit_and_one_round_counts_once() -> None:
+    outage, now, pauses = Outage(give_up_seconds=1000), 0.0, []
+    for _ in range(12):
+        outage.note(now, "busy")
+        outage.note(now, "busy")  # of the same round
+        pauses.append(outage.retry_at - now)
+        now = outage.retry_at
+    assert pauses[0] < 2 * FIRST_PAUSE_SECONDS and pauses[-1] == LONGEST_PAUSE_SECONDS
+    assert all(a < b for a, b in itertools.pairwise(pauses[:6]))
+
+
+def test_a_server_is_hopeless_after_its_time_without_a_token() -> None:
+    outage = Outage(give_up_seconds=10)
+    outage.note(0.0, "busy", asked_for=86400)
+    assert outage.retry_at <= 10
+    assert not outage.is_hopeless(9, last_token_at=0) and outage.is_hopeless(10, last_token_at=0)
+    assert not outage.is_hopeless(14, last_token_at=5)
+    outage.end()
+    assert not outage.is_hopeless(99, last_token_at=0)

@@ -1,0 +1,521 @@
+"""Servers that go wrong in every way that we could think of: a small whole run on each, in both dialects.
+
+Every run ends right, or with one clear error, within its deadline. What is trained on is exactly what the right weights
+make: nothing is lost, doubled, misaligned or over its budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'sortedrl[http]'")
+
+from aiohttp import web
+
+from nasty_server import (
+    END,
+    PROMPT_TOKENS,
+    VOCABULARY,
+    NastyServer,
+    ServerLoop,
+    expected_logprob,
+    expected_token,
+    response_length,
+)
+from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines import outage, server_streams
+from sortedrl.engines.http_engine import HttpEngine
+from sortedrl.engines.pool import Pool
+from sortedrl.engines.sglang import SglangEngine
+from sortedrl.engines.vllm_server import VllmServerEngine
+
+DIALECTS: dict[str, type[HttpEngine]] = {"vllm": VllmServerEngine, "sglang": SglangEngine}
+ROLLOUTS = 16
+MAX_RESPONSE_TOKENS = 8
+DEADLINE_SECONDS = 60.0  # on a busy machine; the limits of the engines are far shorter
+SILENCE_SECONDS, UNAVAILABLE_SECONDS = 0.5, 5.0
+
+Setup = Callable[[NastyServer], None]
+
+
+@pytest.fixture(scope="module")
+def server_loop() -> Iterator[ServerLoop]:
+    loop = ServerLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "FIRST_PAUSE_SECONDS", 0.03)
+    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(server_streams, "ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(server_streams, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(server_streams, "SETTLE_SECONDS", 0.05)
+
+
+# What goes wrong
+
+
+def every(nth: int, act: Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]) -> Setup:
+    """Answer every nth request in this way."""
+
+    async def sometimes(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        return await act(server, request, body) if server.asked % nth == 0 else None
+
+    return lambda server: setattr(server, "act", sometimes)
+
+
+def first(count: int, act: Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[Any]]) -> Setup:
+    async def at_first(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        return await act(server, request, body) if server.asked <= count else None
+
+    return lambda server: setattr(server, "act", at_first)
+
+
+def altered(change: Callable[[NastyServer, list[bytes]], list[bytes]], nth: int = 3) -> Setup:
+    """Send other lines in every nth stream."""
+
+    def alter(server: NastyServer, lines: list[bytes], body: dict[str, Any]) -> list[bytes]:
+        return change(server, lines) if server.asked % nth == 0 else lines
+
+    return lambda server: setattr(server, "alter", alter)
+
+
+def line(data: bytes) -> Setup:
+    """This line behind the first token."""
+    return altered(lambda server, lines: [lines[0], data, *lines[1:]])
+
+
+def token_event(tokens: list[Any], logprobs: list[Any], count: Any = 2, end: Any = None) -> Setup:
+    """These values in place of the second event."""
+    return altered(lambda server, lines: [lines[0], server.event(tokens, logprobs, count, end), *lines[2:]])
+
+
+def status(code: int, text: str = "busy", **headers: str) -> Callable[..., Awaitable[web.Response]]:
+    async def answer(*_: Any) -> web.Response:
+        return web.Response(status=code, text=text, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    return answer
+
+
+def answers(path: str, text: str, content_type: str = "application/json", code: int = 200) -> Setup:
+    async def answer() -> web.Response:
+        return web.Response(text=text, content_type=content_type, status=code)
+
+    return lambda server: server.routes.update({path: answer})
+
+
+def hangs(path: str) -> Setup:
+    async def answer() -> web.Response:
+        await asyncio.sleep(30)
+        return web.Response()
+
+    return lambda server: server.routes.update({path: answer})
+
+
+def both(*setups: Setup) -> Setup:
+    def set_up(server: NastyServer) -> None:
+        for setup in setups:
+            setup(server)
+
+    return set_up
+
+
+async def reset_mid_line(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = await server.stream(request, server.lines(body)[:1])
+    await response.write(b'data: {"choices": [{"tok')
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def silent_after_a_token(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = await server.stream(request, server.lines(body)[:1])
+    await asyncio.sleep(20)
+    return response
+
+
+async def silent(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = await server.stream(request, [])
+    await asyncio.sleep(20)
+    return response
+
+
+async def drips_comments(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = await server.stream(request, server.lines(body)[:1])
+    for _ in range(400):
+        try:
+            await response.write(b": still here\n\n")
+        except ConnectionError:
+            break
+        await asyncio.sleep(0.05)
+    return response
+
+
+async def endless_headers(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"HTTP/1.1 200 OK\r\n")
+    for number in range(400):
+        if request.transport.is_closing():
+            break
+        request.transport.write(f"X-{number}: more\r\n".encode())
+        await asyncio.sleep(0.05)
+    return web.Response()
+
+
+async def no_answer(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def garbage_as_gzip(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream", "Content-Encoding": "gzip"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    await response.write(b"this is not gzip at all")
+    return response
+
+
+async def html(*_: Any) -> web.Response:
+    return web.Response(text="<html><body>Welcome</body></html>", content_type="text/html")
+
+
+async def error_as_200(*_: Any) -> web.Response:
+    return web.json_response({"error": {"message": "no room", "code": 500}})
+
+
+async def error_503_in_the_stream(server: NastyServer, request: web.Request, body: Any) -> web.StreamResponse:
+    return await server.stream(request, [b'{"error": {"message": "restarting", "code": 503}}', b"[DONE]"])
+
+
+def vanishes(at: int, seconds: float | None) -> Setup:
+    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if server.asked == at:
+            await server.vanish(seconds)
+        return None
+
+    return lambda server: setattr(server, "act", act)
+
+
+def malformed_after_start(text: str, *paths: str) -> Setup:
+    """From the third request for generation on."""
+
+    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if server.asked == 3:
+            for path in paths:
+                answers(path, text)(server)
+            server.drop_connections()
+        return None
+
+    return lambda server: setattr(server, "act", act)
+
+
+def ignore_budget(server: NastyServer) -> None:
+    server.ignores_budget = True
+
+
+def restart(server: NastyServer) -> None:
+    server.restart_at = 2
+
+
+RIGHT, LOSSLESS, DIES, REFUSED = "right", "no rollout fails", "one clear error", "refused at the start"
+
+
+@dataclass(frozen=True)
+class Fault:
+    set_up: Setup
+    outcome: str = RIGHT
+    says: str = ""  # in the error, or in the reason of a failure
+    dialects: tuple[str, ...] = ("vllm", "sglang")
+
+
+DEEP = b"[" * 100_000
+FAULTS: dict[str, Fault] = {
+    # One odd line in a stream
+    "an error as a string": Fault(line(b'{"error": "overloaded"}'), says="overloaded"),
+    "an error as a list": Fault(line(b'{"error": ["a", 1]}')),
+    "an empty list": Fault(line(b"[]"), says="not a JSON object"),
+    "a string": Fault(line(b'"hello"'), says="not a JSON object"),
+    "a number": Fault(line(b"17")),
+    "null": Fault(line(b"null")),
+    "deep nesting": Fault(line(DEEP), says="is not JSON"),
+    "invalid UTF-8": Fault(line(b'{"choices": "\xff\xfe"}')),
+    "half an object": Fault(line(b'{"choices": [{"token_ids": [1'), says="is not JSON"),
+    "a line of 9 MB": Fault(line(b'{"x": "' + b"y" * 9_000_000 + b'"}')),
+    "null for all fields": Fault(line(b'{"choices": [null], "meta_info": null}')),
+    "fields of other types": Fault(line(b'{"choices": 7, "meta_info": "text"}')),
+    # Values that must not be trained on
+    "a log-probability that is NaN": Fault(token_event([12], [float("nan")]), says="log-probability"),
+    "a log-probability that is null": Fault(token_event([12], [None]), says="log-probability"),
+    "a log-probability that is a string": Fault(token_event([12], ["-1"]), says="log-probability"),
+    "an infinite log-probability": Fault(token_event([12], [float("-inf")]), says="log-probability"),
+    "a log-probability above 0": Fault(token_event([12], [0.5]), says="log-probability"),
+    "no log-probability": Fault(token_event([12], [])),
+    "a log-probability too many": Fault(token_event([12], [-0.1, -0.2]), dialects=("vllm",), says="came with 2"),
+    "a token id that is a float": Fault(token_event([12.0], [-0.1]), says="not a whole number"),
+    "a token id that is a bool": Fault(token_event([True], [-0.1]), says="not a whole number"),
+    "a token id that is a string": Fault(token_event(["12"], [-0.1]), says="not a whole number"),
+    "a negative token id": Fault(token_event([-3], [-0.1]), says="outside of the vocabulary"),
+    "a token id outside of the vocabulary": Fault(token_event([VOCABULARY], [-0.1]), says="outside"),
+    "a huge token id": Fault(token_event([10**40], [-0.1]), says="outside"),
+    "a negative count": Fault(token_event([12], [-0.1], count=-1), says="count"),
+    "a count that goes back": Fault(token_event([12], [-0.1], count=0), says="count"),
+    "a count that jumps": Fault(token_event([12], [-0.1], count=9), says="count"),
+    "a count that is no number": Fault(token_event([12], [-0.1], count="two"), says="count"),
+    # Ends
+    "an end without a token": Fault(altered(lambda s, _: [s.event([], [], 0, "stop"), b"[DONE]"]), says="token"),
+    "an unknown end": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, "tired")]), says="tired"),
+    "an end of another type": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, [1, 2])])),
+    "no end": Fault(altered(lambda s, lines: lines[:2]), says="before its end"),
+    "done without an end": Fault(altered(lambda s, lines: [lines[0], b"[DONE]"]), says="before its end"),
+    "an event twice": Fault(altered(lambda s, lines: [x for y in lines[:-2] for x in (y, y)] + lines[-2:]), LOSSLESS),
+    "done twice": Fault(altered(lambda s, lines: [*lines, b"[DONE]"]), LOSSLESS),
+    "the last event twice": Fault(altered(lambda s, lines: [*lines[:-1], lines[-2], b"[DONE]"]), LOSSLESS),
+    "tokens after the end": Fault(altered(lambda s, lines: [*lines[:-1], s.event([9], [-1], 9), *lines]), LOSSLESS),
+    "no limit to a response": Fault(ignore_budget, LOSSLESS),
+    # Streams and HTTP
+    "a reset in mid-line": Fault(every(4, reset_mid_line), says="connection broke"),
+    "no answer": Fault(every(4, no_answer), says="connection broke"),
+    "a page of HTML": Fault(every(4, html), says="text/html"),
+    "an error with status 200": Fault(every(4, error_as_200), says="no room"),
+    "a redirect": Fault(every(4, status(302, Location="http://127.0.0.1:1/")), says="redirects to"),
+    "garbage as gzip": Fault(every(4, garbage_as_gzip)),
+    "status 400": Fault(every(4, status(400, "not like this")), says="not like this"),
+    "status 500": Fault(every(4, status(500, "<html>oops</html>")), says="oops"),
+    "a stream that falls silent": Fault(first(6, silent_after_a_token), says="no token came for"),
+    "a stream that is silent from its start": Fault(first(6, silent), says="no token came for"),
+    "comments instead of tokens": Fault(first(6, drips_comments), says="no token came for"),
+    "headers without end": Fault(first(6, endless_headers)),
+    "silence while nothing is said to run": Fault(
+        both(first(6, silent), answers("/metrics", "vllm:num_requests_running 0\n", "text/plain")), says="no token came"
+    ),
+    # The server's state
+    "a burst of 429": Fault(first(6, status(429)), LOSSLESS),
+    "429 with seconds": Fault(first(3, status(429, Retry_After="0.3")), LOSSLESS),
+    "429 with nonsense": Fault(first(3, status(429, Retry_After="soon")), LOSSLESS),
+    "503 with a date": Fault(first(3, status(503, Retry_After=formatdate(time.time() - 5, usegmt=True))), LOSSLESS),
+    "a page of 502": Fault(first(3, status(502, "<html>Bad Gateway</html>")), LOSSLESS),
+    "504 now and then": Fault(every(4, status(504)), LOSSLESS),
+    "429 now and then": Fault(every(3, status(429)), LOSSLESS),
+    "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
+    "not there for a while": Fault(vanishes(6, 0.4), LOSSLESS),
+    "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
+    "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),
+    "503 in every stream": Fault(first(10**9, error_503_in_the_stream), DIES, "restarting"),
+    "gone": Fault(vanishes(6, None), DIES, "does not answer any more"),
+    "another server": Fault(restart, DIES, "restarted"),
+    # Small questions
+    "running is NaN": Fault(answers("/metrics", "vllm:num_requests_running NaN\n", "text/plain"), dialects=("vllm",)),
+    "running is infinite": Fault(
+        answers("/metrics", "vllm:num_requests_running +Inf\n", "text/plain"), dialects=("vllm",)
+    ),
+    "running is negative": Fault(
+        answers("/metrics", "vllm:num_requests_running -7\n", "text/plain"), dialects=("vllm",)
+    ),
+    "running is a list": Fault(malformed_after_start("[1, 2]", "/metrics"), dialects=("vllm",)),
+    "loads in another shape": Fault(
+        malformed_after_start('{"loads": [{"num_running_reqs": "x"}]}', "/v1/loads"), DIES, "did not load", ("sglang",)
+    ),
+    "health is no JSON": Fault(answers("/health", "{", "application/json")),
+    "aborts are refused": Fault(both(*(answers(p, "no", code=500) for p in ("/abort_request", "/abort_requests")))),
+    "aborts are unknown": Fault(both(*(answers(p, "no", code=404) for p in ("/abort_request", "/abort_requests")))),
+    "aborts answer nonsense": Fault(both(*(answers(p, "[[") for p in ("/abort_request", "/abort_requests")))),
+    "aborts hang": Fault(both(*(hangs(p) for p in ("/abort_request", "/abort_requests")))),
+    "its identity is nonsense from some time on": Fault(
+        malformed_after_start("[]", "/model_info", "/weight_info"),
+        DIES,
+        "does not answer any more",
+    ),
+    "a server that says nothing sensible at its start": Fault(answers("/server_info", "[1]"), REFUSED, "shape"),
+    "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "shape"),
+    "weights that are refused": Fault(
+        both(*(answers(p, '{"success": false, "message": "no"}', code=400) for p in ("/pause", "/pause_generation"))),
+        DIES,
+        "did not load to the end",
+    ),
+    "weights that fail with status 200": Fault(
+        answers("/update_weights_from_disk", '{"success": false, "message": "no memory"}'),
+        DIES,
+        "no memory",
+        ("sglang",),
+    ),
+    "weights that are answered with nonsense": Fault(
+        answers("/update_weights_from_disk", "[]"), DIES, "did not load", ("sglang",)
+    ),
+}
+
+
+# A whole run
+
+
+@dataclass
+class Run:
+    trained: list[Any]
+    failed: list[str]
+    rejected: list[str]
+    preempted: int
+    error: BaseException | None
+
+
+def run_on(engine: Any, weights: Path) -> Run:
+    log: list[Any] = []
+    prompts = [Prompt(f"p{i}", [3 + i, *[2] * (PROMPT_TOKENS - 1)]) for i in range(ROLLOUTS)]
+    schedule = Schedule(
+        mode="partial", rollouts_per_update=6, prompts_per_cohort=ROLLOUTS, max_response_tokens=MAX_RESPONSE_TOKENS
+    )
+    controller = Controller(engine, Prompts(prompts), ScoreAtOnce(len), schedule, log=EventLog(log.append))
+    run = Run([], [], [], 0, None)
+
+    def work() -> None:
+        try:
+            for batch in controller:
+                run.trained += batch
+                controller.publish(weights)
+        except Exception as error:
+            run.error = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive(), "the run did not end"
+    run.failed = [event.reason for event in log if isinstance(event, events.Failed)]
+    run.rejected = [event.reason for event in log if isinstance(event, events.Rejected)]
+    run.preempted = sum(isinstance(event, events.Preempted) for event in log)
+    return run
+
+
+def check_trained(run: Run, *, is_endless: bool = False) -> None:
+    """Each once, and every token that the right weights make."""
+    assert len({rollout.id for rollout in run.trained}) == len(run.trained)
+    for rollout in run.trained:
+        seed = rollout.prompt.tokens[0]
+        length = MAX_RESPONSE_TOKENS if is_endless else min(MAX_RESPONSE_TOKENS, response_length(seed))
+        made = [20 + i % 30 for i in range(length)] if is_endless else [expected_token(seed, i) for i in range(length)]
+        assert rollout.tokens == made
+        assert rollout.logprobs == [expected_logprob(token) for token in made]
+        assert rollout.truncated == (made[-1] != END)
+    if run.error is None:
+        assert len(run.trained) + len(run.rejected) == ROLLOUTS
+
+
+def engine_at(server: NastyServer, **options: Any) -> HttpEngine:
+    limits = {"silence_seconds": SILENCE_SECONDS, "unavailable_seconds": UNAVAILABLE_SECONDS}
+    return DIALECTS[server.dialect](
+        server.url, slots=4, eos_token_ids=[END], vocabulary=VOCABULARY, **{**limits, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"), [(dialect, name) for name, fault in FAULTS.items() for dialect in fault.dialects]
+)
+def test_a_run_ends_right_or_with_one_clear_error(
+    dialect: str, name: str, server_loop: ServerLoop, tmp_path: Path
+) -> None:
+    fault = FAULTS[name]
+    server = NastyServer(dialect, server_loop.loop)
+    fault.set_up(server)
+    try:
+        if fault.outcome == REFUSED:
+            with pytest.raises(ConfigurationError, match=fault.says):
+                engine_at(server)
+            return
+        engine = engine_at(server, **({"unavailable_seconds": 1.0} if fault.outcome == DIES else {}))
+        try:
+            run = run_on(engine, tmp_path)
+        finally:
+            engine.close()
+    finally:
+        server.close()
+    check_trained(run, is_endless=server.ignores_budget)
+    if fault.outcome == DIES:
+        assert isinstance(run.error, EngineDied) and fault.says in str(run.error), run.error
+        assert len(str(run.error).splitlines()) == 1
+        return
+    assert run.error is None, run.error
+    if fault.outcome == LOSSLESS:
+        assert not run.failed and not run.rejected
+    assert len(run.trained) >= ROLLOUTS // 2
+    assert not run.failed or any(fault.says in reason for reason in run.failed), run.failed
+    assert run.failed or not fault.says or fault.outcome == LOSSLESS, "the fault was not seen"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_in_a_pool_the_work_of_a_busy_server_goes_elsewhere(
+    dialect: str, server_loop: ServerLoop, tmp_path: Path
+) -> None:
+    servers = [NastyServer(dialect, server_loop.loop) for _ in range(2)]
+    first(10**9, status(429))(servers[0])
+    pool = Pool([engine_at(server, unavailable_seconds=60.0) for server in servers])
+    try:
+        run = run_on(pool, tmp_path)
+    finally:
+        pool.close()
+        for server in servers:
+            server.close()
+    check_trained(run)
+    assert run.error is None and len(run.trained) == ROLLOUTS and not run.failed
+    assert not pool.lost
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_in_a_pool_a_server_that_restarted_is_taken_out(dialect: str, server_loop: ServerLoop, tmp_path: Path) -> None:
+    servers = [NastyServer(dialect, server_loop.loop) for _ in range(2)]
+    servers[0].restart_at = 1
+    pool = Pool([engine_at(server) for server in servers])
+    try:
+        run = run_on(pool, tmp_path)
+    finally:
+        pool.close()
+        for server in servers:
+            server.close()
+    check_trained(run)
+    assert run.error is None and len(run.trained) == ROLLOUTS
+    assert list(pool.lost) == [0] and "restarted" in pool.lost[0]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_server_that_always_fails_ends_the_run(
+    dialect: str, server_loop: ServerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_streams, "FEWEST_FAULTS", 12)
+    server = NastyServer(dialect, server_loop.loop)
+    every(1, html)(server)
+    engine = engine_at(server)
+    try:
+        run = run_on(engine, tmp_path)
+    finally:
+        engine.close()
+        server.close()
+    assert isinstance(run.error, EngineDied) and "requests all failed" in str(run.error) and "html" in str(run.error)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_server_that_restarts_while_nothing_runs_gets_the_next_weights(
+    dialect: str, server_loop: ServerLoop, tmp_path: Path
+) -> None:
+    server = NastyServer(dialect, server_loop.loop)
+    engine = engine_at(server)
+    try:
+        engine.load(tmp_path, 1)
+        server.restart()
+        engine.load(tmp_path, 2)
+        assert server.shift == 0
+        server.restart()
+        with pytest.raises(EngineDied, match="not the server of before"):
+            engine.load(None, 3)
+    finally:
+        engine.close()
+        server.close()
