@@ -56,6 +56,7 @@ class Buffer:
         self.trained = 0
         self.rejected = 0
         self.never_started = 0  # waiting, no token of it was ever sampled
+        self.gate: int | None = None  # the lowest with untrained rollouts
         self._queue: list[tuple[Key, int, Rollout]] = []
         self._finished: dict[int, Rollout] = {}
         self._sets: dict[int, SiblingSet] = {}  # by member id
@@ -83,11 +84,6 @@ class Buffer:
     @property
     def untrained(self) -> int:
         return len(self.live)
-
-    @property
-    def gate(self) -> int | None:
-        """The lowest gate with untrained rollouts."""
-        return next(iter(self._untrained), None)
 
     @property
     def last_gate(self) -> int | None:
@@ -150,6 +146,7 @@ class Buffer:
         self.loaded += len(siblings)
         self._begun[gate] = self._begun.get(gate, 0) + len(siblings)
         self._untrained[gate] = self._untrained.get(gate, 0) + len(siblings)
+        self.gate = next(iter(self._untrained))
         for rollout in siblings:
             self._enqueue(rollout, key(rollout))
 
@@ -249,6 +246,7 @@ class Buffer:
         self._untrained[gate] -= 1
         if not self._untrained[gate]:
             del self._untrained[gate]
+            self.gate = next(iter(self._untrained), None)
             self._begun.pop(gate, None)
             self._ready.pop(gate, None)
             self._ready_members.pop(gate, None)
@@ -279,6 +277,7 @@ class Buffer:
                 self._sets[rollout.id] = group
                 if rollout.state is State.FINISHED:
                     self._finished[rollout.id] = rollout
+        self.gate = next(iter(self._untrained), None)
         for set_id in state["ready"]:
             self._note_if_complete(by_id[set_id])
         for rollout in self.live.values():  # after all sets stand: keys look at siblings

@@ -300,7 +300,9 @@ class Controller:
         return Request(
             id=rollout.id,
             prompt=rollout.prompt,
-            kept=tuple(segment.copy() for segment in rollout.segments),  # the rollout's own go on growing
+            kept=tuple([segment.copy() for segment in rollout.segments])
+            if kept
+            else (),  # the rollout's own go on growing
             budget=self.schedule.max_response_tokens - kept,
             seed=self._seed_of(rollout),
             sampling=self.sampling,
@@ -466,6 +468,8 @@ class Controller:
         the staleness bound wants in this update are missing: when none of them has come for long enough, these
         rollouts are restarted, and one that was restarted before is rejected."""
         s = self.situation
+        if not (s.buffer.finished or self._late_scores):
+            return False
         late: list[Rollout] = []
         if s.ready >= self.strategy.need(s):
             late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).id in s.must_finish]
@@ -595,7 +599,9 @@ class Controller:
 
     def _stamp(self, at: float) -> float:
         """Times in the log never go back, even if an engine reports late."""
-        self._last_time = max(self._last_time, at + self._clock_offset)
+        at += self._clock_offset
+        if at > self._last_time:
+            self._last_time = at
         return self._last_time
 
 

@@ -25,6 +25,9 @@ class Prompt:
     tokens: Sequence[int]
     payload: Any = None
 
+    def __hash__(self) -> int:
+        return hash(self.id)
+
 
 class State(StrEnum):
     """The lifecycle of a rollout. Exactly one state at a time; the buffer owns the moves."""

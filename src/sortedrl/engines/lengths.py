@@ -37,11 +37,7 @@ class LognormalLengths:
     seed: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        return self._drawn(_number(prompt), seed)
-
-    # A resumed rollout asks again. A few instances live as long as the run, so the cache holds on to nothing for long.
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def _drawn(self, number: int, seed: int) -> int:
+        number = _number(prompt)
         effect = self.between * normal(mixed(self.seed, number, 1))
         noise = self.within * normal(mixed(self.seed, number, 2, seed))
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
@@ -97,8 +93,14 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
         yield str(value.get("prompt", f"line {line_number}")), length
 
 
+def remembered(lengths: LengthOf) -> LengthOf:
+    """The same lengths, of which the latest are kept: a resumed rollout asks again."""
+    return lru_cache(maxsize=1 << 14)(lengths)
+
+
 def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:
-    return lambda request: lengths(request.prompt, request.seed)
+    drawn = remembered(lengths)
+    return lambda request: drawn(request.prompt, request.seed)
 
 
 def _number(prompt: Prompt) -> int:
