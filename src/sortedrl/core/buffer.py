@@ -129,11 +129,15 @@ class Buffer:
         heapq.heappush(self._queue, (key, rollout.id, rollout))
 
     def _count_waiting(self, rollout: Rollout, change: int) -> None:
-        self.never_started += change * _is_new(rollout)
+        if _is_new(rollout):
+            self.never_started += change
         group = self._sets[rollout.id]
         was_begun = not group.waiting
         group.waiting += change
-        self._begun[group.gate] += ((not group.waiting) - was_begun) * len(group.members)
+        if was_begun:
+            self._begun[group.gate] -= len(group.members)
+        elif not group.waiting:
+            self._begun[group.gate] += len(group.members)
 
     # Moves
 

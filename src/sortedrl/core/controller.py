@@ -34,7 +34,7 @@ from sortedrl.core.catalogue import strategy_named
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import mixed, mixing
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
@@ -103,6 +103,7 @@ class Controller:
         self._free_slots = list(range(engine.slots))
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._batches_left = 0  # of the last harvest, not yet handed out
+        self._seed_state = mixing(0, schedule.seed)
         self._next_id = 0
         self._prompts_loaded = 0
         self._cohorts_loaded = 0
@@ -365,11 +366,11 @@ class Controller:
                 update=s.updates,
                 harvest=batch.harvest,
                 version=s.version,
-                rollouts=tuple(m.id for m in rollouts),
-                lengths=tuple(len(m) for m in rollouts),
-                rewards=tuple(m.reward or 0.0 for m in rollouts),
-                segments=tuple(tuple((g.version, len(g)) for g in m.segments) for m in rollouts),
-                waited=tuple(s.updates - m.loaded_at_update for m in rollouts),
+                rollouts=tuple([m.id for m in rollouts]),
+                lengths=tuple(map(len, rollouts)),
+                rewards=tuple([m.reward or 0.0 for m in rollouts]),
+                segments=tuple([tuple([(g.version, len(g)) for g in m.segments]) for m in rollouts]),
+                waited=tuple([s.updates - m.loaded_at_update for m in rollouts]),
             )
         )
         for group in groups:
@@ -520,7 +521,7 @@ class Controller:
         s = self.situation
         ids = range(self._next_id, self._next_id + self.schedule.rollouts_per_prompt)
         siblings = [
-            Rollout(id, prompt, sibling, cohort, mixed(self.schedule.seed, id), s.updates)
+            Rollout(id, prompt, sibling, cohort, mixing(self._seed_state, id) >> 1, s.updates)
             for sibling, id in enumerate(ids)
         ]
         self._next_id += len(siblings)

@@ -59,6 +59,9 @@ class Segment:
         return len(self.tokens)
 
     def copy(self) -> Segment:
+        """Shares nothing that can grow."""
+        if type(self.tokens) is range:
+            return self
         return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
 
 
@@ -85,7 +88,7 @@ class Rollout:
     _length: int = field(init=False, repr=False)  # of all segments; asked for so often that it is kept
 
     def __post_init__(self) -> None:
-        self._length = sum(map(len, self.segments))
+        self._length = sum(map(len, self.segments)) if self.segments else 0
 
     def __len__(self) -> int:
         return self._length

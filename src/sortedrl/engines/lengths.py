@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import mixed, mixing
 from sortedrl.core.rollout import Prompt
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
@@ -37,9 +37,9 @@ class LognormalLengths:
     seed: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        number = _number(prompt)
-        effect = self.between * normal(mixed(self.seed, number, 1))
-        noise = self.within * normal(mixed(self.seed, number, 2, seed))
+        state = mixing(0, self.seed, _number(prompt))
+        effect = self.between * normal(mixing(state, 1) >> 1)
+        noise = self.within * normal(mixing(state, 2, seed) >> 1)
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
 
 

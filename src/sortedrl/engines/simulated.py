@@ -213,7 +213,7 @@ class SimulatedEngine:
         while self._queue and len(self._running) < self.slots:
             run = self._queue[0]
             context = run.size + run.made
-            if not self._fits(context):
+            if self._kv_tokens is not None and not self._fits(context, self._kv_tokens):
                 if self._running:
                     break
                 self._queue.popleft()
@@ -233,11 +233,9 @@ class SimulatedEngine:
             return 0.0
         return ahead // at_once * at_once * self._step_time.per_prefill_token
 
-    def _fits(self, context: int) -> bool:
-        if self._kv_tokens is None:
-            return True
-        spare = self._kv_tokens * WATERMARK if self._running else 0
-        return self._cached + context + 1 + spare <= self._kv_tokens
+    def _fits(self, context: int, kv_tokens: int) -> bool:
+        spare = kv_tokens * WATERMARK if self._running else 0
+        return self._cached + context + 1 + spare <= kv_tokens
 
     def _too_large(self, context: int) -> str:
         return f"a context of {context} tokens does not fit into the KV budget of {self._kv_tokens}"
