@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from sortedrl.core.hashing import mixed, mixing
 from sortedrl.core.rollout import Prompt
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
+MOST_TOKENS = 10_000_000  # what is longer is no response
 _NORMAL = NormalDist()
 
 
@@ -53,6 +55,18 @@ class ReplayedLengths:
         lengths = self.by_prompt[_number(prompt) % len(self.by_prompt)]
         return lengths[mixed(seed) % len(lengths)]
 
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.by_prompt))
+
+    @property
+    def longest(self) -> int:
+        return max(map(max, self.by_prompt))
+
+    def longer_than(self, limit: int) -> int:
+        """How many responses would be cut at `limit` tokens."""
+        return sum(length > limit for lengths in self.by_prompt for length in lengths)
+
 
 def read_lengths(path: Path) -> ReplayedLengths:
     """A JSONL file: a number a line, or objects with `length` (or `lengths`) and, where known, `prompt`.
@@ -65,8 +79,9 @@ def read_lengths(path: Path) -> ReplayedLengths:
         if not line.strip():
             continue
         for prompt, length in _parsed(line, line_number, path):
-            if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length < math.inf:
-                raise ValueError(f"{path}, line {line_number}: length {length!r} is not a number of tokens (1 or more)")
+            if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
+                shown = reprlib.repr(length)
+                raise ValueError(f"{path}, line {line_number}: {shown} is not a length of 1 to {MOST_TOKENS:,} tokens")
             by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: holds no lengths")
@@ -80,6 +95,8 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {line_number}: not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists
+        raise ValueError(f"{path}, line {line_number}: {error}") from None
     if not isinstance(value, dict):
         yield None, value
         return
