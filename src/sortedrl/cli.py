@@ -103,10 +103,9 @@ def _run_simulate(settings: Any) -> int:
         return 0
     limit = next(iter(modes.values()))["limit"]
     console = _console()
-    source = workload.step_time.source
+    source = f" ({workload.step_time.source})" if workload.step_time.source else ""
     console.print(
-        f"{_workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s{f' ({source})' if source else ''}\n",
-        highlight=False,
+        f"{_workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s{source}\n", highlight=False
     )
     tables.show(console, [tables.answer_table(modes)])
     console.print(f"\n{verdict.verdict(rows, modes)}", style="bold", highlight=False)
