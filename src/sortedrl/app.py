@@ -27,6 +27,7 @@ from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.strategy import updates_left
+from sortedrl.cpu_threads import threads_here
 from sortedrl.engine_choice import server_engine, vllm_engine
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
 from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
@@ -494,11 +495,17 @@ def _interruptible(controller: Controller) -> Iterator[Callable[[], bool]]:
 # The commands
 
 
+def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
+    """What is set; else, for a model on the CPU, what its size and the machine's load allow."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif settings.torch_device() == "cpu":
+        torch.set_num_threads(threads_here(model.num_parameters()))
+
+
 def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one it says a line for each update."""
     torch.manual_seed(settings.seed)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     resumed: checkpoint.Checkpoint | None = None
     if settings.resume is not None:
         folder = RunFolder(settings.resume)
@@ -507,6 +514,7 @@ def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[
     else:
         folder = RunFolder.unused(settings)
     materials = read_materials(settings, say)
+    set_threads(settings, materials.model)
     run = TrainingRun(settings, folder, materials, console or PlainConsole(say))
     if resumed is None:
         folder.create(settings)
@@ -540,9 +548,8 @@ def compare(settings: Compare, say: Say, console: RunConsole | None = None) -> l
 def evaluate_model(
     settings: Evaluate, say: Say, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
+    set_threads(settings, materials.model)
     engine = engine_for(settings, materials, materials.model)
     held_out = materials.held_out[: settings.eval_problems]
     if settings.engine in SERVERS:  # whatever a server was started with or last given

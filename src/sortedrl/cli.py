@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl import __version__
+from sortedrl.cpu_threads import let_waiting_threads_sleep
 
 _TOLD = ("CheckpointError", "EngineDied", "NothingLearnt", "WeightsDiffer")  # by name: the modules of some need PyTorch
 _SUMMARY = {
@@ -443,6 +444,7 @@ def _print_train_plan(settings: Any) -> int:
 
 
 def _needs_train_extra() -> Any:
+    let_waiting_threads_sleep()
     try:
         from sortedrl import app
     except ImportError as error:

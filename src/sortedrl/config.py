@@ -339,7 +339,7 @@ class ModelSettings(EngineChoice):
     eval_seed: int = 12345
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
-    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads for PyTorch; 0: its own default")] = 0
+    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads for PyTorch; 0: by model size and load")] = 0
 
     def resolved_task_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {key: _literal(value) for key, value in self.task_options.items()}
