@@ -63,7 +63,7 @@ class ServerContract(OnServer, EngineContract):
 
     def reproducible(self, request: Request) -> Request:
         """A server's noise is drawn for the whole batch, or replayed from a resume."""
-        return replace(request, sampling=Sampling(temperature=0.0))
+        return request._replace(sampling=Sampling(temperature=0.0))
 
 
 class ServerTests(OnServer):

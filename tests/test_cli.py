@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 SMALL = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
+SMALL += ["--step-time", "memory-bound"]
 
 
 def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -26,7 +27,7 @@ def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProces
 
 
 def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
-    done = sortedrl("simulate", "--json", *SMALL)
+    done = sortedrl("simulate", "--all", "--json", *SMALL)
     assert done.returncode == 0, done.stderr
     modes = json.loads(done.stdout)["modes"]
     wanted = {
@@ -60,7 +61,7 @@ def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
 
 
 def test_simulate_shows_expectation_in_three_qualities_side_by_side() -> None:
-    done = sortedrl("simulate", "--modes", "partial+elevator", "baseline", *SMALL)
+    done = sortedrl("simulate", "--all", "--details", *SMALL)
     assert done.returncode == 0, done.stderr
     for name in ("partial+elevator (warm)", "partial+elevator (oracle)", "length bias", "drain", "of limit"):
         assert name in done.stdout
@@ -204,6 +205,7 @@ BAD_INPUT = {
     "one mode of compare": (["compare", "--mode", "partial"], ["mode = 'partial'", "--modes"]),
     "a mode twice": (["compare", "--modes", "baseline", "baseline"], ["modes", "twice"]),
     "a wrong option of the task": (["train", "--task-options", "count", "abc"], ["task = 'knights_and_knaves:small'"]),
+    "all modes and some": (["simulate", "--all", "--modes", "partial"], ["modes", "--all has every mode"]),
     "no config file": (["simulate", "--config", "/nowhere.toml"], ["config", "No such file"]),
 }
 
@@ -221,6 +223,12 @@ BAD_FILES = {
     "empty lengths": ("lengths.jsonl", "\n", ["holds no lengths"]),
     "negative length": ("lengths.jsonl", "12\n-4\n", ["line 2", "-4"]),
     "zero length": ("lengths.jsonl", '{"length": 0}\n', ["line 1"]),
+    "length without sense": ("lengths.jsonl", "12\n1e308\n", ["lengths.jsonl, line 2", "1e+308", "10,000,000"]),
+    "length too long": ("lengths.jsonl", '{"lengths": [5, 10000001]}\n', ["line 1", "10000001"]),
+    "infinite length": ("lengths.jsonl", "Infinity\n", ["line 1", "inf"]),
+    "length that is no number": ("lengths.jsonl", "5\nNaN\n", ["line 2", "nan"]),
+    "length that is a truth value": ("lengths.jsonl", "5\ntrue\n", ["line 2", "True"]),
+    "length of thousands of digits": ("lengths.jsonl", "5\n" + "9" * 5000 + "\n", ["lengths.jsonl, line 2"]),
     "length is text": ("lengths.jsonl", '{"length": 5}\n{"length": "x"}\n', ["line 2"]),
     "broken JSONL": ("lengths.jsonl", '{"length": 5}\n{"length": \n', ["line 2", "not JSON"]),
     "no length in it": ("lengths.jsonl", '{"len": 5}\n', ["line 1", "length"]),

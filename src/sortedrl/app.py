@@ -31,6 +31,7 @@ from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.strategy import updates_left
+from sortedrl.cpu_threads import threads_here
 from sortedrl.engine_choice import server_engine, vllm_engine
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
 from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
@@ -555,11 +556,17 @@ def _interruptible(controller: Controller) -> Iterator[_Signals]:
 # The commands
 
 
+def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
+    """What is set; else, for a model on the CPU, what its size and the machine's load allow."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif settings.torch_device() == "cpu":
+        torch.set_num_threads(threads_here(model.num_parameters()))
+
+
 def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one it says a line for each update."""
     torch.manual_seed(settings.seed)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
     with closing(folder):
         return _train_in(folder, settings, say, console or PlainConsole(say))
@@ -573,6 +580,7 @@ def _train_in(folder: RunFolder, settings: Train, say: Say, console: RunConsole)
             checkpoint.clean_up(place)
         resumed = checkpoint.load_newest_intact(folder.checkpoints, say)
     materials = read_materials(settings, say)
+    set_threads(settings, materials.model)
     run = TrainingRun(settings, folder, materials, console)
     if resumed is None:
         folder.create(settings, say)
@@ -607,9 +615,8 @@ def compare(settings: Compare, say: Say, console: RunConsole | None = None) -> l
 def evaluate_model(
     settings: Evaluate, say: Say, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     materials = read_materials(settings, say)
+    set_threads(settings, materials.model)
     rewards = Rewards(settings, materials)
     held_out = materials.held_out[: settings.eval_problems]
     with closing(rewards):

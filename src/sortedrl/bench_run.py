@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
     cases, schedule = settings.cases(), settings.schedule()
     workload = settings.workload(settings.cohorts)
-    max_length = settings.prompt_tokens + settings.max_response_tokens
+    max_length = settings.prompt_tokens + settings.response_limit()
     if settings.out is not None:
         _make_folder("out", settings.out.parent)
     if settings.events is not None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl import __version__
+from sortedrl.cpu_threads import let_waiting_threads_sleep
 
 _TOLD = (  # by name: the modules of some need PyTorch
     "CheckpointError",
@@ -100,12 +101,13 @@ def _simulate(words: Sequence[str]) -> int:
 
 def _run_simulate(settings: Any) -> int:
     from sortedrl.config import as_json
-    from sortedrl.studies import simulate, tables
+    from sortedrl.studies import simulate, tables, verdict
 
     workload, schedule = settings.workload(settings.cohorts), settings.schedule()
-    rows = simulate.cases(workload, schedule, settings.modes, settings.expectations)
+    rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return _print_dry_run(settings, schedule, workload.prompts)
+    _tell_what_is_cut(settings)
     with _Progress("simulating", quiet=settings.json_output) as progress:
         modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
     if settings.json_output:
@@ -113,8 +115,15 @@ def _run_simulate(settings: Any) -> int:
         return 0
     limit = next(iter(modes.values()))["limit"]
     console = _console()
-    console.print(f"{_workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s", highlight=False)
-    tables.show(console, [tables.gain_table(modes), tables.cost_table(modes), tables.bubble_table(modes)])
+    source = f" ({workload.step_time.source})" if workload.step_time.source else ""
+    console.print(
+        f"{_workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s{source}\n", highlight=False
+    )
+    tables.show(console, [tables.answer_table(modes)])
+    console.print(f"\n{verdict.verdict(rows, modes)}", style="bold", highlight=False)
+    console.print(verdict.spread(rows, modes, len(settings.seeds), settings.cohorts), highlight=False)
+    if settings.details:
+        tables.show(console, ["", tables.gain_table(modes), tables.cost_table(modes), tables.bubble_table(modes)])
     return 0
 
 
@@ -134,6 +143,7 @@ def _run_plan(settings: Any) -> int:
     workload = replace(settings.workload(settings.cohorts), expectation=settings.expectation)
     if settings.dry_run:
         return _print_dry_run(settings, schedule, workload.prompts)
+    _tell_what_is_cut(settings)
     with _Progress("planning", quiet=settings.json_output) as progress:
         found = plan.plan(workload, schedule, settings.allowed(), settings.seeds, progress)
     if settings.json_output:
@@ -462,6 +472,7 @@ def _print_train_plan(settings: Any) -> int:
 
 
 def _needs_train_extra() -> Any:
+    let_waiting_threads_sleep()
     try:
         from sortedrl import app
     except ImportError as error:
@@ -494,7 +505,7 @@ def _print_dry_run(settings: Any, schedule: Any, prompts: int) -> int:
         "update_size_over_slots": schedule.rollouts_per_update / settings.slots,
         "staleness_bound_versions": schedule.max_staleness,
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
-        * (settings.prompt_tokens + settings.max_response_tokens),
+        * (settings.prompt_tokens + settings.response_limit()),
     }
     _print_settings(as_json(settings), derived, as_object=settings.json_output)
     return 0
@@ -511,10 +522,19 @@ def _print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_obj
         print(f"# {key} = {json.dumps(value)}")
 
 
+def _tell_what_is_cut(settings: Any) -> None:
+    notice = settings.lengths_cut()
+    if notice:
+        print(f"sortedrl: {notice}", file=sys.stderr)
+
+
 def _workload_line(settings: Any) -> str:
-    lengths = settings.lengths or (
-        f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
-        f" and {settings.length_sd_within:g} within prompts, limit {settings.max_response_tokens}"
+    limit = settings.response_limit()
+    lengths = (
+        f"{settings.lengths}, limit {limit:,} tokens"
+        if settings.lengths
+        else f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
+        f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
     )
     seconds = settings.resolved_weights_seconds()
     more = (f", {seconds:.3g} s to load weights" if seconds else "") + (", old keys kept" * settings.keep_old_keys)

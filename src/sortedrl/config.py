@@ -12,8 +12,9 @@ import shlex
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 import tyro
@@ -21,11 +22,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sortedrl.core.catalogue import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.engines.lengths import LengthOf, LognormalLengths, read_lengths
+from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.observe.trackers import require_packages
 from sortedrl.studies.plan import Allowed
-from sortedrl.studies.simulate import MODES
+from sortedrl.studies.simulate import DECIDING_MODES, MODES
 from sortedrl.studies.workload import Workload, with_mode
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Settings(BaseModel):
 class WorkloadSettings(Settings):
     """A simulated workload and the schedule to try on it."""
 
+    default_response_limit: ClassVar[int] = 8192
+
     lengths: Annotated[
         Path | None, Field(description="JSONL of your own response lengths; without it a lognormal is drawn")
     ] = None
@@ -76,7 +79,9 @@ class WorkloadSettings(Settings):
     length_sd_between: Annotated[float, Field(ge=0, le=10, description="sd of log length between prompts")] = 0.8
     length_sd_within: Annotated[float, Field(ge=0, le=10, description="sd of log length within a prompt")] = 0.6
     prompt_tokens: Annotated[int, Field(ge=0)] = 128
-    max_response_tokens: Annotated[int, Field(ge=1)] = 8192
+    max_response_tokens: Annotated[
+        int | None, Field(ge=1, description="default: the longest response in --lengths, else 8192")
+    ] = None
     slots: Annotated[int, Field(ge=1, description="requests that the engine runs at once")] = 128
     rollouts_per_update: Annotated[int, Field(ge=1)] = 128
     prompts_per_cohort: Annotated[int, Field(ge=1)] = 512
@@ -93,7 +98,7 @@ class WorkloadSettings(Settings):
         Field(
             description=f"{', '.join(PRESETS)}, a file of sortedrl profile, or a CSV of running,cached_tokens,seconds"
         ),
-    ] = "memory-bound"
+    ] = "h200-8b"
     prefill_seconds_per_token: Annotated[float | None, Field(ge=0, description="default: the step time's own")] = None
     kv_tokens: Annotated[
         int | None, Field(ge=1, description="KV memory in tokens; beyond it requests are preempted")
@@ -120,7 +125,7 @@ class WorkloadSettings(Settings):
             oversubscribe=self.oversubscribe,
             max_staleness=self.max_staleness,
             overlap=self.overlap,
-            max_response_tokens=self.max_response_tokens,
+            max_response_tokens=self.response_limit(),
             keep_seed=self.keep_seed,
             score_wait_seconds=max(SCORE_WAIT_SECONDS, 2 * self.score_seconds),
             seed=self.seeds[0],
@@ -141,17 +146,39 @@ class WorkloadSettings(Settings):
             score_seconds=self.score_seconds,
         )
 
+    @cached_property
+    def replayed_lengths(self) -> ReplayedLengths | None:
+        if self.lengths is None:
+            return None
+        try:
+            return read_lengths(self.lengths)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError("lengths", str(self.lengths), _plain(error), _LENGTHS_FIX) from None
+
+    def response_limit(self) -> int:
+        """What is set, or the longest response in the file of lengths: none of those is cut unasked."""
+        if self.max_response_tokens is not None:
+            return self.max_response_tokens
+        return self.default_response_limit if self.replayed_lengths is None else self.replayed_lengths.longest
+
+    def lengths_cut(self) -> str | None:
+        """What a limit below the longest response in the file of lengths does to it."""
+        if self.replayed_lengths is None or not (cut := self.replayed_lengths.longer_than(self.response_limit())):
+            return None
+        count = self.replayed_lengths.count
+        return (
+            f"max_response_tokens = {self.response_limit()} cuts {cut:,} of {count:,} responses ({cut / count:.1%}) in "
+            f"{self.lengths}; the longest has {self.replayed_lengths.longest:,} tokens. Leave it out to cut none."
+        )
+
     def length_of(self) -> LengthOf:
-        if self.lengths is not None:
-            try:
-                return read_lengths(self.lengths)
-            except (OSError, ValueError) as error:
-                raise ConfigurationError("lengths", str(self.lengths), _plain(error), _LENGTHS_FIX) from None
+        if self.replayed_lengths is not None:
+            return self.replayed_lengths
         return LognormalLengths(
             mu=math.log(self.median_length),
             between=self.length_sd_between,
             within=self.length_sd_within,
-            limit=self.max_response_tokens,
+            limit=self.response_limit(),
         )
 
     def resolved_step_time(self) -> StepTime:
@@ -187,28 +214,37 @@ class WorkloadSettings(Settings):
             ) from None
 
     def check_context_fits(self) -> None:
-        longest, kv_tokens = self.prompt_tokens + self.max_response_tokens, self.resolved_kv_tokens()
+        longest, kv_tokens = self.prompt_tokens + self.response_limit(), self.resolved_kv_tokens()
         if kv_tokens is not None and longest + 1 > kv_tokens:
             raise ConfigurationError(
                 "kv_tokens",
                 kv_tokens,
-                f"one response at the limit needs {self.prompt_tokens} + {self.max_response_tokens} tokens",
+                f"one response at the limit needs {self.prompt_tokens} + {self.response_limit()} tokens",
                 f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
             )
 
 
 class Simulate(WorkloadSettings):
-    """All modes side by side on one workload: what would I gain on my lengths?"""
+    """The modes that decide, side by side on one workload: what would I gain on my lengths?"""
 
-    modes: Annotated[tuple[str, ...], Field(min_length=1)] = MODES
+    modes: Annotated[tuple[str, ...], Field(min_length=1)] = DECIDING_MODES
+    all_modes: Annotated[
+        bool, tyro.conf.arg(name="all"), Field(description="every mode, each with cold, warm and oracle lengths")
+    ] = False
+    details: Annotated[bool, Field(description="more tables: parts of the bubble, staleness, waiting, prefill")] = False
     expectations: Annotated[
         tuple[Expectation, ...], Field(min_length=1, description="qualities of expected length; the first names a mode")
-    ] = ("cold", "warm", "oracle")
-    cohorts: Annotated[int, Field(ge=1)] = 20
+    ] = ("cold", "warm")
+    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 6
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates")] = None
 
+    def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:
+        return (MODES, ("cold", "warm", "oracle")) if self.all_modes else (self.modes, self.expectations)
+
     def check(self) -> None:
-        for mode in self.modes:
+        if self.all_modes and self.modes != DECIDING_MODES:
+            raise ConfigurationError("modes", self.modes, "--all has every mode", "Leave out one of the two.")
+        for mode in self.modes_and_expectations()[0]:
             strategy_named(mode).check(with_mode(self.schedule(), mode))
         self.check_context_fits()
 
@@ -217,7 +253,7 @@ class PlanSettings(WorkloadSettings):
     """Which mode, cohort size and oversubscription for this workload, and is it needed at all?"""
 
     expectation: Annotated[Expectation, Field(description="quality of expected length to plan with")] = "cold"
-    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 8
+    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 5
     max_cohort_updates: Annotated[int, Field(ge=1, description="largest cohort allowed; the paper found 8 harmful")] = 4
     max_length_bias: Annotated[float, Field(ge=0, description="largest share by which trained lengths may be off")] = (
         0.02
@@ -310,7 +346,7 @@ class ModelSettings(EngineChoice):
     ] = 30.0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
-    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads for PyTorch; 0: its own default")] = 0
+    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads for PyTorch; 0: by model size and load")] = 0
 
     def resolved_task_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {key: _literal(value) for key, value in self.task_options.items()}
@@ -530,7 +566,10 @@ class Bench(WorkloadSettings, EngineChoice):
     rollouts_per_update: Annotated[int, Field(ge=1)] = 32
     prompts_per_cohort: Annotated[int, Field(ge=1)] = 128
     prompt_tokens: Annotated[int, Field(ge=0)] = 32
-    max_response_tokens: Annotated[int, Field(ge=1)] = 800
+    default_response_limit: ClassVar[int] = 800
+    max_response_tokens: Annotated[
+        int | None, Field(ge=1, description="default: the longest response in --lengths, else 800")
+    ] = None
     median_length: Annotated[
         float, Field(gt=0, le=1e9, description="tokens; median of the drawn lengths, of which none is below 16")
     ] = 100.0

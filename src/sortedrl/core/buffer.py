@@ -57,6 +57,7 @@ class Buffer:
         self.trained = 0
         self.rejected = 0
         self.never_started = 0  # waiting, no token of it was ever sampled
+        self.gate: int | None = None  # the lowest with untrained rollouts
         self._queue: list[tuple[Key, int, Rollout]] = []
         self._finished: dict[int, Rollout] = {}
         self._sets: dict[int, SiblingSet] = {}  # by member id
@@ -84,11 +85,6 @@ class Buffer:
     @property
     def untrained(self) -> int:
         return len(self.live)
-
-    @property
-    def gate(self) -> int | None:
-        """The lowest gate with untrained rollouts."""
-        return next(iter(self._untrained), None)
 
     @property
     def last_gate(self) -> int | None:
@@ -134,11 +130,15 @@ class Buffer:
         heapq.heappush(self._queue, (key, rollout.id, rollout))
 
     def _count_waiting(self, rollout: Rollout, change: int) -> None:
-        self.never_started += change * _is_new(rollout)
+        if _is_new(rollout):
+            self.never_started += change
         group = self._sets[rollout.id]
         was_begun = not group.waiting
         group.waiting += change
-        self._begun[group.gate] += ((not group.waiting) - was_begun) * len(group.members)
+        if was_begun:
+            self._begun[group.gate] -= len(group.members)
+        elif not group.waiting:
+            self._begun[group.gate] += len(group.members)
 
     # Moves
 
@@ -151,6 +151,7 @@ class Buffer:
         self.loaded += len(siblings)
         self._begun[gate] = self._begun.get(gate, 0) + len(siblings)
         self._untrained[gate] = self._untrained.get(gate, 0) + len(siblings)
+        self.gate = next(iter(self._untrained))
         for rollout in siblings:
             self._enqueue(rollout, key(rollout))
 
@@ -250,6 +251,7 @@ class Buffer:
         self._untrained[gate] -= 1
         if not self._untrained[gate]:
             del self._untrained[gate]
+            self.gate = next(iter(self._untrained), None)
             self._begun.pop(gate, None)
             self._ready.pop(gate, None)
             self._ready_members.pop(gate, None)
@@ -280,6 +282,7 @@ class Buffer:
                 self._sets[rollout.id] = group
                 if rollout.state is State.FINISHED:
                     self._finished[rollout.id] = rollout
+        self.gate = next(iter(self._untrained), None)
         for set_id in state["ready"]:
             self._note_if_complete(by_id[set_id])
         for rollout in self.live.values():  # after all sets stand: keys look at siblings

@@ -35,7 +35,7 @@ from sortedrl.core.catalogue import strategy_named
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import mixed, mixing
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import NO_REWARD
 from sortedrl.core.rollout import Prompt, Rollout, Segment
@@ -108,6 +108,7 @@ class Controller:
         self._free_slots = list(range(engine.slots))
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._batches_left = 0  # of the last harvest, not yet handed out
+        self._seed_state = mixing(0, schedule.seed)
         self._next_id = 0
         self._prompts_loaded = 0
         self._cohorts_loaded = 0
@@ -311,7 +312,9 @@ class Controller:
         return Request(
             id=rollout.id,
             prompt=rollout.prompt,
-            kept=tuple(segment.copy() for segment in rollout.segments),  # the rollout's own go on growing
+            kept=tuple([segment.copy() for segment in rollout.segments])
+            if kept
+            else (),  # the rollout's own go on growing
             budget=self.schedule.max_response_tokens - kept,
             seed=self._seed_of(rollout),
             sampling=self.sampling,
@@ -386,11 +389,11 @@ class Controller:
                 update=s.updates,
                 harvest=batch.harvest,
                 version=s.version,
-                rollouts=tuple(m.id for m in rollouts),
-                lengths=tuple(len(m) for m in rollouts),
-                rewards=tuple(m.reward or 0.0 for m in rollouts),
-                segments=tuple(tuple((g.version, len(g)) for g in m.segments) for m in rollouts),
-                waited=tuple(s.updates - m.loaded_at_update for m in rollouts),
+                rollouts=tuple([m.id for m in rollouts]),
+                lengths=tuple(map(len, rollouts)),
+                rewards=tuple([m.reward or 0.0 for m in rollouts]),
+                segments=tuple([tuple([(g.version, len(g)) for g in m.segments]) for m in rollouts]),
+                waited=tuple([s.updates - m.loaded_at_update for m in rollouts]),
             )
         )
         for group in groups:
@@ -538,6 +541,8 @@ class Controller:
         the staleness bound wants in this update are missing: when none of them has come for long enough, these
         rollouts are restarted, and one that was restarted before is rejected."""
         s = self.situation
+        if not (s.buffer.finished or self._late_scores):
+            return False
         late: list[Rollout] = []
         if s.ready >= self.strategy.need(s):
             late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).id in s.must_finish]
@@ -588,7 +593,7 @@ class Controller:
         s = self.situation
         ids = range(self._next_id, self._next_id + self.schedule.rollouts_per_prompt)
         siblings = [
-            Rollout(id, prompt, sibling, cohort, mixed(self.schedule.seed, id), s.updates)
+            Rollout(id, prompt, sibling, cohort, mixing(self._seed_state, id) >> 1, s.updates)
             for sibling, id in enumerate(ids)
         ]
         self._next_id += len(siblings)
@@ -667,7 +672,9 @@ class Controller:
 
     def _stamp(self, at: float) -> float:
         """Times in the log never go back, even if an engine reports late."""
-        self._last_time = max(self._last_time, at + self._clock_offset)
+        at += self._clock_offset
+        if at > self._last_time:
+            self._last_time = at
         return self._last_time
 
 

@@ -45,8 +45,7 @@ class Sampling:
     ignore_end: bool = False  # go on to the budget, whatever is sampled: for measurements with forced lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A rollout to start or to resume. `budget` is what is left of its token budget."""
 
     id: int

@@ -35,8 +35,9 @@ class Expectation(Protocol):
 
 
 def expected_length(rollout: Rollout, expectation: Expectation) -> float:
+    estimate = expectation.estimate(rollout)
     reached = max(rollout.reached, len(rollout))
-    return max(expectation.estimate(rollout), BEYOND_REACHED * reached)
+    return max(estimate, BEYOND_REACHED * reached) if reached else estimate
 
 
 class Sensed(NamedTuple):
@@ -53,13 +54,9 @@ class SensedLengths:
 
     def __init__(self, last_epoch: Mapping[str, float] | None = None, *, first_guess: float = 1024.0) -> None:
         self._by_prompt = {name: Sensed(length, -1, 0.0, 0) for name, length in (last_epoch or {}).items()}
-        self._first_guess = first_guess
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
-
-    @property
-    def median(self) -> float:
-        return float(self._sorted[len(self._sorted) // 2]) if self._sorted else self._first_guess
+        self.median = first_guess  # of what finished lately
 
     def estimate(self, rollout: Rollout) -> float:
         known = self._by_prompt.get(rollout.prompt.id)
@@ -73,16 +70,17 @@ class SensedLengths:
 
     def observe(self, rollout: Rollout) -> None:
         length = len(rollout)
-        known = self._by_prompt.get(rollout.prompt.id, Sensed(None, rollout.group, 0.0, 0))
-        if known.group != rollout.group:
-            known = Sensed(known.mean if known.seen else known.last_epoch, rollout.group, 0.0, 0)
-        seen = known.seen + 1
-        mean = known.mean + (length - known.mean) / seen
-        self._by_prompt[rollout.prompt.id] = known._replace(mean=mean, seen=seen)
+        last_epoch, group, mean, seen = self._by_prompt.get(rollout.prompt.id, (None, rollout.group, 0.0, 0))
+        if group != rollout.group:
+            last_epoch, mean, seen = mean if seen else last_epoch, 0.0, 0
+        seen += 1
+        mean += (length - mean) / seen
+        self._by_prompt[rollout.prompt.id] = Sensed(last_epoch, rollout.group, mean, seen)
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > RECENT:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self.median = float(self._sorted[len(self._sorted) // 2])
 
     def forget(self, prompt_id: str) -> None:
         self._by_prompt.pop(prompt_id, None)
@@ -94,3 +92,5 @@ class SensedLengths:
         self._by_prompt = {name: Sensed(*fields) for name, fields in state["by_prompt"].items()}
         self._recent = deque(state["recent"])
         self._sorted = sorted(self._recent)
+        if self._sorted:
+            self.median = float(self._sorted[len(self._sorted) // 2])

@@ -100,7 +100,7 @@ class Partial(Strategy):
             return (-1, rollout.id)
         if rollout.segments:
             return (group.gate, 0, -len(rollout), rollout.id)
-        if completes_a_set(rollout, s):
+        if len(group.members) > 1 and completes_a_set(rollout, s):
             return (group.gate, 1, rollout.id)
         return (group.gate, 2, *self.place(rollout, s), rollout.id)
 

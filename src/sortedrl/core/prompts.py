@@ -24,16 +24,12 @@ class Prompts:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
+        self.remaining = epochs * len(dataset)
         self._order = self._permutation()
 
     @property
     def remaining_in_epoch(self) -> int:
         return len(self.dataset) - self.position
-
-    @property
-    def remaining(self) -> int:
-        epochs_left = self.epochs - 1 - self.epoch  # below 0 where a run is resumed with fewer epochs than it had
-        return max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
 
     def is_in_last_epoch(self, place: int) -> bool:
         """Was the prompt that was taken as number `place` (from 0) taken in the last epoch?"""
@@ -52,6 +48,7 @@ class Prompts:
             step = min(count - len(taken), self.remaining_in_epoch)
             taken += [self.dataset[i] for i in self._order[self.position : self.position + step]]
             self.position += step
+            self.remaining -= step
         return taken
 
     def _permutation(self) -> array[int]:
@@ -70,4 +67,6 @@ class Prompts:
                 f"this run has {len(self.dataset)} and seed {self.seed}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+        epochs_left = self.epochs - 1 - self.epoch  # below 0 where a run is resumed with fewer epochs than it had
+        self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
         self._order = self._permutation()

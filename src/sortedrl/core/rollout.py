@@ -28,6 +28,9 @@ class Prompt:
     tokens: Sequence[int]
     payload: Any = None
 
+    def __hash__(self) -> int:
+        return hash(self.id)
+
 
 class State(StrEnum):
     """The lifecycle of a rollout. Exactly one state at a time; the buffer owns the moves."""
@@ -59,6 +62,9 @@ class Segment:
         return len(self.tokens)
 
     def copy(self) -> Segment:
+        """Shares nothing that can grow."""
+        if type(self.tokens) is range:
+            return self
         return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
 
     @property
@@ -98,7 +104,7 @@ class Rollout:
     _length: int = field(init=False, repr=False)  # of all segments; asked for so often that it is kept
 
     def __post_init__(self) -> None:
-        self._length = sum(map(len, self.segments))
+        self._length = sum(map(len, self.segments)) if self.segments else 0
 
     def __len__(self) -> int:
         return self._length

@@ -76,8 +76,9 @@ class Schedule:
     @property
     def rollouts_needed(self) -> int:
         """For one update: rounded up to whole sibling sets where siblings are compared."""
-        set_size = self.rollouts_per_prompt if self.compare_siblings else 1
-        return math.ceil(self.rollouts_per_update / set_size) * set_size
+        if not self.compare_siblings:
+            return self.rollouts_per_update
+        return math.ceil(self.rollouts_per_update / self.rollouts_per_prompt) * self.rollouts_per_prompt
 
 
 def _at_least(key: str, value: float, least: int, hint: str = "") -> None:

@@ -45,7 +45,7 @@ class ForcedLengths:
         left = max(1, self._length_of(request) - request.kept_length)
         self._truncated[request.id] = left >= request.budget
         sampling = replace(request.sampling, ignore_end=True)
-        return replace(request, budget=min(left, request.budget), sampling=sampling)
+        return request._replace(budget=min(left, request.budget), sampling=sampling)
 
     def _told(self, change: Change) -> Change:
         if isinstance(change, Finished):

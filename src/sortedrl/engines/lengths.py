@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,10 +16,11 @@ from pathlib import Path
 from statistics import NormalDist
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import mixed, mixing
 from sortedrl.core.rollout import Prompt
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
+MOST_TOKENS = 10_000_000  # what is longer is no response
 _NORMAL = NormalDist()
 
 
@@ -37,13 +39,9 @@ class LognormalLengths:
     seed: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        return self._drawn(_number(prompt), seed)
-
-    # A resumed rollout asks again. A few instances live as long as the run, so the cache holds on to nothing for long.
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def _drawn(self, number: int, seed: int) -> int:
-        effect = self.between * normal(mixed(self.seed, number, 1))
-        noise = self.within * normal(mixed(self.seed, number, 2, seed))
+        state = mixing(0, self.seed, _number(prompt))
+        effect = self.between * normal(mixing(state, 1) >> 1)
+        noise = self.within * normal(mixing(state, 2, seed) >> 1)
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
 
 
@@ -57,6 +55,18 @@ class ReplayedLengths:
         lengths = self.by_prompt[_number(prompt) % len(self.by_prompt)]
         return lengths[mixed(seed) % len(lengths)]
 
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.by_prompt))
+
+    @property
+    def longest(self) -> int:
+        return max(map(max, self.by_prompt))
+
+    def longer_than(self, limit: int) -> int:
+        """How many responses would be cut at `limit` tokens."""
+        return sum(length > limit for lengths in self.by_prompt for length in lengths)
+
 
 def read_lengths(path: Path) -> ReplayedLengths:
     """A JSONL file: a number a line, or objects with `length` (or `lengths`) and, where known, `prompt`.
@@ -69,8 +79,9 @@ def read_lengths(path: Path) -> ReplayedLengths:
         if not line.strip():
             continue
         for prompt, length in _parsed(line, line_number, path):
-            if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length < math.inf:
-                raise ValueError(f"{path}, line {line_number}: length {length!r} is not a number of tokens (1 or more)")
+            if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
+                shown = reprlib.repr(length)
+                raise ValueError(f"{path}, line {line_number}: {shown} is not a length of 1 to {MOST_TOKENS:,} tokens")
             by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: holds no lengths")
@@ -84,6 +95,8 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {line_number}: not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists
+        raise ValueError(f"{path}, line {line_number}: {error}") from None
     if not isinstance(value, dict):
         yield None, value
         return
@@ -97,8 +110,14 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
         yield str(value.get("prompt", f"line {line_number}")), length
 
 
+def remembered(lengths: LengthOf) -> LengthOf:
+    """The same lengths, of which the latest are kept: a resumed rollout asks again."""
+    return lru_cache(maxsize=1 << 14)(lengths)
+
+
 def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:
-    return lambda request: lengths(request.prompt, request.seed)
+    drawn = remembered(lengths)
+    return lambda request: drawn(request.prompt, request.seed)
 
 
 def _number(prompt: Prompt) -> int:

@@ -30,14 +30,14 @@ class _Run:
 
     __slots__ = ("began_step", "first", "made", "request", "size", "to_make", "truncated")
 
-    def __init__(self, request: Request, to_make: int, truncated: bool) -> None:
+    def __init__(self, request: Request, first: int, to_make: int, truncated: bool) -> None:
         self.request = request
         self.to_make = to_make  # tokens still to make when it was last started
         self.truncated = truncated
         self.made = 0  # tokens made before it was last started
         self.began_step = 0
-        self.first = request.kept_length  # position of the first token that it makes
-        self.size = len(request.prompt.tokens) + self.first  # its context without what it made
+        self.first = first  # position of the first token that it makes
+        self.size = len(request.prompt.tokens) + first  # its context without what it made
 
 
 class SimulatedEngine:
@@ -50,7 +50,7 @@ class SimulatedEngine:
         kv_tokens: int | None = None,
         load_seconds: float = 0.0,
         keep_old_keys: bool = False,
-        lost_after: Callable[[Request], int | None] = lambda request: None,  # tokens after which it is lost
+        lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it is lost
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots = {slots}: an engine needs at least one")
@@ -72,49 +72,54 @@ class SimulatedEngine:
         self._starts = 0
         self._queue: deque[_Run] = deque()
         self._undelivered: list[Change] = []
+        self._has_ended = False  # some request among what is undelivered has finished or failed
         self._alarms: list[float] = []
 
     # The protocol
 
     def now(self) -> float:
-        return max(self._now, self._clock)
+        return self._now if self._now > self._clock else self._clock
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            wanted = max(1, self._length_of(request) - request.kept_length)
-            lost = self._lost_after(request)
-            if request.budget < 1 or lost == 0:
-                reason = "no budget left" if request.budget < 1 else "lost by the engine"
-                self._undelivered.append(Failed(request.id, self.now(), reason))
+            first, budget = request.kept_length, request.budget
+            wanted = max(1, self._length_of(request) - first)
+            lost = self._lost_after(request) if self._lost_after else None
+            if budget < 1 or lost == 0:
+                self._fail(request.id, self.now(), "no budget left" if budget < 1 else "lost by the engine")
                 continue
-            to_make = min(wanted, request.budget, wanted if lost is None else lost)
-            self._queue.append(_Run(request, to_make, truncated=wanted >= request.budget))
+            to_make = min(wanted, budget) if lost is None else min(wanted, budget, lost)
+            self._queue.append(_Run(request, first, to_make, truncated=wanted >= budget))
         self._admit()
 
     def poll(self, until: float | None = None) -> list[Change]:
-        while not any(isinstance(change, Finished | Failed) for change in self._undelivered):
-            limit = min([t for t in (until, self._next_alarm()) if t is not None], default=math.inf)
+        while not self._has_ended:
+            limit = math.inf if until is None else until
+            if self._alarms:
+                limit = min(limit, self._next_alarm())
             if not self._running:
                 if limit < math.inf:
                     self._clock = self._now = max(self.now(), limit)
                 break
             if not self._advance(limit):
                 break
-        changes, self._undelivered = self._undelivered, []
-        return changes
+        return self._handed_over()
 
     def stop(self, ids: Sequence[int]) -> list[Change]:
-        changes, self._undelivered = self._undelivered, []
-        self._clock = self.now()  # a step that was under way is lost
-        wanted = set(ids)
+        changes = self._handed_over()
+        self._clock = at = self.now()  # a step that was under way is lost
         for id in ids:
             run = self._running.pop(id, None)
             if run is not None:
-                self._cached -= self._context(run)
-                self._deliver(run, self._made(run), changes)
+                made = self._made(run)
+                self._cached -= run.size + made
+                self._deliver(run, made, at, changes)
+        if not self._running:
+            self._ends.clear()
+        wanted = set(ids)
         for run in [run for run in self._queue if run.request.id in wanted]:
             self._queue.remove(run)
-            self._deliver(run, run.made, changes)
+            self._deliver(run, run.made, at, changes)
         self._admit()
         return changes
 
@@ -123,6 +128,10 @@ class SimulatedEngine:
             raise RuntimeError("weights cannot be loaded while requests are in the engine")
         self._version = version
         self.sleep(self._load_seconds)
+
+    def _handed_over(self) -> list[Change]:
+        changes, self._undelivered, self._has_ended = self._undelivered, [], False
+        return changes
 
     # Virtual time
 
@@ -134,10 +143,10 @@ class SimulatedEngine:
         """Make `poll` return at this time, whatever happens in the engine."""
         heapq.heappush(self._alarms, time)
 
-    def _next_alarm(self) -> float | None:
+    def _next_alarm(self) -> float:
         while self._alarms and self._alarms[0] <= self._now:
             heapq.heappop(self._alarms)
-        return self._alarms[0] if self._alarms else None
+        return self._alarms[0] if self._alarms else math.inf
 
     def _advance(self, limit: float) -> bool:
         """Run to the next event; False if `limit` came first."""
@@ -152,13 +161,14 @@ class SimulatedEngine:
                     self._make_room()
                     return True
                 steps = room
-        if self._clock + self._seconds(steps) > limit:
+        end = self._clock + self._seconds(steps)
+        if end > limit:
             steps = self._steps_until(limit, steps)
             self._clock += self._seconds(steps)
             self._pass_steps(steps)
             self._now = max(self._now, limit)
             return False
-        self._clock += self._seconds(steps)
+        self._clock = end
         self._pass_steps(steps)
         self._finish_due()
         return True
@@ -195,21 +205,20 @@ class SimulatedEngine:
     def _made(self, run: _Run) -> int:
         return run.made + self._step - run.began_step
 
-    def _context(self, run: _Run) -> int:
-        return run.size + self._made(run)
-
     def _admit(self) -> None:
+        if not self._queue:
+            return
         prefill = 0
         at = self.now()
         while self._queue and len(self._running) < self.slots:
             run = self._queue[0]
             context = run.size + run.made
-            if not self._fits(context):
+            if self._kv_tokens is not None and not self._fits(context, self._kv_tokens):
                 if self._running:
                     break
                 self._queue.popleft()
-                self._deliver(run, run.made, self._undelivered)
-                self._undelivered.append(Failed(run.request.id, at, self._too_large(context)))
+                self._deliver(run, run.made, at, self._undelivered)
+                self._fail(run.request.id, at, self._too_large(context))
                 continue
             self._queue.popleft()
             self._start(run, at + self._prefill_wait(prefill))
@@ -224,11 +233,9 @@ class SimulatedEngine:
             return 0.0
         return ahead // at_once * at_once * self._step_time.per_prefill_token
 
-    def _fits(self, context: int) -> bool:
-        if self._kv_tokens is None:
-            return True
-        spare = self._kv_tokens * WATERMARK if self._running else 0
-        return self._cached + context + 1 + spare <= self._kv_tokens
+    def _fits(self, context: int, kv_tokens: int) -> bool:
+        spare = kv_tokens * WATERMARK if self._running else 0
+        return self._cached + context + 1 + spare <= kv_tokens
 
     def _too_large(self, context: int) -> str:
         return f"a context of {context} tokens does not fit into the KV budget of {self._kv_tokens}"
@@ -250,15 +257,15 @@ class SimulatedEngine:
         run.to_make -= made - run.made
         run.made = made
         if not self._running:
-            self._deliver(run, made, self._undelivered)
-            self._undelivered.append(Failed(id, self._clock, self._too_large(context + 1)))
+            self._deliver(run, made, self.now(), self._undelivered)
+            self._fail(id, self._clock, self._too_large(context + 1))
             self._admit()
             return
         self._undelivered.append(Preempted(id, self._clock, context))
         self._queue.appendleft(run)
 
     def _finish_due(self) -> None:
-        finished = False
+        at = self.now()
         while self._ends and self._ends[0][0] <= self._step:
             end = heapq.heappop(self._ends)
             if not self._is_current(end):
@@ -268,21 +275,25 @@ class SimulatedEngine:
             del self._running[id]
             made = self._made(run)
             self._cached -= run.size + made
-            self._deliver(run, made, self._undelivered)
-            lost = self._lost_after(run.request)
+            self._deliver(run, made, at, self._undelivered)
+            lost = self._lost_after(run.request) if self._lost_after else None
             if lost is not None and made >= lost:
-                self._undelivered.append(Failed(id, self._clock, "lost by the engine"))
+                self._fail(id, self._clock, "lost by the engine")
             else:
                 self._undelivered.append(Finished(id, self._clock, run.truncated))
-            finished = True
-        if finished:
+                self._has_ended = True
+        if self._has_ended:
             self._admit()
 
-    def _deliver(self, run: _Run, made: int, changes: list[Change]) -> None:
+    def _fail(self, id: int, at: float, reason: str) -> None:
+        self._undelivered.append(Failed(id, at, reason))
+        self._has_ended = True
+
+    def _deliver(self, run: _Run, made: int, at: float, changes: list[Change]) -> None:
         first = run.first
         if made:
             tokens, logprobs = range(first, first + made), range(-first - 1, -first - made - 1, -1)
-            changes.append(Tokens(run.request.id, self.now(), Segment(tokens, logprobs, self._version)))
+            changes.append(Tokens(run.request.id, at, Segment(tokens, logprobs, self._version)))
 
 
 class SimulatedScorer:

@@ -253,7 +253,8 @@ class Metrics:
         self._count["generated"] += made
 
     def _note_room(self) -> None:
-        self._memory_is_short &= min(self.slots, self._live) > self._running
+        if self._memory_is_short:
+            self._memory_is_short = min(self.slots, self._live) > self._running
 
     def _leave_slot(self, rollout: int) -> None:
         if rollout in self._in_slot:

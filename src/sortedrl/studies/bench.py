@@ -99,11 +99,12 @@ def run(
         DirectScorer(lambda rollout: Verdict(0.0, correct=False)),
         schedule,
         expectation=expectation_for(workload, schedule),
-        log=EventLog(metrics, uncut, *sinks),
+        log=EventLog(metrics, *sinks),
         max_updates=max_updates,
     )
     inside_before, began = getattr(engine, "inside_seconds", None), time.perf_counter()
     for batch in controller:
+        uncut.add(batch)
         controller.publish()
         on_update(batch.update + 1)
     seconds = time.perf_counter() - began

@@ -7,7 +7,7 @@ What keys of old weights would add is told beside it: they are an approximation,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,17 @@ class Option:
 
 
 @dataclass(frozen=True)
+class UpdateSize:
+    """The best schedules at one update size over slots. `excluded` is faster than all that is allowed."""
+
+    ratio: float
+    baseline: Option
+    best: Option | None  # None: nothing but baselines is allowed
+    excluded: Option | None
+    excluded_because: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     choice: Option
     runner_up: Option | None
@@ -67,7 +78,7 @@ class Plan:
     options: tuple[Option, ...]
     staleness_frontier: tuple[Option, ...]
     bias_frontier: tuple[Option, ...]
-    by_update_size: tuple[tuple[float, Option, Option], ...]  # (U/Q, best baseline, best other)
+    by_update_size: tuple[UpdateSize, ...]
 
 
 def candidates(schedule: Schedule, allowed: Allowed) -> list[tuple[str, Schedule]]:
@@ -115,7 +126,7 @@ def plan(
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
-        by_update_size=_best_by_update_size(scan, figures, allowed),
+        by_update_size=_best_by_update_size(_own_ratio(workload, schedule), options, scan, figures, allowed),
     )
 
 
@@ -185,26 +196,53 @@ def _with_old_keys(rows: Sequence[Case]) -> Case:
 
 
 def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
-    """A few modes at other update sizes, cohorts growing with them, on at least three cohorts."""
+    """A few modes at other update sizes, cohorts growing with them, on at least two cohorts."""
     rows = []
     for ratio in UPDATE_SIZES:
+        if ratio == _own_ratio(workload, schedule):  # has all the options already
+            continue
         size = max(1, round(ratio * workload.slots))
         prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
         sized = replace(schedule, rollouts_per_update=size, prompts_per_cohort=prompts)
-        scaled = replace(workload, prompts=max(workload.prompts, 3 * prompts))
+        scaled = replace(workload, prompts=max(workload.prompts, 2 * prompts))
         for mode in ("baseline+longest-first", "on-policy+planned", "partial+elevator"):
             rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
     return rows
 
 
+def _own_ratio(workload: Workload, schedule: Schedule) -> float:
+    return schedule.rollouts_per_update / workload.slots
+
+
 def _best_by_update_size(
-    scan: list[tuple[float, Case]], figures: dict[str, dict[str, Any]], allowed: Allowed
-) -> tuple[tuple[float, Option, Option], ...]:
-    lines = []
-    for ratio in UPDATE_SIZES:
-        at_ratio = [option(case.name, case.schedule, figures[case.name]) for r, case in scan if r == ratio]
-        baseline = next(o for o in at_ratio if o.is_baseline)
-        others = [o for o in at_ratio if not o.is_baseline]
-        fit = [o for o in others if is_allowed(o, allowed)] or others
-        lines.append((ratio, baseline, max(fit, key=lambda o: o.of_limit)))
-    return tuple(lines)
+    own_ratio: float,
+    options: Sequence[Option],
+    scan: list[tuple[float, Case]],
+    figures: dict[str, dict[str, Any]],
+    allowed: Allowed,
+) -> tuple[UpdateSize, ...]:
+    at_ratio: dict[float, list[Option]] = {own_ratio: list(options)}
+    for ratio, case in scan:
+        at_ratio.setdefault(ratio, []).append(option(case.name, case.schedule, figures[case.name]))
+    return tuple(_best_of(ratio, found, allowed) for ratio, found in sorted(at_ratio.items()))
+
+
+def _best_of(ratio: float, options: Sequence[Option], allowed: Allowed) -> UpdateSize:
+    def fastest(some: Iterable[Option]) -> Option | None:
+        return max(some, key=lambda o: o.of_limit, default=None)
+
+    baseline = fastest(o for o in options if o.is_baseline)
+    assert baseline is not None
+    others = [o for o in options if not o.is_baseline]
+    best = fastest(o for o in others if is_allowed(o, allowed))
+    excluded = fastest(o for o in others if not is_allowed(o, allowed))
+    reached = max(o.of_limit for o in (baseline, best) if o is not None)
+    if excluded is None or excluded.of_limit <= reached + CLOSE:
+        return UpdateSize(ratio, baseline, best, None)
+    return UpdateSize(ratio, baseline, best, excluded, why_excluded(excluded, allowed))
+
+
+def why_excluded(option: Option, allowed: Allowed) -> str:
+    if allowed.staleness_mean is not None and option.staleness_mean > allowed.staleness_mean:
+        return f"staleness {option.staleness_mean:.2f}, allowed {allowed.staleness_mean:g}"
+    return f"length bias {option.length_bias:+.1%}, allowed {allowed.length_bias:.1%}"

@@ -7,13 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
+from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import Schedule
 from sortedrl.observe.metrics import Figures
 from sortedrl.studies.workload import Workload, limit, run, with_mode
 
+DECIDING_MODES = (  # what a choice depends on; `MODES` has the rest
+    "baseline",
+    "on-policy",
+    "on-policy+planned",
+    "partial",
+    "partial+elevator",
+    "april",
+    "cohort-at-once",
+)
 MODES = (
     "baseline",
     "baseline+longest-first",
@@ -65,34 +75,72 @@ def compare(
     max_updates: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[str, Any]]:
-    """The summary of every case over the seeds, in the order of the rows. Runs on all cores."""
+    """The summary of every case over the seeds, in the order of the rows. Runs on all cores.
+
+    `goodput_error` in it is the relative standard error of tokens per second, from one part of a run to the next.
+    """
     jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
     limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
     by_limit: dict[tuple[int, int], float] = {}
-    results: dict[tuple[str, int], Figures] = {}
+    results: dict[tuple[str, int], Simulated] = {}
     total = len(jobs) + len(limits)
+    on_progress(0, total)
     for key, value in _on_all_cores(jobs, limits, rows):
-        if isinstance(value, Figures):
+        if isinstance(value, Simulated):
             results[key] = value
         else:
             by_limit[key] = value
         on_progress(len(results) + len(by_limit), total)
-    return {
-        row.name: summary(
-            [results[row.name, seed] for seed in seeds],
-            [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds],
-        )
-        for row in rows
-    }
+    summaries = {}
+    for row in rows:
+        runs = [results[row.name, seed] for seed in seeds]
+        limits_of_seeds = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
+        summaries[row.name] = summary([run.figures for run in runs], limits_of_seeds)
+        summaries[row.name]["goodput_error"] = relative_error([rate for run in runs for rate in run.rates])
+    return summaries
+
+
+class Simulated(NamedTuple):
+    figures: Figures
+    rates: tuple[float, ...]  # tokens per second in each part of the run, of about a cohort each
+
+
+class _Rates:
+    """A sink for the tokens per second of each part of a run."""
+
+    def __init__(self, updates_per_part: int) -> None:
+        self._updates_per_part = updates_per_part
+        self._tokens = 0
+        self._part_began = 0.0
+        self.rates: list[float] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Updated):
+            self._tokens += sum(event.lengths)
+            if (event.update + 1) % self._updates_per_part == 0 and event.at > self._part_began:
+                self.rates.append(self._tokens / (event.at - self._part_began))
+                self._tokens, self._part_began = 0, event.at
+
+
+def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = None) -> Simulated:
+    per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
+    rates = _Rates(max(1, per_cohort // schedule.rollouts_per_update))
+    return Simulated(run(workload, schedule, rates, max_updates=max_updates), tuple(rates.rates))
+
+
+def relative_error(rates: Sequence[float]) -> float | None:
+    """The standard error of their mean, as a fraction of it; None where there are too few to tell."""
+    mean = fmean(rates) if rates else 0.0
+    return stdev(rates) / len(rates) ** 0.5 / mean if len(rates) > 2 and mean else None
 
 
 def _on_all_cores(
     jobs: list[tuple[Case, int, int | None]], limits: list[tuple[int, int]], rows: Sequence[Case]
 ) -> Iterator[tuple[Any, Any]]:
     workload, schedule = rows[0].workload, rows[0].schedule
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with ProcessPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         futures: dict[Any, Any] = {
-            pool.submit(run, row.workload, replace(row.schedule, seed=seed), max_updates=most): (row.name, seed)
+            pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most): (row.name, seed)
             for row, seed, most in jobs
         }
         futures |= {

@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sortedrl.observe.metrics import BUBBLE_PARTS
-from sortedrl.studies.plan import Option, Plan
+from sortedrl.studies.plan import CLOSE, Option, Plan, UpdateSize
 
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What decides, in 80 columns. Tokens per second and gain are of the whole run, the learner's time included."""
+    table = _table(
+        "", "mode", "tokens/s", "gain", "empty slots", "tokens wasted", "mean staleness", "length bias", box=SIMPLE_HEAD
+    )
+    base = next(iter(modes.values()))["trained_tokens_per_hour"]
+    for name, f in modes.items():
+        hourly = f["trained_tokens_per_hour"]
+        table.add_row(
+            name,
+            f"{hourly / 3600:,.4g}" if hourly < 3600 * 1000 else f"{hourly / 3600:,.0f}",
+            f"{hourly / base if base else 0.0:.2f}x",
+            f"{f['bubble']:.0%}",
+            f"{f['waste']:.0%}",
+            f"{f['staleness_mean']:.2f}",
+            f"{f['length_bias']:+.0%}",
+        )
+    return table
 
 
 def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -94,16 +115,28 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     sizes = _table(
         "By update size (U) over slots (Q), cohorts growing with it",
         "U/Q",
-        "longest-first baseline",
-        "best other",
+        "best baseline",
+        "best other that is allowed",
         "gain",
     )
-    for ratio, baseline, other in plan.by_update_size:
-        gain = other.of_limit / baseline.of_limit if baseline.of_limit else 0.0
-        verdict = f"{gain:.2f}x" if other.of_limit > baseline.of_limit + 0.02 else f"{gain:.2f}x: you do not need this"
-        sizes.add_row(f"{ratio:g}", f"{baseline.of_limit:.2f}", f"{other.schedule.mode} {other.of_limit:.2f}", verdict)
+    for row in plan.by_update_size:
+        best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.of_limit:.2f}"
+        sizes.add_row(f"{row.ratio:g}", f"{row.baseline.of_limit:.2f}", best, _gain_at(row))
     head = Text.assemble((plan.choice.name if plan.needed else "You do not need this", "bold green"))
     return [head, Text(plan.reason), frontier, bias, sizes]
+
+
+def _gain_at(row: UpdateSize) -> str:
+    """The gain, and what the bounds keep out where that would be faster."""
+
+    def times(option: Option) -> str:
+        return f"{option.of_limit / row.baseline.of_limit if row.baseline.of_limit else 0.0:.2f}x"
+
+    gains = row.best is not None and row.best.of_limit > row.baseline.of_limit + CLOSE
+    text = times(row.best) if row.best is not None else times(row.baseline)
+    if row.excluded is None:
+        return text if gains else f"{text}: you do not need this"
+    return f"{text}; {row.excluded.schedule.mode} would give {times(row.excluded)} ({row.excluded_because})"
 
 
 def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -226,8 +259,10 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
     return table
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+def _table(title: str, first: str, *columns: str, box: Box = HEAVY_HEAD) -> Table:
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", show_edge=False, pad_edge=False, box=box
+    )
     table.add_column(first, no_wrap=True)
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.core.catalogue import strategy_named
-from sortedrl.core.controller import Controller
+from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Finished, Request
-from sortedrl.core.events import Event, EventLog, Loaded, Sink, Updated
+from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.hashing import mixed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal
+from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.observe.metrics import Figures, Metrics
@@ -67,7 +67,7 @@ class NoisyOracle:
     """Expects the true length times log-normal noise: what an expectation of known quality would give."""
 
     def __init__(self, lengths: LengthOf, schedule: Schedule, log_noise: float = ORACLE_LOG_NOISE) -> None:
-        self._lengths = lengths
+        self._lengths = remembered(lengths)
         self._schedule = schedule
         self._log_noise = log_noise
 
@@ -114,30 +114,23 @@ def simulated_engine(workload: Workload) -> SimulatedEngine:
 
 
 class UncutLengths:
-    """A sink that knows what the log cannot: how long the first attempt of each trained rollout would have become."""
+    """Knows what the log cannot: how long the first attempt of each trained rollout would have become."""
 
     def __init__(self, workload: Workload, schedule: Schedule) -> None:
         self._workload = workload
         self._schedule = schedule
-        self._prompt_of: dict[int, str] = {}
         self._total = self._count = 0
 
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Loaded):
-            for i in range(event.rollouts):
-                self._prompt_of[event.first + i] = event.prompts[i // self._schedule.rollouts_per_prompt]
-        elif isinstance(event, Updated):
-            self._count += len(event.rollouts)
-            self._total += sum(self._uncut(id) for id in event.rollouts)
+    def add(self, batch: Batch) -> None:
+        self._count += len(batch)
+        self._total += sum(len(rollout) if rollout.attempt == 0 else self._uncut(rollout) for rollout in batch)
 
     def mean(self) -> float:
         return self._total / self._count if self._count else 0.0
 
-    def _uncut(self, id: int) -> int:
-        number = int(self._prompt_of.pop(id))
-        rollout_seed = mixed(self._schedule.seed, id)
-        seed = rollout_seed if self._schedule.keep_seed else mixed(rollout_seed, 0)
-        return min(self._workload.lengths(Prompt("", (), number), seed), self._schedule.max_response_tokens)
+    def _uncut(self, rollout: Rollout) -> int:
+        seed = rollout.seed if self._schedule.keep_seed else mixed(rollout.seed, 0)
+        return min(self._workload.lengths(rollout.prompt, seed), self._schedule.max_response_tokens)
 
 
 def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> Figures:
@@ -150,10 +143,11 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
         SimulatedScorer(engine, seconds_of=lambda rollout: workload.score_seconds),
         schedule,
         expectation=expectation_for(workload, schedule),
-        log=EventLog(metrics, uncut, *sinks),
+        log=EventLog(metrics, *sinks),
         max_updates=max_updates,
     )
     for batch in controller:
+        uncut.add(batch)
         seconds = workload.learner_seconds(batch.tokens)
         if schedule.overlap:
             controller.carry_on(until=engine.now() + seconds)

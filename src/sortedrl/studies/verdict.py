@@ -1,0 +1,64 @@
+"""One sentence about a comparison: what you would gain, with which mode, at which staleness, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sortedrl.core.catalogue import STRATEGIES
+from sortedrl.studies.plan import Allowed, choose, is_allowed, option
+from sortedrl.studies.simulate import Case
+
+WARM = " (warm)"
+MILLION_TOKENS = 100  # of training, for the sentence's hours
+
+
+def verdict(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Chooses as `plan` does, among the rows that need no earlier epoch; the first row is what is compared with."""
+    first, base = rows[0], modes[rows[0].name]
+    options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
+    choice, _ = choose(
+        [options[row.name] for row in rows if row.workload.expectation == first.workload.expectation], Allowed()
+    )
+    chosen = modes[choice.name]
+    gain = _gain(chosen, base)
+    if choice.name == first.name or choice.is_baseline or gain < 1.02:
+        return f"You do not need this: {choice.name} is as fast as any mode here that keeps the mix of lengths."
+    text = (
+        f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
+        f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "
+        f"{chosen['staleness_mean']:.2f} updates (at most {chosen['staleness_max']:.0f})"
+    )
+    warm = modes.get(choice.name + WARM)
+    if warm is not None and _gain(warm, base) > gain + 0.02:
+        text += f", {_gain(warm, base):.2f} times once it has seen each prompt before (warm)"
+    fresh = [o for o in options.values() if STRATEGIES[o.schedule.mode].on_policy and is_allowed(o, Allowed())]
+    best = max(fresh, key=lambda o: o.of_limit, default=choice)
+    if choice.staleness_mean > 0 and best.staleness_mean == 0 and _gain(modes[best.name], base) > 1.02:
+        text += f"; with no stale token, {best.name} gives {_gain(modes[best.name], base):.2f} times"
+    return text + "."
+
+
+def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: int, cohorts: int) -> str:
+    """How far the gains can be trusted."""
+    errors = [modes[row.name]["goodput_error"] for row in rows]
+    run = f"{seeds} seed{'s' if seeds > 1 else ''} of {cohorts} cohort{'s' if cohorts > 1 else ''}"
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
+        return f"Spread unknown: {run}. More: --cohorts 20 --seeds 0 1 2"
+    base, others = known[0], known[1:] or known
+    widest = max(math.hypot(base, error) for error in others)
+    return (
+        f"Gains are ± {widest:.0%} or less (standard error over the parts of {run}). More: --cohorts 20 --seeds 0 1 2"
+    )
+
+
+def _gain(figures: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    before = base["trained_tokens_per_hour"]
+    return float(figures["trained_tokens_per_hour"] / before) if before else 0.0
+
+
+def _hours(figures: Mapping[str, Any]) -> str:
+    hourly = figures["trained_tokens_per_hour"]
+    return f"{MILLION_TOKENS * 1e6 / hourly:,.3g}" if hourly else "endless"

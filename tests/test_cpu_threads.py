@@ -1,0 +1,62 @@
+"""How many threads PyTorch gets, and that those that wait sleep."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sortedrl.cpu_threads import PARAMETERS_PER_THREAD, threads_for
+
+BUILT_IN = 341_280
+
+
+@pytest.mark.parametrize(
+    ("parameters", "cores", "busy", "threads"),
+    [
+        (BUILT_IN, 2, 0.0, 1),
+        (BUILT_IN, 64, 0.0, 1),
+        (3 * PARAMETERS_PER_THREAD, 2, 0.0, 2),
+        (3 * PARAMETERS_PER_THREAD, 16, 0.0, 4),
+        (8_000_000_000, 16, 0.0, 16),
+        (8_000_000_000, 2, 0.5, 1),
+        (8_000_000_000, 16, 0.25, 12),
+        (8_000_000_000, 16, 1.0, 1),
+    ],
+)
+def test_threads_follow_model_size_and_load(parameters: int, cores: int, busy: float, threads: int) -> None:
+    assert threads_for(parameters, cores, busy) == threads
+
+
+def test_training_with_the_command_line_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
+    code = (
+        "import os, sys; from sortedrl.cli import _needs_train_extra; assert 'torch' not in sys.modules;"
+        "_needs_train_extra(); print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_"))}
+    for extra, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=plain | extra, capture_output=True, text=True, timeout=300, check=True
+        )
+        assert done.stdout.strip() == expected
+
+
+def test_the_users_threads_win() -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sortedrl.app import set_threads
+    from sortedrl.config import Train
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+    before = torch.get_num_threads()
+    try:
+        set_threads(Train(threads=3, device="cpu"), model)
+        assert torch.get_num_threads() == 3
+        set_threads(Train(device="cpu"), model)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

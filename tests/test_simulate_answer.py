@@ -1,0 +1,178 @@
+"""What `simulate` and `plan` answer: short, in real units, with its spread, and within seconds of CPU time."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.core.schedule import Schedule
+from sortedrl.studies.plan import Allowed, Option, _best_of
+from sortedrl.studies.simulate import Case, relative_error
+from sortedrl.studies.verdict import spread, verdict
+from sortedrl.studies.workload import Workload, run
+
+ROWS = [
+    "baseline",
+    "on-policy",
+    "on-policy+planned",
+    "on-policy+planned (warm)",
+    "partial",
+    "partial+elevator",
+    "partial+elevator (warm)",
+    "april",
+    "cohort-at-once",
+]
+SMALL = ["--cohorts", "4", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
+
+
+def sortedrl(*words: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "sortedrl", *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src"), "COLUMNS": str(columns)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_seconds() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    lines = sortedrl("simulate").stdout.splitlines()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert len(lines) <= 30
+    head = next(i for i, line in enumerate(lines) if line.startswith("mode "))
+    table = lines[head + 2 : head + 2 + len(ROWS)]
+    assert [line.split("  ")[0] for line in table] == ROWS
+    assert all(len(line.split("  ")[0].strip()) and len(line[25:].split()) == 6 for line in table), "seven columns"
+    text = " ".join(lines[head + 2 + len(ROWS) :])
+    assert "partial+elevator trains on 1." in text and "hours instead of" in text and "mean staleness" in text
+    assert "Gains are ±" in text
+    assert "H200" in "\n".join(lines[:head])
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 15, f"{seconds:.1f} CPU-seconds: 6 are wanted on a quiet machine"
+
+
+def test_simulate_fits_a_narrow_terminal() -> None:
+    lines = sortedrl("simulate", *SMALL, columns=80).stdout.splitlines()
+    assert max(map(len, lines)) <= 160  # piped: a fixed width
+    assert len(lines) <= 30
+
+
+def test_json_has_the_metrics_of_every_row() -> None:
+    found = json.loads(sortedrl("simulate", "--json", *SMALL).stdout)
+    assert list(found["modes"]) == ROWS
+    for metrics in found["modes"].values():
+        assert {"bubble", "goodput", "of_limit", "waste", "staleness_mean", "length_bias"} <= metrics.keys()
+        assert 0 <= metrics["goodput_error"] < 1
+
+
+def test_details_adds_the_parts() -> None:
+    plain, more = (sortedrl("simulate", *SMALL, *flags).stdout for flags in ([], ["--details"]))
+    for word in ("drain", "rollouts by segments", "of limit"):
+        assert word not in plain and word in more
+
+
+@pytest.fixture
+def long_lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("".join(f"{100 * (i % 150) + 1}\n" for i in range(300)) + "16384\n")
+    return path
+
+
+def test_the_longest_response_of_the_file_is_the_limit(long_lengths: Path) -> None:
+    done = sortedrl("simulate", "--modes", "baseline", "--lengths", str(long_lengths), *SMALL)
+    assert "limit 16,384" in done.stdout
+    assert done.stderr == ""
+
+
+def test_what_a_limit_of_the_users_cuts_is_told(long_lengths: Path) -> None:
+    words = ["--modes", "baseline", "--lengths", str(long_lengths), *SMALL, "--max-response-tokens", "8192"]
+    for flags in ([], ["--json"]):
+        told = sortedrl("simulate", *words, *flags).stderr
+        assert "cuts 137 of 301 responses (45.5%)" in told and "16,384" in told
+
+
+def option(mode: str, of_limit: float, staleness: float = 0.0, bias: float = 0.0) -> Option:
+    return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0)
+
+
+BASELINE = option("baseline", 0.5)
+
+
+def test_a_row_of_plan_names_what_the_bound_excludes() -> None:
+    fast, allowed = option("partial+elevator", 0.8, staleness=0.9), Allowed(staleness_mean=0.3)
+    row = _best_of(1.0, [BASELINE, option("partial", 0.6, staleness=0.2), fast], allowed)
+    assert row.best is not None and row.best.name == "partial"
+    assert row.excluded is fast and row.excluded_because == "staleness 0.90, allowed 0.3"
+    none_allowed = _best_of(1.0, [BASELINE, fast], allowed)
+    assert none_allowed.best is None and none_allowed.excluded is fast
+    assert _best_of(1.0, [BASELINE, fast], Allowed()).excluded is None
+
+
+def test_plan_agrees_with_its_own_table() -> None:
+    words = ["plan", "--max-staleness-mean", "0.3", "--cohorts", "2", *SMALL[2:]]
+    found = json.loads(sortedrl(*words, "--json").stdout)
+    own = next(row for row in found["by_update_size"] if row["ratio"] == 1)
+    assert own["best"]["of_limit"] >= found["choice"]["of_limit"]
+    assert own["excluded"] is not None and "allowed 0.3" in own["excluded_because"]
+    assert "would give" in sortedrl(*words).stdout
+
+
+def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float = 0.0) -> dict[str, Any]:
+    fields = {"goodput": hourly / 3600, "waste": 0.0, "sortedness": 0.0, "bubble": 0.0, "limit": 8000.0}
+    fields |= {"trained_tokens_per_hour": hourly, "goodput_error": 0.03, "length_bias": bias}
+    return fields | {"mode": name, "staleness_mean": staleness, "staleness_max": 3}
+
+
+def rows_of(*modes: str) -> list[Case]:
+    return [Case(mode, Workload(), Schedule(mode=mode)) for mode in modes]
+
+
+def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None:
+    modes = {
+        "baseline": metrics_of("baseline", 1e7),
+        "on-policy": metrics_of("on-policy", 1.3e7, bias=-0.2),
+        "partial": metrics_of("partial", 1.5e7, staleness=0.6),
+    }
+    text = verdict(rows_of(*modes), modes)
+    assert text.startswith("partial trains on 1.50 times") and "6.67 hours instead of 10" in text and "0.60" in text
+    assert "on-policy" not in text
+    assert spread(rows_of(*modes), modes, 1, 6).startswith("Gains are ± 4% or less")
+
+
+def test_the_sentence_says_when_nothing_is_gained() -> None:
+    modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.01e7, staleness=0.6)}
+    assert verdict(rows_of(*modes), modes).startswith("You do not need this: baseline")
+    assert verdict(rows_of("baseline"), modes).startswith("You do not need this")
+
+
+def test_a_spread_of_too_few_parts_is_unknown() -> None:
+    assert relative_error([]) is relative_error([3.0, 4.0]) is None
+    assert relative_error([4.0, 4.0, 4.0]) == 0
+    modes = {"baseline": metrics_of("baseline", 1e7) | {"goodput_error": None}}
+    assert spread(rows_of("baseline"), modes, 1, 1).startswith("Spread unknown: 1 seed of 1 cohort.")
+
+
+@pytest.mark.parametrize("mode", ["partial", "partial+elevator", "on-policy"])
+def test_a_rollout_costs_little_and_no_more_in_a_longer_run(mode: str) -> None:
+    """The goal is 100 us for each rollout on a quiet core; this holds even where the core is a slow, busy one."""
+
+    def cpu_seconds_a_rollout(prompts: int) -> float:
+        began = time.process_time()
+        run(Workload(prompts=prompts), Schedule(mode=mode))
+        return (time.process_time() - began) / prompts
+
+    cpu_seconds_a_rollout(512)  # what is done once
+    short, long = cpu_seconds_a_rollout(1024), cpu_seconds_a_rollout(6144)
+    assert long < 600e-6
+    assert long < 2.5 * short
