@@ -109,6 +109,23 @@ def test_probes_do_not_end_by_eos() -> None:
         checked.load(None, 2)
 
 
+def off_by(nats: float, count: int) -> Bend:
+    return tokens_with(lambda t, p: (t, [value - nats for value in p[:count]] + p[count:]))
+
+
+@pytest.mark.parametrize(
+    ("nats", "count", "agrees"), [(2.0, 3, True), (0.3, 16, False), (0.3, 9, False), (8.0, 3, False)]
+)
+def test_rounding_of_a_few_unlikely_tokens_is_agreement(nats: float, count: int, agrees: bool) -> None:
+    """In bfloat16 single tokens are a nat apart; wrong weights move most tokens, or some of them by much."""
+    _, checked = pair(off_by(nats, count))
+    if agrees:
+        checked.load(None, 1)
+        return
+    with pytest.raises(WeightsDiffer, match="nats a token"):
+        checked.load(None, 1)
+
+
 @pytest.mark.parametrize("failures", [1, 3])
 def test_a_probe_that_fails_is_sent_again(failures: int) -> None:
     left = {-2: failures}

@@ -26,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
@@ -283,7 +282,7 @@ class ServerStreams(ServerDialect):
         if sent.trusted and sent.tokens:
             made = Segment(sent.tokens[:], sent.logprobs[:], self.version)
             request = waiting.request
-            waiting.request = replace(request, kept=(*request.kept, made), budget=request.budget - len(made))
+            waiting.request = request._replace(kept=(*request.kept, made), budget=request.budget - len(made))
         self._queue = deque(sorted((*self._queue, waiting), key=lambda entry: entry.place))
         self._note_outage(reason, asked_for)
 
