@@ -80,8 +80,8 @@ def read_lengths(path: Path) -> ReplayedLengths:
             continue
         for prompt, length in _parsed(line, line_number, path):
             if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
-                shown = reprlib.repr(length)
-                raise ValueError(f"{path}, line {line_number}: {shown} is not a length of 1 to {MOST_TOKENS:,} tokens")
+                why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
+                raise ValueError(f"{path}, line {line_number}: {why}")
             by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: holds no lengths")
