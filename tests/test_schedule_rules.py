@@ -27,6 +27,12 @@ def test_random_runs_with_deaths_and_interrupts_hold_to_the_rules(block: int) ->
             raise
 
 
+@pytest.mark.parametrize("seed", [1344249316395445365])
+def test_runs_that_once_broke_a_rule(seed: int) -> None:
+    """A resumed clock that rounding took back."""
+    check_outcome(play(case_of(seed)))
+
+
 def test_a_seed_gives_the_same_run() -> None:
     for seed in range(10):
         assert play(case_of(seed)).raw == play(case_of(seed)).raw

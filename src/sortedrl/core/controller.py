@@ -633,6 +633,7 @@ class Controller:
         if state["mode"] != self.strategy.name:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
         self._clock_offset = last_time - self.engine.now()
+        self._last_time = last_time  # rounding of the offset must not take the clock back
         self.log.count = state["events"]
         self._has_begun = True
         s.version, s.updates, s.harvests = state["version"], state["updates"], state["harvests"]
