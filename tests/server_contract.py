@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class ServerTests(OnServer):
         reference.run()
         end = reference.tokens(0)[7]
         ledger = Ledger(self.engine_at(server, eos=[end]))
-        ledger.submit([replace(endless(0, 30), sampling=Sampling(temperature=0.0))])
+        ledger.submit([endless(0, 30)._replace(sampling=Sampling(temperature=0.0))])
         ledger.run()
         assert ledger.finished == {0: False}
         assert ledger.tokens(0) == reference.tokens(0)[: reference.tokens(0).index(end) + 1]

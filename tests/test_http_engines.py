@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
         _open.append(engine)
     ledger = Ledger(engine)
     budget = 6 if end == "budget" else 40
-    ledger.submit([replace(endless(0, budget), sampling=Sampling(ignore_end=end == "budget"))])
+    ledger.submit([endless(0, budget)._replace(sampling=Sampling(ignore_end=end == "budget"))])
     while len(ledger.tokens(0)) < len(expected) - 1:
         ledger.apply(engine.poll())
     time.sleep(0.3)

@@ -148,7 +148,7 @@ def test_the_rules_notice_a_controller_that_gives_a_resumed_rollout_its_whole_bu
     start = Controller._start
 
     def generous(self: Controller) -> Request:
-        return replace(start(self), budget=100)
+        return start(self)._replace(budget=100)
 
     monkeypatch.setattr(Controller, "_start", generous)
     failures = 0

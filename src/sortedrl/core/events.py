@@ -316,24 +316,30 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
     What follows a mark is moved back in time by what lies between the last event that counts and the mark.
     """
     kept: list[Event] = []
-    void_seconds = 0.0
+    void = VoidTime()
     for event in events:
         if isinstance(event, RolledBack):
             del kept[max(0, len(kept) - event.events) :]  # a damaged log may hold fewer
-            void_seconds = seconds_rolled_back(kept, event)
+            void = VoidTime.between(kept, event)
         else:
-            kept.append(moved_back(event, void_seconds))
+            kept.append(void.taken_from(event))
     return kept
 
 
-def seconds_rolled_back(kept: Sequence[Event | Damage], mark: RolledBack) -> float:
-    """The time from the last event that counts to the mark: by so much the events after the mark are late."""
-    last = next((event for event in reversed(kept) if not isinstance(event, Damage)), mark)
-    return max(0.0, mark.at - last.at)
+class VoidTime(NamedTuple):
+    """Time that a roll-back made void: by `seconds` the events after the mark are late. None of them comes before
+    `earliest`, the last event that counts, not even by rounding."""
 
+    seconds: float = 0.0
+    earliest: float = -math.inf
 
-def moved_back(event: Event, seconds: float) -> Event:
-    return event._replace(at=event.at - seconds) if seconds else event
+    @classmethod
+    def between(cls, counted: Sequence[Event | Damage], mark: RolledBack) -> VoidTime:
+        last = next((event for event in reversed(counted) if not isinstance(event, Damage)), mark)
+        return cls(max(0.0, mark.at - last.at), last.at)
+
+    def taken_from(self, event: Event) -> Event:
+        return event._replace(at=max(self.earliest, event.at - self.seconds)) if self.seconds else event
 
 
 class Damage(NamedTuple):
@@ -364,15 +370,15 @@ def counting_lines(path: Path) -> list[Event | Damage]:
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
         kept: list[Event | Damage] = []
-        void_seconds = 0.0
+        void = VoidTime()
         for line in lines:
             if isinstance(line, RolledBack):
                 del kept[max(0, len(kept) - line.events) :]
-                void_seconds = seconds_rolled_back(kept, line)
+                void = VoidTime.between(kept, line)
                 continue
             if isinstance(line, HarvestBegan):
                 _drop_what_a_lost_mark_made_void(kept, line.harvest)
-            kept.append(line if isinstance(line, Damage) else moved_back(line, void_seconds))
+            kept.append(line if isinstance(line, Damage) else void.taken_from(line))
     return kept
 
 

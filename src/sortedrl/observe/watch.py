@@ -25,9 +25,8 @@ from sortedrl.core.events import (
     Event,
     RolledBack,
     Sink,
+    VoidTime,
     decoded_or_damage,
-    moved_back,
-    seconds_rolled_back,
     without_rolled_back,
 )
 from sortedrl.observe.console import PlainConsole, RunConsole
@@ -165,13 +164,13 @@ class Follower:
         self._longest_silence = 0.0
         log = self._decoded(self._event_file.all(), 1)
         resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
-        self._void_seconds = 0.0  # by which the events after the newest roll-back are late
+        self._void_time = VoidTime()  # of the newest roll-back
         self._feed(consistent(counted := without_rolled_back(log[:resumed])))
         if resumed:
             self._phases = ["start"]
             mark = log[resumed - 1]
             assert isinstance(mark, RolledBack)
-            self._void_seconds = seconds_rolled_back(counted, mark)
+            self._void_time = VoidTime.between(counted, mark)
         self._feed(log[resumed:])
         lines = _parsed(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
@@ -180,7 +179,7 @@ class Follower:
         self._console.look(self._seen_at())
 
     def _feed(self, log: Sequence[Event]) -> None:
-        for event in (moved_back(event, self._void_seconds) for event in log):
+        for event in map(self._void_time.taken_from, log):
             self._metrics(event)
             self._sink(event)
             if self._last_at is not None:
