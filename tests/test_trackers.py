@@ -325,7 +325,7 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     from trace_rules import assert_valid_trace
 
     folder = tmp_path / "run"
-    words = f"""-m sortedrl train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
+    words = f"""-m sortedrl train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --scoring at-once --out {folder}
         --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8 --rollouts-per-prompt 4 --max-response-tokens 40
         --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
         --tracker tensorboard --prometheus-port 0"""
