@@ -49,7 +49,7 @@ from sortedrl.core.events import HarvestBegan, Published, Updated, read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.materials import Materials, read_materials
+from sortedrl.resources import Resources, read_resources
 from sortedrl.tasks.encode import prompt_text
 
 TARGET = 2.0  # trained rollouts per second, as a multiple of TRL's
@@ -149,18 +149,18 @@ def run_sortedrl(flags: Sequence[str]) -> Run:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RunFailed(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-        return read_run(out / "events.jsonl", json.loads(done.stdout)["figures"])
+        return read_run(out / "events.jsonl", json.loads(done.stdout)["metrics"])
 
 
-def read_run(event_log: Path, figures: dict[str, Any]) -> Run:
+def read_run(event_log: Path, run_metrics: dict[str, Any]) -> Run:
     events = list(read_events(event_log))
     began = next(event.at for event in events if isinstance(event, HarvestBegan))
     updates = [event for event in events if isinstance(event, Updated)]
     return Run(
-        rollouts=figures["trained"],
-        tokens=figures["trained_tokens"],
-        generation_seconds=figures["seconds"],
-        staleness=figures["staleness_mean"],
+        rollouts=run_metrics["trained"],
+        tokens=run_metrics["trained_tokens"],
+        generation_seconds=run_metrics["seconds"],
+        staleness=run_metrics["staleness_mean"],
         rewards=tuple(statistics.fmean(update.rewards) for update in updates),
         update_ends=tuple(event.at - began for event in events if isinstance(event, Published)),
     )
@@ -172,9 +172,9 @@ def read_run(event_log: Path, figures: dict[str, Any]) -> Run:
 class TrlRecorder(TrainerCallback):
     """TRL's reward function and clock in one: together they see every rollout and every update."""
 
-    def __init__(self, materials: Materials, updates_per_generation: int) -> None:
-        self._task = materials.task
-        self._problems = {prompt.id: prompt.payload for prompt in materials.train}
+    def __init__(self, resources: Resources, updates_per_generation: int) -> None:
+        self._task = resources.task
+        self._problems = {prompt.id: prompt.payload for prompt in resources.train}
         self._updates_per_generation = updates_per_generation
         self._began: float | None = None
         self._step_began = 0.0
@@ -226,38 +226,38 @@ def _train_with_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
     settings = parsed(Train, flags, "beside_trl")
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    materials = read_materials(settings, print)
-    prompts = prompts_in_loading_order(materials, settings)
-    recorder = TrlRecorder(materials, setting.updates_per_generation)
-    weights = materials.model.parameters()
-    optimiser = torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    resources = read_resources(settings, print)
+    prompts = prompts_in_loading_order(resources, settings)
+    recorder = TrlRecorder(resources, setting.updates_per_generation)
+    weights = resources.model.parameters()
+    optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0, fused=True)
     warm_up = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda update: min(1.0, (update + 1) / max(1, settings.warmup_updates))
+        optimizer, lambda update: min(1.0, (update + 1) / max(1, settings.warmup_updates))
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=materials.model,
+            model=resources.model,
             reward_funcs=recorder.score,
             args=trl_config(setting, settings, folder),
             train_dataset=Dataset.from_list(
                 [
-                    {"prompt": prompt_text(prompt.payload, materials.tokenizer), "problem_id": prompt.id}
+                    {"prompt": prompt_text(prompt.payload, resources.tokenizer), "problem_id": prompt.id}
                     for prompt in prompts
                 ]
             ),
-            processing_class=materials.tokenizer,
+            processing_class=resources.tokenizer,
             callbacks=[recorder],
-            optimizers=(optimiser, warm_up),
+            optimizers=(optimizer, warm_up),
         )
         trainer.remove_callback(PrinterCallback)
-        _generate_once(materials, prompts[0])
+        _generate_once(resources, prompts[0])
         trainer.train()
     return recorder.result()
 
 
-def prompts_in_loading_order(materials: Materials, settings: Train) -> list[Prompt]:
+def prompts_in_loading_order(resources: Resources, settings: Train) -> list[Prompt]:
     """The prompts that our run loads, in that order: TRL is not to shuffle them again."""
-    data = Prompts(materials.train, epochs=settings.epochs, seed=settings.seed)
+    data = Prompts(resources.train, epochs=settings.epochs, seed=settings.seed)
     return data.take(
         _updates(settings) * settings.rollouts_per_update // settings.rollouts_per_prompt, within_epoch=False
     )
@@ -307,10 +307,10 @@ def trl_config(setting: TrlSetting, settings: Train, folder: str) -> GRPOConfig:
     )
 
 
-def _generate_once(materials: Materials, prompt: Prompt) -> None:
+def _generate_once(resources: Resources, prompt: Prompt) -> None:
     """First calls are slow; our run has them behind it in the evaluation that it begins with."""
     tokens = torch.tensor([list(prompt.tokens)])
-    generate: Callable[..., Any] = materials.model.generate  # type: ignore[assignment]
+    generate: Callable[..., Any] = resources.model.generate  # type: ignore[assignment]
     generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=True)
 
 
@@ -399,10 +399,10 @@ def headline(runs: Runs, fastest: str, repeats: int) -> list[str]:
     for mode in MODES:
         ratio = ratios(runs, mode, fastest, lambda run: run.rollouts_per_second)
         tokens = ratios(runs, mode, fastest, lambda run: run.tokens_per_second)
-        verdict = "reached" if ratio.median >= TARGET else "missed"
+        outcome = "reached" if ratio.median >= TARGET else "missed"
         lines.append(
             f"{mode} trains {ratio.median:.2f} x its rollouts per second ({ratio.lowest:.2f} to {ratio.highest:.2f} "
-            f"over {repeats} repeats) and {tokens.median:.2f} x its tokens per second: target {TARGET:g} {verdict}"
+            f"over {repeats} repeats) and {tokens.median:.2f} x its tokens per second: target {TARGET:g} {outcome}"
         )
     return lines
 
@@ -462,10 +462,10 @@ def check(args: argparse.Namespace) -> None:
     for mode in MODES:
         parsed(Train, flags_for(args, mode, 0), "beside_trl").check()
     settings = parsed(Train, flags_for(args, MODES[0], 0), "beside_trl")
-    materials = read_materials(settings, print)
-    check_tokens_agree(materials.train, materials.tokenizer)
+    resources = read_resources(settings, print)
+    check_tokens_agree(resources.train, resources.tokenizer)
     needed = args.updates * args.rollouts_per_update // args.rollouts_per_prompt
-    there_are = settings.epochs * len(materials.train)
+    there_are = settings.epochs * len(resources.train)
     if needed > there_are:
         raise ConfigurationError(
             "updates", args.updates,

@@ -52,14 +52,14 @@ class Timed:
         self.seconds += time.process_time() - began
         return changes
 
-    def stop(self, ids: list[int]) -> list[Change]:
+    def abort(self, ids: list[int]) -> list[Change]:
         began = time.process_time()
-        changes = self.engine.stop(ids)
+        changes = self.engine.abort(ids)
         self.seconds += time.process_time() - began
         return changes
 
-    def load(self, weights: object, version: int) -> None:
-        self.engine.load(weights, version)
+    def update_weights(self, weights: object, version: int) -> None:
+        self.engine.update_weights(weights, version)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def _run(
         chosen = []
         if stops is not None and stops.random() < 0.1:
             chosen = [id for id in open_ids if stops.random() < 0.7]
-            changes += engine.stop(chosen)
+            changes += engine.abort(chosen)
         for change in changes:
             if isinstance(change, Tokens):
                 made[change.id].append(change.segment)
@@ -56,7 +56,7 @@ def _run(
 
 
 def _rest(request: Request, made: Sequence[Segment]) -> Request:
-    left = request.budget - sum(map(len, made))
+    left = request.max_new_tokens - sum(map(len, made))
     return Request(request.id, request.prompt, tuple(made), left, request.seed, request.sampling)
 
 

@@ -51,11 +51,11 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        return sum(request.budget for request in self.requests)
+        return sum(request.max_new_tokens for request in self.requests)
 
     def shortened(self, tokens: int) -> Workload:
         """One batch of short requests, to warm up with."""
-        few = tuple(replace(r, budget=min(r.budget, tokens)) for r in self.requests[: self.slots])
+        few = tuple(replace(r, max_new_tokens=min(r.max_new_tokens, tokens)) for r in self.requests[: self.slots])
         return replace(self, requests=few)
 
 
@@ -104,7 +104,9 @@ def make_workload(args: argparse.Namespace, vocabulary_size: int) -> Workload:
         prompt = [rng.randrange(vocabulary_size) for _ in range(args.prompt_length)]
         length = min(max(round(rng.lognormvariate(mu, args.sigma)), 1), longest)
         requests.append(
-            Request(id=index, prompt=Prompt(str(index), prompt), kept=(), budget=length, seed=rng.getrandbits(62))
+            Request(
+                id=index, prompt=Prompt(str(index), prompt), kept=(), max_new_tokens=length, seed=rng.getrandbits(62)
+            )
         )
     return Workload(tuple(requests), args.slots, args.max_length)
 
@@ -140,7 +142,7 @@ def run_generate(model: PreTrainedModel, work: Workload) -> int:
     made = 0
     for start in range(0, len(work.requests), work.slots):
         batch = work.requests[start : start + work.slots]
-        longest = max(request.budget for request in batch)
+        longest = max(request.max_new_tokens for request in batch)
         prompts = torch.tensor([list(request.prompt.tokens) for request in batch], device=model.device)
         generated = model.generate(  # type: ignore[operator]
             prompts,
@@ -149,13 +151,13 @@ def run_generate(model: PreTrainedModel, work: Workload) -> int:
             logits_processor=LogitsProcessorList([LogprobRecorder()]),
         )
         width = generated.shape[1] - prompts.shape[1]
-        made += sum(min(request.budget, width) for request in batch)
+        made += sum(min(request.max_new_tokens, width) for request in batch)
     return made
 
 
 def run_continuous_batching(model: PreTrainedModel, work: Workload) -> int:
     """The manager of transformers, one budget per request."""
-    longest = max(request.budget for request in work.requests)
+    longest = max(request.max_new_tokens for request in work.requests)
     prompt = max(len(request.prompt.tokens) for request in work.requests)
     page = 256
     pages_per_request = -(-(prompt + longest) // page)
@@ -174,7 +176,7 @@ def run_continuous_batching(model: PreTrainedModel, work: Workload) -> int:
     made = 0
     try:
         for request in work.requests:
-            manager.add_request(list(request.prompt.tokens), max_new_tokens=request.budget, eos_token_id=-1)
+            manager.add_request(list(request.prompt.tokens), max_new_tokens=request.max_new_tokens, eos_token_id=-1)
         finished = 0
         while finished < len(work.requests):
             result = manager.get_result(timeout=5)
@@ -268,7 +270,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=("generate", "continuous-batching"),
         help="what to measure beside the embedded engine; nothing, if no name follows",
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=Path, help="write the metrics to this file")
     return parser.parse_args(arguments)
 
 
@@ -297,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     turns = measure(contenders, work, args.repeats, synchronize)
     print_table(turns)
     if args.json is not None:
-        figures = {
+        run_metrics = {
             "arguments": {**vars(args), "json": str(args.json)},
             "parameters": parameters,
             "tokens": work.tokens,
@@ -306,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "transformers": transformers.__version__,
             "turns": {name: [asdict(turn) for turn in of] for name, of in turns.items()},
         }
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        args.json.write_text(json.dumps(run_metrics, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 #   benchmarks/h200.sh PART [OUT]
 #
 # profile      what the simulator is fitted to (90 s)            cold         one cold cohort, five modes (2 to 4 min each)
-# four         four cohorts in a row, nine modes (3 min each)    four-keys    the elevator with the keys of old weights kept
+# four         four cohorts in a row, nine modes (3 min each)    four-keys    the elevator with the KV cache of older weights kept
 # four-large   the elevator with updates of 256                  wide         256 slots, updates of 256
 # memory       little KV memory: preemptions                     smollm       RL with SmolLM2-135M in three modes
 # small        our own time beside SmolLM2's quick steps         contract     the engine contract and its fault tests
@@ -50,7 +50,7 @@ case $part in
   four) bench four "${MODES:-partial+elevator@oracle partial+elevator@oracle*1.3 april partial baseline cohort-at-once+longest-first@oracle on-policy on-policy+planned@cold on-policy+planned@oracle}" \
     "${half[@]}" --cohorts 4 --updates 12 ;;
   four-keys)
-    options+=(keep_old_keys True)
+    options+=(reuse_kv_cache True)
     bench four_keys "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 4 --updates 12
     ;;
   four-large) bench four_large "${MODES:-partial+elevator@oracle}" "${half[@]}" --rollouts-per-update 256 --cohorts 4 --updates 6 ;;

@@ -197,17 +197,17 @@ def require_consistent_log(run: Path) -> None:
     times = [event.at for event in log]
     trained = Counter(id for event in log if isinstance(event, events.Updated) for id in event.rollouts)
     loaded = {event.first + i for event in log if isinstance(event, events.Loaded) for i in range(event.rollouts)}
-    figures = Metrics().fold(log).figures()
+    run_metrics = Metrics().fold(log).run_metrics()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     checks = {
         "each line is an event": not damage,
         "times never go back": times == sorted(times),
         "no rollout is trained on twice": max(trained.values()) == 1,
         "only loaded rollouts are trained on": trained.keys() <= loaded,
-        "tokens add up": figures.generated_tokens
-        == figures.trained_tokens + figures.dropped_tokens + figures.cached_tokens
-        and figures.cached_tokens >= 0,
-        "slot-time adds up": 0 <= figures.bubble <= figures.idle <= 1 + 1e-9,
+        "tokens add up": run_metrics.generated_tokens
+        == run_metrics.trained_tokens + run_metrics.dropped_tokens + run_metrics.cached_tokens
+        and run_metrics.cached_tokens >= 0,
+        "slot-time adds up": 0 <= run_metrics.bubble <= run_metrics.idle <= 1 + 1e-9,
         "metrics.jsonl has each update once": [line["update"] for line in lines if "reward" in line]
         == list(range(1, UPDATES + 1)),
     }
@@ -246,7 +246,7 @@ def main() -> int:
     seconds = time.perf_counter() - began
     print(
         f"seed {seed}: {tally.all_kills} kills in {seconds:.0f} s, {tally.ended_runs} runs ended, all equal to the "
-        f"uninterrupted ones; {tally.begun_again} begun again, killed before the first checkpoint"
+        f"uninterrupted ones; {tally.begun_again} started again, killed before the first checkpoint"
     )
     for counts in (tally.kills, tally.kills_by_mode):
         print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))

@@ -4,7 +4,7 @@ python benchmarks/observe_overhead.py --updates 20
 
 Trains as `make train` does, with the panel drawn into a pseudo-terminal, and puts a clock around every place where the
 run hands something to be logged or shown: the event log with all its sinks, the line of each update, the progress of
-evaluations, and the thread that draws. The clocks' own cost is in the figures.
+evaluations, and the thread that draws. The clocks' own cost is in the metrics.
 
 Two clocks: the wall's, and the CPU time of the thread that does the work. On a quiet machine they agree; on a busy one
 the wall counts what others take, so the share that is judged (more than 1 % is exit code 1) is made of CPU times: over
@@ -40,7 +40,7 @@ from sortedrl.observe.console import PanelConsole
 LIMIT = 0.01
 DRAWING = "drawing"
 PARTS: tuple[tuple[type, str, str], ...] = (
-    (EventLog, "append", "event log: figures, state, file"),
+    (EventLog, "append", "event log: metrics, state, file"),
     (app.TrainingRun, "_record", "lines of updates, sample of rollouts"),
     (PanelConsole, "evaluating", "progress of evaluations"),
     (PanelConsole, "say", "lines that are said"),
@@ -99,7 +99,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         settings = Train(updates=arguments.updates, threads=arguments.threads, out=Path(folder) / "run")
         wall, cpu = time.perf_counter(), time.thread_time()
-        app.train(settings, console.say, console)
+        app.train(settings, console.log, console)
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     print(f"{'':<40} {'calls':>8} {'wall':>9} {'share':>8} {'CPU':>9} {'share':>8}")
     whole = 0.0

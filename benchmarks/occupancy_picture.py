@@ -16,7 +16,7 @@ from pathlib import Path
 from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.observe.metrics import Figures
+from sortedrl.observe.metrics import RunMetrics
 from sortedrl.studies.workload import Workload, run
 
 UPDATES = 12
@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 820, 92  # of a panel's drawing
 LEFT, RIGHT, TOP, GAP, FOOT = 44, 20, 66, 62, 64
 STEP_TIME = "h200-8b"
 
-# Property and colour of each class, light and dark. No CSS variables: many viewers of SVG do not know them.
+# Property and color of each class, light and dark. No CSS variables: many viewers of SVG do not know them.
 COLOURS = {
     "paper": ("fill", "#ffffff", "#0d1117"),
     "edge": ("stroke", "#d0d7de", "#30363d"),
@@ -41,8 +41,8 @@ FONT = "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-s
 
 
 def style() -> str:
-    light = "".join(f".{name}{{{what}:{colour}}}" for name, (what, colour, _) in COLOURS.items())
-    dark = "".join(f".{name}{{{what}:{colour}}}" for name, (what, _, colour) in COLOURS.items())
+    light = "".join(f".{name}{{{what}:{color}}}" for name, (what, color, _) in COLOURS.items())
+    dark = "".join(f".{name}{{{what}:{color}}}" for name, (what, _, color) in COLOURS.items())
     big = ".title{font-size:15px;font-weight:600}.small{font-size:11px}"
     return f"{FONT}{big}{light}@media(prefers-color-scheme:dark){{{dark}}}"
 
@@ -65,7 +65,7 @@ PANELS = (
 class Occupancy:
     changes: tuple[tuple[float, int], ...]  # (time, slots in use from then on)
     updates: tuple[float, ...]
-    figures: Figures
+    run_metrics: RunMetrics
 
     @property
     def end(self) -> float:
@@ -75,19 +75,19 @@ class Occupancy:
 def occupancy(panel: Panel) -> Occupancy:
     log: list[events.Event] = []
     workload = Workload(step_time=PRESETS[STEP_TIME], expectation=panel.expectation)
-    figures = run(workload, Schedule(mode=panel.mode), log.append, max_updates=UPDATES)
+    run_metrics = run(workload, Schedule(mode=panel.mode), log.append, max_updates=UPDATES)
     changes: list[tuple[float, int]] = [(0.0, 0)]
     inside: set[int] = set()
     for event in log:
         if isinstance(event, events.Started):
             inside.add(event.rollout)
-        elif isinstance(event, events.Finished | events.Stopped | events.Failed | events.Preempted):
+        elif isinstance(event, events.Finished | events.Aborted | events.Failed | events.Preempted):
             inside.discard(event.rollout)
         else:
             continue
         changes.append((event.at, len(inside)))
     updates = tuple(event.at for event in log if isinstance(event, events.Updated))
-    return Occupancy(tuple(changes), updates, figures)
+    return Occupancy(tuple(changes), updates, run_metrics)
 
 
 def column_means(data: Occupancy, seconds_per_column: float) -> list[float]:
@@ -104,20 +104,20 @@ def column_means(data: Occupancy, seconds_per_column: float) -> list[float]:
 
 def drawn_panel(panel: Panel, data: Occupancy, top: int, seconds: float) -> str:
     per_column = seconds / WIDTH
-    slots, bottom = data.figures.slots, top + HEIGHT
+    slots, bottom = data.run_metrics.slots, top + HEIGHT
     right = LEFT + data.end / per_column
     path = [f"M{LEFT} {bottom}"]
     for i, running in enumerate(column_means(data, per_column)):
         path.append(f"V{bottom - HEIGHT * running / slots:.1f}H{min(LEFT + i + 1, right):.1f}")
     marks = "".join(f"M{LEFT + at / per_column:.1f} {bottom + 2}v5" for at in data.updates)
-    figures = (
-        f"{UPDATES} updates in {data.end:,.0f} s, goodput {data.figures.goodput:,.0f} tok/s, "
-        f"{data.figures.bubble:.0%} of slot-time empty"
+    run_metrics = (
+        f"{UPDATES} updates in {data.end:,.0f} s, goodput {data.run_metrics.goodput:,.0f} tok/s, "
+        f"{data.run_metrics.bubble:.0%} of slot-time empty"
     )
     return (
         f'<text x="{LEFT}" y="{top - 26}"><tspan class="title ink">{panel.mode}</tspan>'
         f'<tspan dx="10" class="soft">{panel.words}</tspan></text>'
-        f'<text x="{LEFT}" y="{top - 9}" class="ink">{figures}</text>'
+        f'<text x="{LEFT}" y="{top - 9}" class="ink">{run_metrics}</text>'
         f'<rect class="empty-{panel.css}" x="{LEFT}" y="{top}" width="{right - LEFT:.1f}" height="{HEIGHT}"/>'
         f'<path class="{panel.css}" d="{"".join(path)}V{bottom}Z"/><path class="update" fill="none" d="{marks}"/>'
         f'<text x="{LEFT - 6}" y="{top + 10}" class="soft" text-anchor="end">{slots}</text>'
@@ -141,7 +141,7 @@ def picture(before: Occupancy, after: Occupancy) -> str:
     tops = (TOP, TOP + HEIGHT + GAP + 8)
     axis = tops[1] + HEIGHT + 14
     width, height = LEFT + WIDTH + RIGHT, axis + FOOT
-    gain = after.figures.goodput / before.figures.goodput
+    gain = after.run_metrics.goodput / before.run_metrics.goodput
     middle = LEFT + WIDTH * (after.end + seconds) / seconds / 2
     notes = (
         "Slots in use over time; ticks under a panel are updates of 128 rollouts. Simulated: lognormal lengths, limit",
@@ -155,8 +155,9 @@ def picture(before: Occupancy, after: Occupancy) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="slots in use over time: {PANELS[0].mode} leaves {before.figures.bubble:.0%} of slot-time empty, '
-        f'{PANELS[1].mode} {after.figures.bubble:.0%}"><style>{style()}</style>'
+        f'aria-label="slots in use over time: {PANELS[0].mode} leaves {before.run_metrics.bubble:.0%} of slot-time '
+        f"empty, "
+        f'{PANELS[1].mode} {after.run_metrics.bubble:.0%}"><style>{style()}</style>'
         f'<rect class="paper edge" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>{drawn}'
         f'<text class="title ink" x="{middle:.0f}" y="{tops[1] + HEIGHT / 2:.0f}" text-anchor="middle">'
         f"{gain:.2f} x the goodput</text>{drawn_axis(axis, seconds)}"

@@ -52,16 +52,16 @@ def run(url: str, folder: Path, flags: list[str]) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "reward" in line]
     summary = json.loads((folder / "summary.json").read_text())
-    figures = summary["figures"]
+    run_metrics = summary["metrics"]
     return {
         "seconds_per_update": (updates[-1]["seconds"] - updates[0]["seconds"]) / (len(updates) - 1),
-        "rollouts_per_update": figures["rollouts_per_update_mean"],
-        "bubble": figures["bubble"],
-        "idle": figures["idle"],
-        "staleness_mean": figures["staleness_mean"],
-        "staleness_max": figures["staleness_max"],
+        "rollouts_per_update": run_metrics["rollouts_per_update_mean"],
+        "bubble": run_metrics["bubble"],
+        "idle": run_metrics["idle"],
+        "staleness_mean": run_metrics["staleness_mean"],
+        "staleness_max": run_metrics["staleness_max"],
         "gain": summary["gain"]["value"],
-        "load_difference": max(line["load_difference"] for line in updates if "load_difference" in line),
+        "weight_difference": max(line["weight_difference"] for line in updates if "weight_difference" in line),
     }
 
 
@@ -88,7 +88,7 @@ def main() -> None:
         / (other["seconds_per_update"] / other["rollouts_per_update"])
         for one, other in zip(found["in turn"], found["overlap"], strict=True)
     ]
-    print(f"{machine()}: trained rollouts a second, overlap over in turn: median {median(ratios):.2f}, {ratios}")
+    print(f"{machine()}: trained rollouts per second, overlap over in turn: median {median(ratios):.2f}, {ratios}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Each engine has 256 slots and delivers one token for every slot each 20 ms, as an 8B model on a GPU does; no model runs,
 so the load is the controller's, Ray's and the event traffic's alone. All engines and the controller share this machine.
-The engines' ideal is 12,800 deltas a second each; `kept up` is the share of it that reached the controller.
+The engines' ideal is 12,800 deltas per second each; `kept up` is the share of it that reached the controller.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ class TickingEngine:
             self._tick()
         return self._report()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         self._queue = deque(request for request in self._queue if request.id not in set(ids))
         for id in ids:
             self._running.pop(id, None)
             self._made.pop(id, None)
         return self._report()
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         self._version = version
 
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.slots:
             request = self._queue.popleft()
             self._running[request.id] = request
-            self._made[request.id] = request.kept_length
+            self._made[request.id] = request.prefix_length
             self._changes.append(Started(request.id, self.now()))
 
     def _tick(self) -> None:
@@ -101,7 +101,7 @@ class Counted:
     def poll(self, until: float | None = None) -> list[Change]:
         return self._counted(self._pool.poll(until))
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         return self._counted(self._pool.stop(ids))
 
     def _counted(self, changes: list[Change]) -> list[Change]:

@@ -49,8 +49,8 @@ def table(rows: dict[str, Row], extra: dict[str, Callable[[Row], str]] | None = 
     columns = COLUMNS | (extra or {})
     print("| schedule | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    for name, figures in rows.items():
-        print(f"| {name} | " + " | ".join(show(figures) for show in columns.values()) + " |")
+    for name, run_metrics in rows.items():
+        print(f"| {name} | " + " | ".join(show(run_metrics) for show in columns.values()) + " |")
     print()
 
 
@@ -97,7 +97,7 @@ def oversubscribe() -> None:
 def siblings() -> None:
     for size in (8, 16):
         schedule = Schedule(
-            rollouts_per_prompt=size, compare_siblings=True, rollouts_per_update=128, prompts_per_cohort=512 // size
+            rollouts_per_prompt=size, whole_groups=True, rollouts_per_update=128, prompts_per_cohort=512 // size
         )
         workload = Workload(prompts=20 * 512 // size)
         modes = (
@@ -138,11 +138,11 @@ def kv_limited() -> None:
         schedule = Schedule(rollouts_per_update=256, prompts_per_cohort=1024, max_response_tokens=limit)
         modes = ("baseline", "on-policy+planned", "partial", "partial+elevator", "april")
         rows = []
-        for budget in (None, kv):
+        for kv_tokens in (None, kv):
             workload = Workload(
-                lengths=lengths, step_time=PRESETS["a100-8b"], slots=256, prompts=10 * 1024, kv_tokens=budget
+                lengths=lengths, step_time=PRESETS["a100-8b"], slots=256, prompts=10 * 1024, kv_tokens=kv_tokens
             )
-            label = "unlimited" if budget is None else f"{budget:,} tokens"
+            label = "unlimited" if kv_tokens is None else f"{kv_tokens:,} tokens"
             rows += [
                 Case(f"{case.name}, KV {label}", case.workload, case.schedule)
                 for case in cases(workload, schedule, modes, ("warm",))
@@ -171,7 +171,7 @@ def re_prefill() -> None:
 
 
 def paper() -> None:
-    """512 samples in 4 batches, one cold cohort, lengths equal across modes (a redo keeps its length)."""
+    """512 samples in 4 batches, one cold cohort, lengths equal across modes (a regenerate keeps its length)."""
     print("| mode | tok/s kept | tok/s generated | bubble, whole run | without the last harvest | per harvest |")
     print("|---|---|---|---|---|---|")
     for mode in ("baseline", "on-policy", "partial", "partial+lookahead"):
@@ -193,14 +193,14 @@ def paper() -> None:
     print()
 
 
-def without_last(figures: Any) -> float:
+def without_last(run_metrics: Any) -> float:
     """The bubble of all harvests but the last, each weighted by its time (from goodput, equal slots)."""
-    harvests = figures.bubble_per_harvest[:-1]
+    harvests = run_metrics.bubble_per_harvest[:-1]
     return sum(harvests) / len(harvests) if harvests else 0.0
 
 
 def speed() -> None:
-    """Controller, simulated engine, figures and the event log written to a file, in a process of their own."""
+    """Controller, simulated engine, metrics and the event log written to a file, in a process of their own."""
     print("| mode | rollouts | seconds | us a rollout | peak memory MB | log MB |")
     print("|---|---|---|---|---|---|")
     for mode in ("partial", "partial+elevator", "on-policy"):
@@ -233,7 +233,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "reference": reference,
     "staleness": staleness,
     "oversubscribe": oversubscribe,
-    "siblings": siblings,
+    "group": siblings,
     "update-size": update_size,
     "kv-limited": kv_limited,
     "re-prefill": re_prefill,

@@ -29,10 +29,10 @@ from torch.nn.functional import cross_entropy
 from sortedrl.app import embedded_engine, evaluate
 from sortedrl.config import Train, parsed
 from sortedrl.core.engine import Sampling
-from sortedrl.materials import Materials, read_materials
+from sortedrl.resources import Resources, read_resources
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
-from sortedrl.tasks.scoring import DirectScorer, judge
+from sortedrl.tasks.scoring import DirectScorer, reward_function
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
@@ -70,15 +70,15 @@ def _fact(text: str) -> Is | Not:
     return Not(fact) if found[2] else fact
 
 
-def examples(materials: Materials) -> list[Example]:
-    tokenizer: Any = materials.tokenizer
+def examples(resources: Resources) -> list[Example]:
+    tokenizer: Any = resources.tokenizer
     rng = random.Random(0)  # without flaws nothing is drawn from it
 
     def response(question: str) -> list[int]:
         text = worked_response(puzzle_of(question), rng, NO_FLAWS) + END
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    return [Example(list(prompt.tokens), response(prompt.payload.question)) for prompt in materials.train]
+    return [Example(list(prompt.tokens), response(prompt.payload.question)) for prompt in resources.train]
 
 
 def batches(data: Sequence[Example], seed: int) -> Iterator[list[Example]]:
@@ -95,42 +95,42 @@ def batches(data: Sequence[Example], seed: int) -> Iterator[list[Example]]:
         yield from packed
 
 
-def train_supervised(materials: Materials, seconds: float, learning_rate: float, seed: int) -> tuple[int, int]:
+def train_supervised(resources: Resources, seconds: float, learning_rate: float, seed: int) -> tuple[int, int]:
     """For so many seconds, with a rate that falls to 0 as they pass. Returns steps and trained tokens."""
-    model: Any = materials.model
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    model: Any = resources.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     began = time.perf_counter()
-    data = examples(materials)
-    pad = vocabulary_number(materials.tokenizer, PAD)  # type: ignore[arg-type]
+    data = examples(resources)
+    pad = vocabulary_number(resources.tokenizer, PAD)  # type: ignore[arg-type]
     model.train()
     steps = tokens_seen = 0
     for batch in batches(data, seed):
         passed = (time.perf_counter() - began) / seconds
         if passed >= 1:
             break
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, passed / WARMUP_SHARE) * math.cos(passed * math.pi / 2)
         tokens, targets = padded(batch, pad)
         logits = model(input_ids=tokens, attention_mask=(tokens != pad).long()).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
         (loss / TOKENS_PER_STEP).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         steps += 1
         tokens_seen += sum(len(example.response) for example in batch)
     model.eval()
     return steps, tokens_seen
 
 
-def score(materials: Materials, settings: Train) -> Evaluation:
+def score(resources: Resources, settings: Train) -> Evaluation:
     """As `sortedrl train` scores."""
     return evaluate(
-        embedded_engine(settings, materials.model, materials.tokenizer),
-        materials.held_out[: settings.eval_problems],
-        DirectScorer(judge(materials.task, materials.tokenizer)),
+        embedded_engine(settings, resources.model, resources.tokenizer),
+        resources.held_out[: settings.eval_problems],
+        DirectScorer(reward_function(resources.task, resources.tokenizer)),
         samples=settings.eval_samples,
-        budget=settings.max_response_tokens,
+        max_new_tokens=settings.max_response_tokens,
         sampling=Sampling(temperature=settings.temperature),
         seed=settings.eval_seed,
     )
@@ -150,10 +150,10 @@ def run_supervised(flags: Sequence[str], seconds: float, learning_rate: float) -
     settings = parsed(Train, flags, "supervised_beside_rl")
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.threads)
-    materials = read_materials(settings, print)
-    before = score(materials, settings)
-    steps, tokens = train_supervised(materials, seconds, learning_rate, settings.seed)
-    after = score(materials, settings)
+    resources = read_resources(settings, print)
+    before = score(resources, settings)
+    steps, tokens = train_supervised(resources, seconds, learning_rate, settings.seed)
+    after = score(resources, settings)
     return {
         "seconds": seconds,
         "steps": steps,

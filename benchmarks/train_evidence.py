@@ -43,7 +43,7 @@ def train(mode: str, seed: int, *, shuffled: bool, cores: set[int], flags: list[
 
 
 def row(run: dict[str, Any], shuffled: bool) -> str:
-    f, gain = run["figures"], run["gain"]
+    f, gain = run["metrics"], run["gain"]
     cells = [
         f"{run['mode']}{', shuffled rewards' if shuffled else ''}",
         run["seed"],

@@ -1,6 +1,6 @@
 """SortedGRPOTrainer beside plain GRPOTrainer, on CPU: trained rollouts per second, bubble, reward curves.
 
-Both sides are one and the same script with another class: the same model, GRPOConfig, reward function, optimiser,
+Both sides are one and the same script with another class: the same model, GRPOConfig, reward function, optimizer,
 data in the same order and seeds; plain GRPOTrainer in three settings of `beside_trl.py`. All train the same number of
 updates of the same size. The clock runs from the start of the first step to the end of the last one. Every run has a
 fresh process; contenders take turns, each repeat has its own seed, and ratios are taken within a repeat.
@@ -53,8 +53,8 @@ from sortedrl.config import Train, parsed
 from sortedrl.core.events import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer
-from sortedrl.materials import Materials, read_materials
 from sortedrl.observe.metrics import Metrics
+from sortedrl.resources import Resources, read_resources
 from sortedrl.tasks.encode import prompt_text
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
@@ -68,7 +68,7 @@ class Contender:
     name: str
     mode: str | None
     setting: TrlSetting
-    stale_tokens: str = "plain"
+    off_policy_correction: str = "ppo_clip"
 
 
 CONTENDERS = (
@@ -90,8 +90,8 @@ class Result:
 class BubbleRecorder(TrlRecorder):
     """The recorder of `beside_trl`, and the lengths of each call for GRPOTrainer's bubble."""
 
-    def __init__(self, materials: Materials, updates_per_generation: int) -> None:
-        super().__init__(materials, updates_per_generation)
+    def __init__(self, resources: Resources, updates_per_generation: int) -> None:
+        super().__init__(resources, updates_per_generation)
         self._calls: list[list[int]] = []
 
     def score(
@@ -109,38 +109,42 @@ def train(contender: Contender, flags: Sequence[str]) -> Result:
     """In this process."""
     settings = parsed(Train, flags, "trl_integration")
     torch.set_num_threads(settings.threads)
-    materials = read_materials(settings, lambda line: None)
-    order = Prompts(materials.train, seed=settings.seed)
-    prompts = order.take(len(materials.train), within_epoch=True)
-    recorder = BubbleRecorder(materials, contender.setting.updates_per_generation)
-    optimiser = torch.optim.AdamW(materials.model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    resources = read_resources(settings, lambda line: None)
+    order = Prompts(resources.train, seed=settings.seed)
+    prompts = order.take(len(resources.train), within_epoch=True)
+    recorder = BubbleRecorder(resources, contender.setting.updates_per_generation)
+    optimizer = torch.optim.AdamW(resources.model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
     warm_up = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda update: min(1.0, (update + 1) / max(1, settings.warmup_updates))
+        optimizer, lambda update: min(1.0, (update + 1) / max(1, settings.warmup_updates))
     )
     scheduling: dict[str, Any] = {}
     if contender.mode is not None:
-        scheduling = {"schedule": contender.mode, "slots": settings.slots, "stale_tokens": contender.stale_tokens}
+        scheduling = {
+            "schedule": contender.mode,
+            "slots": settings.slots,
+            "off_policy_correction": contender.off_policy_correction,
+        }
     with tempfile.TemporaryDirectory() as folder:
         args = trl_config(contender.setting, settings, folder)
-        if contender.stale_tokens == "decoupled":
+        if contender.off_policy_correction == "decoupled":
             args.vllm_importance_sampling_mode = "token_truncate"
         trainer = (GRPOTrainer if contender.mode is None else SortedGRPOTrainer)(
-            model=materials.model,
+            model=resources.model,
             reward_funcs=recorder.score,
             args=args,
             train_dataset=Dataset.from_list(
                 [
-                    {"prompt": prompt_text(prompt.payload, materials.tokenizer), "problem_id": prompt.id}
+                    {"prompt": prompt_text(prompt.payload, resources.tokenizer), "problem_id": prompt.id}
                     for prompt in prompts
                 ]
             ),
-            processing_class=materials.tokenizer,
+            processing_class=resources.tokenizer,
             callbacks=[recorder],
-            optimizers=(optimiser, warm_up),
+            optimizers=(optimizer, warm_up),
             **scheduling,
         )
         trainer.remove_callback(PrinterCallback)
-        _generate_once(materials, prompts[0])
+        _generate_once(resources, prompts[0])
         trainer.train()
         return result_of(recorder, Path(folder) / "events.jsonl")
 
@@ -149,16 +153,16 @@ def result_of(recorder: BubbleRecorder, event_log: Path) -> Result:
     run = recorder.result()
     if not event_log.exists():
         return Result(run, recorder.bubble_from_lengths(), None, 0.0)
-    figures = Metrics().fold(read_events(event_log)).figures()
+    run_metrics = Metrics().fold(read_events(event_log)).run_metrics()
     told = Run(
-        rollouts=figures.trained,
-        tokens=figures.trained_tokens,
+        rollouts=run_metrics.trained,
+        tokens=run_metrics.trained_tokens,
         generation_seconds=run.generation_seconds,
-        staleness=figures.staleness_mean,
+        staleness=run_metrics.staleness_mean,
         rewards=run.rewards,
         update_ends=run.update_ends,
     )
-    return Result(told, figures.bubble, figures.idle, figures.waste)
+    return Result(told, run_metrics.bubble, run_metrics.idle, run_metrics.waste)
 
 
 def in_fresh_process(contender: Contender, flags: Sequence[str]) -> Result:

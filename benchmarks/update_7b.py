@@ -152,7 +152,7 @@ def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
         "seconds_to_merge_weights": round(time.perf_counter() - begin, 2),
         **{
             name: round(metrics[name], 6)
-            for name in ("padding_share", "padding_saved", "micro_batches", "mismatch_kl", "gradient_norm")
+            for name in ("padding_fraction", "padding_saved", "micro_batches", "mismatch_kl", "grad_norm")
         },
     }
 
@@ -162,7 +162,7 @@ def main() -> int:
     result: dict[str, Any] = {
         **vars(options),
         "torch": torch.__version__,
-        "optimiser_bytes_per_weight": 12 if options.train == "full" else 16,
+        "optimizer_bytes_per_weight": 12 if options.train == "full" else 16,
         "fits": True,
     }
     try:

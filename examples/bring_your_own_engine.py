@@ -37,24 +37,24 @@ class LetterEngine:
                 break
             self.steps += 1
             for request, tokens, logprobs in list(self.running.values()):
-                position = request.kept_length + len(tokens)
+                position = request.prefix_length + len(tokens)
                 noise = random.Random(f"{request.seed}/{position}")  # by seed and position: a resume changes nothing
                 tokens.append(noise.randrange(26))
                 logprobs.append(-3.258)
                 ended = noise.random() < 1 / 20
-                if ended or len(tokens) == request.budget:
+                if ended or len(tokens) == request.max_new_tokens:
                     changes += [self._tokens(request.id), Finished(request.id, self.now(), truncated=not ended)]
                     del self.running[request.id]
         return changes
 
-    def stop(self, ids):
+    def abort(self, ids):
         self.queue = deque(request for request in self.queue if request.id not in ids)
         partials = [self._tokens(id) for id in ids if id in self.running and self.running[id][1]]
         for id in ids:
             self.running.pop(id, None)
         return partials
 
-    def load(self, weights, version):
+    def update_weights(self, weights, version):
         self.version = version
 
     def _tokens(self, id):

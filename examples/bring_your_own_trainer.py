@@ -36,7 +36,7 @@ if __name__ == "__main__":
         step_time=PRESETS["h200-8b"],
         # A resumed response only ever grows; what it has made already is never taken back.
         length_of=lambda request: max(
-            request.kept_length + 1, int(draw(request.prompt, request.seed) / learner.brevity)
+            request.prefix_length + 1, int(draw(request.prompt, request.seed) / learner.brevity)
         ),
     )
     prompts = Prompts([Prompt(str(i), range(100), i) for i in range(640)])
@@ -51,5 +51,5 @@ if __name__ == "__main__":
             mean = batch.tokens / len(batch)
             print(f"update {batch.update + 1:2}  reward {reward:5.2f}  mean length {mean:6.0f}")
 
-    figures = metrics.figures()
-    print(f"bubble {figures.bubble:.1%}, goodput {figures.goodput:,.0f} tok/s, staleness {figures.staleness_mean:.2f}")
+    totals = metrics.run_metrics()
+    print(f"bubble {totals.bubble:.1%}, goodput {totals.goodput:,.0f} tok/s, staleness {totals.staleness_mean:.2f}")

@@ -66,5 +66,5 @@ if __name__ == "__main__":
                 f"update {entry['step']}  reward {entry['reward']:+.2f}  bubble {entry['sortedrl/bubble']:.1%}  "
                 f"length {entry['completions/mean_length']:.0f}  staleness {entry['sortedrl/staleness_mean']:.2f}"
             )
-    figures = Metrics().fold(read_events(output / "events.jsonl")).figures()
-    print(f"{figures.trained} rollouts, goodput {figures.goodput:,.0f} tok/s, event log in {output / 'events.jsonl'}")
+    totals = Metrics().fold(read_events(output / "events.jsonl")).run_metrics()
+    print(f"{totals.trained} rollouts, goodput {totals.goodput:,.0f} tok/s, event log in {output / 'events.jsonl'}")

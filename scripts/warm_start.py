@@ -3,7 +3,7 @@
     python scripts/warm_start.py        # 4 to 6 minutes on 2 cores; writes src/sortedrl/models/knights-tiny
 
 It is trained on solver-made responses, part of them flawed on purpose (sortedrl.tasks.worked_reasoning), to
-puzzles that no task hands out. Figures measured on held-out puzzles at temperature 1 are written beside the
+puzzles that no task hands out. RunMetrics measured on held-out puzzles at temperature 1 are written beside the
 model as recipe.json, together with the recipe itself.
 """
 
@@ -36,7 +36,7 @@ from sortedrl.tasks.knights_and_knaves import (
     compact_text,
     warm_start_puzzle,
 )
-from sortedrl.tasks.task import Problem, Task, Verdict
+from sortedrl.tasks.task import Problem, Reward, Task
 from sortedrl.tasks.worked_reasoning import Flaws, phrases, worked_response
 
 PAD, UNKNOWN, END, SYSTEM, USER, ASSISTANT = (
@@ -183,16 +183,16 @@ def train(model: LlamaForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     taken = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    optimisers: list[torch.optim.Optimizer] = [
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=recipe.muon_learning_rate, weight_decay=0.01),
         torch.optim.AdamW(others, lr=recipe.adam_learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 
-    def share_of_peak(step: int) -> float:
+    def fraction_of_peak(step: int) -> float:
         cosine = math.cos(step / recipe.steps * math.pi / 2)
         return min(1.0, (step + 1) / recipe.warmup_steps) * max(0.03, cosine)
 
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimiser, share_of_peak) for optimiser in optimisers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, fraction_of_peak) for optimizer in optimizers]
     pad = vocabulary_number(tokenizer, PAD)
     model.train()
     begin = time.monotonic()
@@ -203,8 +203,8 @@ def train(model: LlamaForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
         (loss / recipe.tokens_per_step).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser, schedule in zip(optimisers, schedules, strict=True):
-            optimiser.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
             schedule.step()
         model.zero_grad()
         if step % 100 == 0:
@@ -234,7 +234,7 @@ class Sampled:
     """A response at temperature 1, its end token counted in `length`."""
 
     problem: Problem
-    verdict: Verdict
+    reward: Reward
     length: int
     ended: bool
 
@@ -266,7 +266,7 @@ def measure(
     sampled = [one for part in batched(problems, 200) for one in sample(model, tokenizer, part, task)]
     again = sample(model, tokenizer, [*problems[:PASS_PUZZLES]] * PASS_AT, task)
     count = len(sampled)
-    score = share(one.verdict.correct for one in sampled)
+    score = share(one.reward.correct for one in sampled)
     lengths = sorted(one.length for one in sampled)
     median, p95 = lengths[count // 2], lengths[int(0.95 * count)]
     return {
@@ -275,13 +275,13 @@ def measure(
         "score": score,
         "score_half_width_95": round(1.96 * math.sqrt(score * (1 - score) / count), 3),
         "score_by_characters": {
-            size: share(one.verdict.correct for one in sampled if len(one.problem.answer) == size)
+            size: share(one.reward.correct for one in sampled if len(one.problem.answer) == size)
             for size in sorted(set(SMALL_CHARACTERS))
         },
         f"pass_at_{PASS_AT}_of_{PASS_PUZZLES}_puzzles": round(
-            len({one.problem.id for one in again if one.verdict.correct}) / PASS_PUZZLES, 3
+            len({one.problem.id for one in again if one.reward.correct}) / PASS_PUZZLES, 3
         ),
-        "format_right": share(one.verdict.parts["format"] > 0 for one in sampled),
+        "format_right": share(one.reward.parts["format"] > 0 for one in sampled),
         "ended_by_itself": share(one.ended for one in sampled),
         "length_mean": round(sum(lengths) / count, 1),
         "length_median": median,

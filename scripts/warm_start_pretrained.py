@@ -54,14 +54,14 @@ def batch_of(source: Iterator[tuple[list[int], list[int]]], tokens: int) -> tupl
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights without the memory of having been quantised, which would forbid to save them."""
+    """The same weights without the memory of having been quantized, which would forbid to save them."""
     if not hasattr(model.config, "quantization_config"):
         return model
     weights = model.state_dict()
     del model.config.quantization_config
-    unquantised = type(model)(model.config)
-    unquantised.load_state_dict(weights)
-    return unquantised
+    unquantized = type(model)(model.config)
+    unquantized.load_state_dict(weights)
+    return unquantized
 
 
 def main() -> None:
@@ -81,11 +81,11 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     model = plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     data, began = examples(tokenizer, arguments.seed), time.monotonic()
     for step in range(1, arguments.steps + 1):
         share = min(1.0, step / 20) * max(0.05, math.cos(step / arguments.steps * math.pi / 2))
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = arguments.learning_rate * share
         inputs, targets = (tensor.to(device) for tensor in batch_of(data, arguments.tokens_per_step))
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -93,8 +93,8 @@ def main() -> None:
         loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         if step % 20 == 0:
             print(
                 f"step {step} of {arguments.steps}: loss {loss.item():.4f}, {time.monotonic() - began:.0f} s",

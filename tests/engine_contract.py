@@ -59,8 +59,8 @@ class Ledger:
         while len(self.finished) + len(self.failed) == before:
             self.apply(self.engine.poll())
 
-    def stop(self, ids: Sequence[int]) -> None:
-        self.apply(self.engine.stop(ids))
+    def abort(self, ids: Sequence[int]) -> None:
+        self.apply(self.engine.abort(ids))
         for id in ids:
             self.running.discard(id)
             self.submitted.pop(id, None)
@@ -97,7 +97,7 @@ class Ledger:
         elif isinstance(change, Tokens):
             assert len(change.segment) > 0
             self.segments[id].append(change.segment)
-            assert len(self.tokens(id)) <= self.submitted[id].budget
+            assert len(self.tokens(id)) <= self.submitted[id].max_new_tokens
         elif isinstance(change, Finished):
             assert id in self.running, "only what runs can finish"
             assert self.tokens(id), "a finished response has tokens, delivered before"
@@ -115,8 +115,8 @@ def resumed(request: Request, segments: Sequence[Segment]) -> Request:
     return Request(
         id=request.id,
         prompt=request.prompt,
-        kept=(*request.kept, *segments),
-        budget=request.budget - made,
+        kept=(*request.prefix, *segments),
+        max_new_tokens=request.max_new_tokens - made,
         seed=request.seed,
         sampling=request.sampling,
     )
@@ -148,8 +148,8 @@ class EngineContract:
             Request(
                 id=first_id + index,
                 prompt=Prompt(f"prompt {index}", self.prompt_tokens(index)),
-                kept=(),
-                budget=budget,
+                prefix=(),
+                max_new_tokens=budget,
                 seed=1000 + index,
                 sampling=Sampling(),
             )
@@ -219,7 +219,7 @@ class EngineContract:
         ledger.submit(requests)
         ledger.run_until_first_end()
         stopped = ledger.open_ids
-        ledger.stop(stopped)
+        ledger.abort(stopped)
         assert ledger.engine.poll() == []
         assert ledger.engine.poll(ledger.engine.now() + 0.01) == []
         waiting = [id for id in stopped if id not in ledger.started]
@@ -234,13 +234,13 @@ class EngineContract:
         ledger.submit(self.requests(budgets=(2, 40, 30, 40, 25, 35)))
         ledger.run_until_first_end()
         open_ids = ledger.open_ids
-        ledger.stop(open_ids[::2])
+        ledger.abort(open_ids[::2])
         ledger.run()
         assert set(open_ids[1::2]) <= set(ledger.finished)
 
     def test_stop_of_what_is_not_there_changes_nothing(self) -> None:
         ledger = self.undisturbed(self.requests(budgets=(3, 4)))
-        assert ledger.engine.stop([0, 1, 999]) == []
+        assert ledger.engine.abort([0, 1, 999]) == []
 
     def test_resume_goes_on_with_what_is_left_of_the_budget(self) -> None:
         requests = {request.id: request for request in self.requests(budgets=(4, 40, 38, 36))}
@@ -248,14 +248,14 @@ class EngineContract:
         ledger.submit(list(requests.values()))
         ledger.run_until_first_end()
         open_ids = ledger.open_ids
-        ledger.stop(open_ids)
+        ledger.abort(open_ids)
         stopped = [id for id in open_ids if id not in ledger.finished]  # an engine goes on until it is stopped
         first_parts = {id: ledger.segments[id] for id in stopped}
         ledger.submit([resumed(requests[id], first_parts[id]) for id in stopped])
         ledger.run()
         for id in stopped:
             total = sum(map(len, first_parts[id])) + len(ledger.tokens(id))
-            assert total == requests[id].budget if ledger.finished[id] else total <= requests[id].budget
+            assert total == requests[id].max_new_tokens if ledger.finished[id] else total <= requests[id].max_new_tokens
 
     def test_stops_do_not_change_the_tokens(self) -> None:
         if not self.deterministic:
@@ -271,7 +271,7 @@ class EngineContract:
                 made[id] += segments
                 segments.clear()
             left = [id for id in requests if id not in ledger.finished]
-            ledger.stop(ledger.open_ids)
+            ledger.abort(ledger.open_ids)
             for id in left:
                 made[id] += ledger.segments[id]
                 ledger.segments[id] = []
@@ -286,13 +286,13 @@ class EngineContract:
         engine = self.make_engine(self.slots)
         requests = {request.id: request for request in self.requests(budgets=(3, *[self.long_budget] * 3))}
         ledger = Ledger(engine)
-        engine.load(self.weights(5), 5)
+        engine.update_weights(self.weights(5), 5)
         ledger.submit(list(requests.values()))
         ledger.run_until_first_end()
-        ledger.stop(ledger.open_ids)
+        ledger.abort(ledger.open_ids)
         first_parts = {id: list(ledger.segments[id]) for id in requests}
         assert {segment.version for parts in first_parts.values() for segment in parts} == {5}
-        engine.load(self.weights(6), 6)
+        engine.update_weights(self.weights(6), 6)
         left = [id for id in requests if id not in ledger.finished]
         ledger.submit([resumed(requests[id], first_parts[id]) for id in left])
         ledger.run()

@@ -1,4 +1,4 @@
-r"""Answers that a policy would try if the comparison let them pass, each with the verdict that it must get.
+r"""Answers that a policy would try if the comparison let them pass, each with the conclusion that it must get.
 
 A row is (reference, content of the box, whether it is right).
 """

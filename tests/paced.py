@@ -63,7 +63,7 @@ class PacedEngine:
             time.sleep(max(0.0, until - self.now()))
         return self._report()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         self._calls += 1
         self._check_alive()
         self._queue = deque(request for request in self._queue if request.id not in ids)
@@ -71,7 +71,7 @@ class PacedEngine:
             self._running.pop(id, None)
         return self._report()
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         self._check_alive()
         assert not self._queue and not self._running
         if version == self._cannot_load:
@@ -92,11 +92,11 @@ class PacedEngine:
     def _step(self) -> None:
         time.sleep(self._step_seconds)
         for request, made in list(self._running.values()):
-            position = request.kept_length + made
+            position = request.prefix_length + made
             self._unreported.append(Tokens(request.id, self.now(), Segment([position], [-position - 1], self._version)))
             self._running[request.id] = (request, made + 1)
             ended = position + 1 >= self._length_of(request)
-            if ended or made + 1 == request.budget:
+            if ended or made + 1 == request.max_new_tokens:
                 del self._running[request.id]
                 self._unreported.append(Finished(request.id, self.now(), truncated=not ended))
         self._admit()

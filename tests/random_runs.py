@@ -43,7 +43,7 @@ class Case:
         """What this case has of all that may go wrong or differ."""
         scenario, schedule = self.scenario, self.scenario.schedule
         has = {
-            "whole groups": schedule.compare_siblings,
+            "whole groups": schedule.whole_groups,
             "single rollouts": schedule.rollouts_per_prompt == 1,
             "several epochs": scenario.epochs > 1,
             "max_staleness": schedule.max_staleness is not None,
@@ -89,13 +89,13 @@ class MortalEngine(WatchedEngine):
         self._live()
         return super().poll(until)
 
-    def stop(self, ids: Sequence[int]) -> Any:
+    def abort(self, ids: Sequence[int]) -> Any:
         self._live()
         return super().stop(ids)
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         self._live()
-        super().load(weights, version)
+        super().update_weights(weights, version)
 
 
 def case_of(seed: int) -> Case:
@@ -120,7 +120,7 @@ def _schedule(rng: random.Random, mode: str) -> Schedule:
         mode=mode,
         rollouts_per_update=per_update,
         rollouts_per_prompt=per_prompt,
-        compare_siblings=per_prompt > 1 and rng.random() < 0.6,
+        whole_groups=per_prompt > 1 and rng.random() < 0.6,
         prompts_per_cohort=rng.choice((None, rng.randint(fewest, fewest + 8))),
         oversubscribe=rng.choice((None, None, 1.0, 1.3, 2.0)),
         max_staleness=rng.randint(1, 3) if needs_bound or (keeps_tokens and rng.random() < 0.6) else None,
@@ -148,7 +148,7 @@ def _scenario(rng: random.Random, schedule: Schedule, troubled: bool) -> Scenari
         "epochs": rng.randint(1, 3),
         "shuffle": rng.random() < 0.5,
         "step_time": rng.choice(STEP_TIMES),
-        "load_seconds": rng.choice((0.0, 1.5)),
+        "weight_update_seconds": rng.choice((0.0, 1.5)),
         "learner_seconds": rng.choice((0.0, 0.7, 5.0)),
     }
     if troubled:
@@ -195,7 +195,7 @@ class Player:
                 continue
             self._keep_events(life)
             break
-        self.outcome.live = set(life.controller.situation.buffer.live)
+        self.outcome.live = set(life.controller.scheduler_state.buffer.live)
         _count_faults(self.outcome)
         return self.outcome
 
@@ -204,7 +204,7 @@ class Player:
         for batch in life.controller:
             self.outcome.batches.append(batch)
             life.learn(batch)
-            if saves[batch.update % len(saves)] and not life.controller.situation.buffer.running:
+            if saves[batch.update % len(saves)] and not life.controller.scheduler_state.buffer.running:
                 self._save(life)
 
     def _save(self, life: Run) -> None:
@@ -237,7 +237,7 @@ _REASONS = {
     "no score in time, twice": "lost score",
     "no score in time": "late score, regenerated",
     "no reward": "failed score",
-    "unfinished siblings": "unfinished group, regenerated",
+    "unfinished members of its group": "unfinished group, regenerated",
     "prompt of": "prompt too long",
     "failed": "retries used up",
 }
@@ -255,6 +255,6 @@ def _count_faults(outcome: Outcome) -> None:
                 finished[event.rollout] = event.at
             case events.Scored() if event.at > finished[event.rollout]:
                 outcome.faults["score later than the response"] += 1
-            case events.Redone() | events.Rejected():
+            case events.Regenerated() | events.Rejected():
                 kind = next((kind for text, kind in _REASONS.items() if event.reason.startswith(text)), event.reason)
                 outcome.faults[kind] += 1

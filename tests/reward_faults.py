@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 
 
 class Ask(NamedTuple):
@@ -169,12 +169,12 @@ QUICK: dict[str, tuple[Callable[[], Any], str]] = {
     "returns_module": (lambda: asyncio, "type module, not a number"),
     "returns_huge": (lambda: "x" * 10**8, "of type str, not a number"),
     "returns_nested": (lambda: _nested(10**5), "type list, not a number"),
-    "verdict_of_nan": (lambda: Verdict(float("nan"), True), "nan of type float"),
-    "verdict_of_text": (lambda: Verdict("1", True), "'1' of type str"),  # type: ignore[arg-type]
-    "verdict_untrue": (lambda: Verdict(1.0, Untrue()), "RuntimeError: neither"),  # type: ignore[arg-type]
-    "verdict_with_text": (lambda: Verdict(1.0, True, {"style": "bad"}), "part 'style' of the reward is 'bad'"),  # type: ignore[dict-item]
-    "verdict_without_parts": (lambda: Verdict(1.0, True, None), "TypeError"),  # type: ignore[arg-type]
-    "verdict_with_many_parts": (lambda: Verdict(1.0, True, {str(n): 1.0 for n in range(5000)}), "bytes; at most"),
+    "reward_of_nan": (lambda: Reward(float("nan"), True), "nan of type float"),
+    "reward_of_text": (lambda: Reward("1", True), "'1' of type str"),  # type: ignore[arg-type]
+    "reward_untrue": (lambda: Reward(1.0, Untrue()), "RuntimeError: neither"),  # type: ignore[arg-type]
+    "reward_with_text": (lambda: Reward(1.0, True, {"style": "bad"}), "part 'style' of the reward is 'bad'"),  # type: ignore[dict-item]
+    "reward_without_parts": (lambda: Reward(1.0, True, None), "TypeError"),  # type: ignore[arg-type]
+    "reward_with_many_parts": (lambda: Reward(1.0, True, {str(n): 1.0 for n in range(5000)}), "bytes; at most"),
     "takes_all_memory": (lambda: bytearray(2**45), "MemoryError"),
     "eats_memory": (_eat_memory, "MemoryError"),
 }
@@ -277,10 +277,10 @@ class Faults:
         asks = [Ask(self._fault, n, self._every) for n in range(40)]
         return [Problem(f"held-out-{ask.number}", f"q{ask.number} q9", ask) for ask in asks]
 
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         ask: Ask = problem.answer
         if not ask.is_faulty:
-            return Verdict(1.0, True)
+            return Reward(1.0, True)
         if ask.fault in HARMLESS:
             return HARMLESS[ask.fault]()  # type: ignore[no-any-return]
         fault = [*FAULTS][ask.number // ask.every % len(FAULTS)] if ask.fault == "each" else ask.fault

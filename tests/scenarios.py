@@ -23,10 +23,10 @@ from sortedrl.core import (
     Schedule,
     Strategy,
 )
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.step_time import StepTime, linear
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.metrics import Metrics, RunMetrics
 
 ONE_SECOND_STEPS = linear(1.0, 0.0)
 STEP_TIMES = (
@@ -57,7 +57,7 @@ class Scenario:
     prompt_tokens: tuple[int, ...] = (1,)
     step_time: StepTime = ONE_SECOND_STEPS
     kv_tokens: int | None = None
-    load_seconds: float = 0.0
+    weight_update_seconds: float = 0.0
     learner_seconds: float = 0.0
     score_seconds: tuple[float, ...] = (0.0,)  # of rollout i; NEVER: no score comes
     unscorable: frozenset[int] = frozenset()  # rollouts whose reward raises
@@ -67,17 +67,17 @@ class Scenario:
 
     def length_of(self, prompt: Prompt, seed: int) -> int:
         number: int = prompt.payload
-        return self.lengths[(number + (mixed(seed) if self.redraws else 0)) % len(self.lengths)]
+        return self.lengths[(number + (derive_seed(seed) if self.redraws else 0)) % len(self.lengths)]
 
     def final_length(self, rollout: Rollout) -> int:
         """What the rollout's present attempt must end at."""
-        seed = rollout.seed if self.schedule.keep_seed else mixed(rollout.seed, rollout.attempt)
+        seed = rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
         return min(self.length_of(rollout.prompt, seed), self.schedule.max_response_tokens)
 
     def loss_of(self, request: Request) -> int | None:
         """A request that would end by then is not lost."""
-        lost = self.lost_after[mixed(request.seed, request.kept_length) % len(self.lost_after)]
-        left = min(self.length_of(request.prompt, request.seed) - request.kept_length, request.budget)
+        lost = self.lost_after[derive_seed(request.seed, request.prefix_length) % len(self.lost_after)]
+        left = min(self.length_of(request.prompt, request.seed) - request.prefix_length, request.max_new_tokens)
         return lost if lost is not None and lost < left else None
 
     def dataset(self) -> list[Prompt]:
@@ -128,7 +128,7 @@ class Run:
             step_time=scenario.step_time,
             length_of=lambda request: scenario.length_of(request.prompt, request.seed),
             kv_tokens=scenario.kv_tokens,
-            load_seconds=scenario.load_seconds,
+            weight_update_seconds=scenario.weight_update_seconds,
             lost_after=scenario.loss_of,
         )
         self.scorer = WatchedScorer(self.engine, seconds_of=self._score_seconds, reward_of=self._reward)
@@ -143,7 +143,7 @@ class Run:
             max_updates=scenario.max_updates,
         )
         if state is not None:
-            self.engine.load(None, state["version"])
+            self.engine.update_weights(None, state["version"])
             self.controller.restore(state, last_time=last_time)
 
     def batches_in_turn(self) -> Iterator[Batch]:
@@ -174,8 +174,8 @@ class Run:
         return state
 
     @property
-    def figures(self) -> Figures:
-        return self.metrics.figures()
+    def run_metrics(self) -> RunMetrics:
+        return self.metrics.run_metrics()
 
     @property
     def sizes(self) -> list[int]:
@@ -198,7 +198,7 @@ class Run:
         if self.scenario.schedule.overlap:
             self.controller.carry_on(until=self.engine.now() + seconds)
         else:
-            self.engine.sleep(seconds)
+            self.engine.pass_time(seconds)
         if batch.update not in self.scenario.silent_updates:
             self.controller.publish()
 
@@ -242,7 +242,7 @@ def schedules(draw: st.DrawFn, mode: str) -> Schedule:
         mode=mode,
         rollouts_per_update=per_update,
         rollouts_per_prompt=per_prompt,
-        compare_siblings=per_prompt > 1 and draw(st.booleans()),
+        whole_groups=per_prompt > 1 and draw(st.booleans()),
         prompts_per_cohort=draw(st.none() | st.integers(fewest, fewest + 8)),
         oversubscribe=draw(st.sampled_from((None, None, 1.0, 1.3, 2.0))),
         max_staleness=draw(bounds) if keeps_tokens else None,
@@ -269,7 +269,7 @@ def peaceful(draw: st.DrawFn, modes: list[str] = MODES) -> Scenario:
         epochs=draw(st.integers(1, 3)),
         shuffle=draw(st.booleans()),
         step_time=draw(st.sampled_from(STEP_TIMES)),
-        load_seconds=draw(st.sampled_from((0.0, 1.5))),
+        weight_update_seconds=draw(st.sampled_from((0.0, 1.5))),
         learner_seconds=draw(st.sampled_from((0.0, 0.7, 5.0))),
     )
 

@@ -47,7 +47,7 @@ class Known:
 
     prompt: str
     group: int  # the same for rollouts that were loaded together for one reading of their prompt
-    sibling: int
+    index_in_group: int
     cohort: int
     state: str = WAITING
     segments: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
@@ -97,12 +97,12 @@ class Replay:
                 self._start(event)
             case events.Preempted():
                 self._running(event.rollout).slot = None
-            case events.Finished() | events.Stopped() | events.Failed():
+            case events.Finished() | events.Aborted() | events.Failed():
                 self._leave_engine(event)
             case events.Scored():
                 rollout = self._in_state(event.rollout, FINISHED)
                 rollout.state, rollout.reward = READY, event.reward
-            case events.Redone():
+            case events.Regenerated():
                 rollout = self._in_state(event.rollout, FINISHED, READY)
                 assert event.dropped == rollout.length and event.reason
                 rollout.drop(event.dropped)
@@ -139,10 +139,10 @@ class Replay:
 
     def _submit(self, event: events.Submitted) -> None:
         rollout = self._in_state(event.rollout, WAITING)
-        assert event.kept == rollout.length < self.schedule.max_response_tokens, "no budget is left"
+        assert event.prefix == rollout.length < self.schedule.max_response_tokens, "no budget is left"
         assert event.attempt == rollout.attempt
         assert event.prompt_tokens <= (self.schedule.max_prompt_tokens or event.prompt_tokens)
-        rollout.state, rollout.kept, rollout.sampled_under = RUNNING, event.kept, self.version
+        rollout.state, rollout.kept, rollout.sampled_under = RUNNING, event.prefix, self.version
 
     def _start(self, event: events.Started) -> None:
         rollout = self._in_state(event.rollout, RUNNING)
@@ -150,7 +150,7 @@ class Replay:
         assert all(other.slot != event.slot for other in self.rollouts.values()), "two rollouts in a slot"
         rollout.slot = event.slot
 
-    def _leave_engine(self, event: events.Finished | events.Stopped | events.Failed) -> None:
+    def _leave_engine(self, event: events.Finished | events.Aborted | events.Failed) -> None:
         rollout = self._in_state(event.rollout, RUNNING)
         assert event.made == 0 or rollout.slot is not None or not isinstance(event, events.Finished)
         rollout.grow(event.made)
@@ -160,7 +160,7 @@ class Replay:
             assert event.length == rollout.length > 0
             rollout.state = FINISHED
             return
-        if isinstance(event, events.Stopped):
+        if isinstance(event, events.Aborted):
             assert event.length == rollout.length
         else:
             rollout.failures += 1
@@ -190,7 +190,7 @@ class Replay:
 
     def _check_groups(self, ids: tuple[int, ...]) -> None:
         """Where groups are trained on whole, nothing of a group of this batch is left but what was rejected."""
-        if self.schedule.compare_siblings:
+        if self.schedule.whole_groups:
             groups = {self.rollouts[id].group for id in ids}
             members = {id for id, rollout in self.rollouts.items() if rollout.group in groups}
             assert all(self.rollouts[id].state in (TRAINED, REJECTED) for id in members), "a group is torn apart"
@@ -233,9 +233,13 @@ def _check_rollouts(batch: Batch, scenario: Scenario, replay: Replay) -> None:
         assert rollout.tokens == list(range(length))
         assert rollout.logprobs == [-(position + 1) for position in range(length)]
         assert rollout.mask == [1] * length and len(rollout.versions) == length
-        assert (rollout.prompt.id, rollout.sibling, rollout.cohort) == (known.prompt, known.sibling, known.cohort)
-        assert rollout.group == rollout.id - known.sibling, "the key of a group is its first member"
-        of_group[known.group].append((rollout.prompt.id, rollout.sibling))
+        assert (rollout.prompt.id, rollout.index_in_group, rollout.cohort) == (
+            known.prompt,
+            known.index_in_group,
+            known.cohort,
+        )
+        assert rollout.group == rollout.id - known.index_in_group, "the key of a group is its first member"
+        of_group[known.group].append((rollout.prompt.id, rollout.index_in_group))
     assert len({rollout.group for rollout in batch}) == len(of_group), "two readings of a prompt are merged"
     for members in of_group.values():  # one reading of one prompt, each sibling once
         assert len({prompt for prompt, _ in members}) == 1 and len(set(members)) == len(members)
@@ -255,9 +259,9 @@ def check_epochs(scenario: Scenario, log: list[Event]) -> None:
 
 
 def check_metrics(outcome: Outcome, counted: list[Event]) -> None:
-    figures = Metrics().fold(counted).figures()
-    assert -EPSILON <= figures.bubble <= figures.idle + EPSILON <= 1 + 2 * EPSILON
-    assert abs(sum(figures.bubble_parts.values()) - figures.bubble) < EPSILON
-    assert abs(sum(figures.idle_parts.values()) - figures.idle) < EPSILON
-    assert figures.updates == len(outcome.batches)
-    assert figures.trained_tokens == sum(batch.tokens for batch in outcome.batches)
+    run_metrics = Metrics().fold(counted).run_metrics()
+    assert -EPSILON <= run_metrics.bubble <= run_metrics.idle + EPSILON <= 1 + 2 * EPSILON
+    assert abs(sum(run_metrics.bubble_parts.values()) - run_metrics.bubble) < EPSILON
+    assert abs(sum(run_metrics.idle_parts.values()) - run_metrics.idle) < EPSILON
+    assert run_metrics.updates == len(outcome.batches)
+    assert run_metrics.trained_tokens == sum(batch.tokens for batch in outcome.batches)

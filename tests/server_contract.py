@@ -28,8 +28,10 @@ END = 2  # the model's own end token
 ENDLESS = 200  # tokens
 
 
-def endless(id: int, budget: int, **sampling: Any) -> Request:
-    return Request(id, Prompt(str(id), [3 + id % 40] * 6), (), budget, id, Sampling(ignore_end=True, **sampling))
+def endless(id: int, max_new_tokens: int, **sampling: Any) -> Request:
+    return Request(
+        id, Prompt(str(id), [3 + id % 40] * 6), (), max_new_tokens, id, Sampling(ignore_eos=True, **sampling)
+    )
 
 
 class OnServer:
@@ -86,23 +88,23 @@ class ServerTests(OnServer):
         checked = CheckedWeights(engine, logprobs_of(learner), PROBES)
         for version in (1, 2):
             shake(learner, seed=version)
-            checked.load(dict(learner.named_parameters()), version)
+            checked.update_weights(dict(learner.named_parameters()), version)
             assert checked.last_difference < self.tolerance
-        assert engine.load_seconds < 30
+        assert engine.weight_update_seconds < 30
         engine.close()
 
-    @pytest.mark.parametrize("keep_old_keys", [False, True])
+    @pytest.mark.parametrize("reuse_kv_cache", [False, True])
     def test_kept_keys_serve_the_responses_that_were_made_with_them_only(
-        self, server: ServerProcess, model: tuple[Path, Any], *, keep_old_keys: bool
+        self, server: ServerProcess, model: tuple[Path, Any], *, reuse_kv_cache: bool
     ) -> None:
-        engine = self.engine_at(server, keep_old_keys=keep_old_keys)
+        engine = self.engine_at(server, reuse_kv_cache=reuse_kv_cache)
         apart = parted_after_a_load(engine, model[1])
-        assert apart > 0.1 if keep_old_keys else apart < self.tolerance
+        assert apart > 0.1 if reuse_kv_cache else apart < self.tolerance
         engine.close()
 
     def test_a_new_version_may_come_without_new_weights(self, server: ServerProcess) -> None:
         ledger = Ledger(self.engine_at(server))
-        ledger.engine.load(None, 7)
+        ledger.engine.update_weights(None, 7)
         ledger.submit([endless(0, 5)])
         ledger.run()
         assert [segment.version for segment in ledger.segments[0]] == [7] * len(ledger.segments[0])
@@ -113,7 +115,7 @@ class ServerTests(OnServer):
     ) -> None:
         learner = model[1]
         ledger = Ledger(self.engine_at(server))
-        ledger.engine.load(dict(learner.named_parameters()), 1)
+        ledger.engine.update_weights(dict(learner.named_parameters()), 1)
         prompt = [5, 6, 7]
         ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
         ledger.run()
@@ -139,9 +141,9 @@ class ServerTests(OnServer):
             trained += [rollout.id for rollout in batch]
             assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
             if overlap:
-                finished = controller.situation.buffer.ready
+                finished = controller.scheduler_state.buffer.ready
                 controller.carry_on_during(lambda: time.sleep(0.5))
-                made_meanwhile += controller.situation.buffer.ready - finished
+                made_meanwhile += controller.scheduler_state.buffer.ready - finished
             controller.publish(model[1].state_dict())
         assert sorted(trained) == list(range(24))
         assert (made_meanwhile > 0) == overlap
@@ -170,7 +172,7 @@ class ServerEnds(OnServer):
             while True:
                 alone.apply(alone.engine.poll())
         assert not alone.failed, "no retry is used up"
-        assert alone.engine.stop(range(1000)) == []
+        assert alone.engine.abort(range(1000)) == []
         with pytest.raises(EngineDied, match=doomed.url):
             alone.engine.submit([endless(5, 3)])
         pooled.engine.close()  # type: ignore[attr-defined]
@@ -180,7 +182,7 @@ class ServerEnds(OnServer):
         engine = self.engine_at(server)
         wrong = {name: weight[:-1] if weight.ndim == 2 else weight for name, weight in model[1].state_dict().items()}
         with pytest.raises(EngineDied, match=r"weights of version 1 did not load to the end .*restart the server"):
-            engine.load(wrong, 1)
+            engine.update_weights(wrong, 1)
         with pytest.raises(EngineDied, match="did not load to the end"):
             engine.submit([endless(0, 3)])
         engine.close()

@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 
 
 class SglangStandIn:
@@ -215,7 +215,7 @@ class SglangStandIn:
                 reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
                 fresh: list[tuple[float, int, None]] = []
             else:
-                seed = mixed(parameters.get("sampling_seed", len(self.bodies)), len(made))
+                seed = derive_seed(parameters.get("sampling_seed", len(self.bodies)), len(made))
                 token, logprob = self._next([*body["input_ids"], *(t for _, t, _ in made)], parameters, seed)
                 fresh = [(logprob, token, None)]
                 made += fresh

@@ -21,7 +21,8 @@ TESTS = Path(__file__).parent
 INHERITED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
 ENVIRONMENT = INHERITED | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"}
 SMALL = {
-    "task": "toy:SayA", "scoring": "at-once", "slots": 8, "rollouts-per-update": 16, "prompts-per-cohort": 8, "rollouts-per-prompt": 4,
+    "task": "toy:SayA", "scoring": "at-once",
+    "slots": 8, "rollouts-per-update": 16, "prompts-per-cohort": 8, "rollouts-per-prompt": 4,
     "max-response-tokens": 40, "max-prompt-tokens": 16, "eval-problems": 20, "learning-rate": 3e-3, "threads": 1,
 }  # fmt: skip
 _TOKEN = re.compile(r"\x1b\[(?P<args>[?0-9;]*)(?P<verb>[A-Za-z])|(?P<plain>[^\x1b\r\n]+)|(?P<control>[\r\n])")

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.learner.advantages import (
-    Baseline,
+    AdvantageBaseline,
     CohortStatistics,
     Moments,
     explained_variance,
     generalised_advantages,
+    group_indices,
     grpo_advantages,
-    normalised,
+    normalized,
     reward_advantages,
     rewards_with_truncation,
     rloo_advantages,
-    sibling_sets,
     zero_variance,
 )
 
@@ -36,8 +36,8 @@ def random_sets(seed: int) -> tuple[list[float], list[str]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_grpo_and_rloo_are_their_formulas(seed: int) -> None:
     rewards, keys = random_sets(seed)
-    grpo = grpo_advantages(torch.tensor(rewards), sibling_sets(keys))
-    rloo = rloo_advantages(torch.tensor(rewards), sibling_sets(keys))
+    grpo = grpo_advantages(torch.tensor(rewards), group_indices(keys))
+    rloo = rloo_advantages(torch.tensor(rewards), group_indices(keys))
     for index, key in enumerate(keys):
         siblings = [r for r, k in zip(rewards, keys, strict=True) if k == key]
         others = [r for i, (r, k) in enumerate(zip(rewards, keys, strict=True)) if k == key and i != index]
@@ -50,8 +50,8 @@ def test_grpo_and_rloo_are_their_formulas(seed: int) -> None:
 
 
 def test_zero_variance_needs_siblings_with_equal_rewards() -> None:
-    set_b = sibling_sets(["a", "a", "b", "b", "alone"])
-    assert zero_variance(torch.tensor([0.1, 0.1, 1.0, 0.0, 3.0]), set_b).tolist() == [True, True] + [False] * 3
+    group_b = group_indices(["a", "a", "b", "b", "alone"])
+    assert zero_variance(torch.tensor([0.1, 0.1, 1.0, 0.0, 3.0]), group_b).tolist() == [True, True] + [False] * 3
 
 
 @given(numbers, numbers)
@@ -77,8 +77,8 @@ def test_batch_and_cohort_so_far_are_their_formulas() -> None:
     seen: dict[int, list[float]] = {}
     so_far, batch_only = CohortStatistics(), CohortStatistics()
     for rewards, cohorts in batches_of([8, 5, 9]):
-        by_batch, batch_only = normalised(rewards, cohorts, "batch", batch_only)
-        by_cohort, so_far = normalised(rewards, cohorts, "cohort_so_far", so_far)
+        by_batch, batch_only = normalized(rewards, cohorts, "batch", batch_only)
+        by_cohort, so_far = normalized(rewards, cohorts, "cohort_so_far", so_far)
         cohort = int(cohorts[0])
         seen.setdefault(cohort, []).extend(rewards.tolist())
         for index, reward in enumerate(rewards.tolist()):
@@ -94,7 +94,7 @@ def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> 
     statistics = CohortStatistics(initial=Moments.of(torch.tensor(initial)))
     seen: dict[int, list[float]] = {}
     for rewards, cohorts in batches_of([300, 20, 300, 10]):
-        advantages, statistics = normalised(rewards, cohorts, "previous_cohorts", statistics)
+        advantages, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
         cohort = int(cohorts[0])
         pool = {0: initial, 1: seen.get(0), 2: seen.get(1, []) + seen.get(0, []), 3: seen.get(2)}[cohort] or []
         expected = [(reward - stats.mean(pool)) / stats.stdev(pool) for reward in rewards.tolist()]
@@ -104,56 +104,56 @@ def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> 
 
 def test_a_cohort_that_arrives_while_its_predecessor_is_open_keeps_its_first_reference() -> None:
     statistics = CohortStatistics()
-    mixed = torch.tensor([0, 0, 1, 1])
-    first, statistics = normalised(torch.tensor([0.0, 1.0, 0.0, 1.0]), mixed, "previous_cohorts", statistics)
-    second, statistics = normalised(torch.tensor([9.0, 9.0, 0.0, 1.0]), mixed, "previous_cohorts", statistics)
+    derive_seed = torch.tensor([0, 0, 1, 1])
+    first, statistics = normalized(torch.tensor([0.0, 1.0, 0.0, 1.0]), derive_seed, "previous_cohorts", statistics)
+    second, statistics = normalized(torch.tensor([9.0, 9.0, 0.0, 1.0]), derive_seed, "previous_cohorts", statistics)
     assert torch.equal(first[2:], second[2:])
 
 
 def test_a_cohort_that_is_still_arriving_is_no_reference() -> None:
     """Without a gate, cohort 1 arrives while only the short rollouts of cohort 0 are known."""
     statistics = CohortStatistics(initial=Moments.of(torch.tensor([-1.0, 1.0])))
-    _, statistics = normalised(torch.ones(64), torch.zeros(64).long(), "previous_cohorts", statistics)
-    _, statistics = normalised(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), "previous_cohorts", statistics)
+    _, statistics = normalized(torch.ones(64), torch.zeros(64).long(), "previous_cohorts", statistics)
+    _, statistics = normalized(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), "previous_cohorts", statistics)
     assert statistics.reference(1) == statistics.initial
-    _, statistics = normalised(torch.tensor([0.0, 0.0]), torch.tensor([1, 2]), "previous_cohorts", statistics)
+    _, statistics = normalized(torch.tensor([0.0, 0.0]), torch.tensor([1, 2]), "previous_cohorts", statistics)
     assert statistics.reference(2) == statistics.seen[0]
 
 
 def test_without_initial_rewards_the_first_cohort_is_used_as_it_was_scored() -> None:
     rewards = torch.tensor([0.0, 2.0, 1.0, -1.0])
-    advantages, _ = normalised(rewards, torch.zeros(4).long(), "previous_cohorts", CohortStatistics())
+    advantages, _ = normalized(rewards, torch.zeros(4).long(), "previous_cohorts", CohortStatistics())
     assert torch.equal(advantages, rewards)
 
 
 def test_a_success_after_cohorts_of_equal_failure_does_not_explode() -> None:
     statistics = CohortStatistics()
-    _, statistics = normalised(torch.zeros(64), torch.zeros(64).long(), "previous_cohorts", statistics)
-    advantages, statistics = normalised(torch.tensor([0.0, 1.0]), torch.ones(2).long(), "previous_cohorts", statistics)
+    _, statistics = normalized(torch.zeros(64), torch.zeros(64).long(), "previous_cohorts", statistics)
+    advantages, statistics = normalized(torch.tensor([0.0, 1.0]), torch.ones(2).long(), "previous_cohorts", statistics)
     assert advantages.tolist() == [0.0, 1.0]
     almost_equal = torch.zeros(64)
     almost_equal[0] = 0.01
-    _, statistics = normalised(almost_equal, torch.full((64,), 2), "previous_cohorts", CohortStatistics())
-    advantages, _ = normalised(torch.tensor([1.0]), torch.tensor([3]), "previous_cohorts", statistics)
+    _, statistics = normalized(almost_equal, torch.full((64,), 2), "previous_cohorts", CohortStatistics())
+    advantages, _ = normalized(torch.tensor([1.0]), torch.tensor([3]), "previous_cohorts", statistics)
     assert advantages.tolist() == [10.0]
 
 
 def test_reinforce_with_siblings_divides_all_sets_by_one_scale() -> None:
-    rewards, set_b = torch.tensor([0.0, 2.0, 1.0, 5.0]), sibling_sets(["a", "a", "b", "b"])
+    rewards, group_b = torch.tensor([0.0, 2.0, 1.0, 5.0]), group_indices(["a", "a", "b", "b"])
     first, statistics = reward_advantages(
-        rewards, set_b, torch.zeros(4).long(), "reinforce++", "siblings", CohortStatistics()
+        rewards, group_b, torch.zeros(4).long(), "reinforce++", "group", CohortStatistics()
     )
-    assert torch.equal(first, grpo_advantages(rewards, set_b)), "nothing else is known in the first cohort"
-    advantages, _ = reward_advantages(rewards, set_b, torch.ones(4).long(), "reinforce++", "siblings", statistics)
+    assert torch.equal(first, grpo_advantages(rewards, group_b)), "nothing else is known in the first cohort"
+    advantages, _ = reward_advantages(rewards, group_b, torch.ones(4).long(), "reinforce++", "group", statistics)
     scale = stats.stdev([-1.0, 1.0, -2.0, 2.0])
     assert advantages.tolist() == pytest.approx([-1 / scale, 1 / scale, -2 / scale, 2 / scale], abs=1e-5)
 
 
-@pytest.mark.parametrize("baseline", ["previous_cohorts", "siblings"])
-def test_reinforce_compares_groups_in_the_first_cohort(baseline: Baseline) -> None:
+@pytest.mark.parametrize("advantage_baseline", ["previous_cohorts", "group"])
+def test_reinforce_compares_groups_in_the_first_cohort(baseline: AdvantageBaseline) -> None:
     statistics = CohortStatistics(initial=Moments.of(torch.tensor([0.0, 1.0, 2.0])))  # mean 1, deviation 1
-    rewards, set_b, cohort_b = torch.tensor([0.0, 2.0, 3.0]), sibling_sets(["a", "a", "b"]), torch.zeros(3).long()
-    advantages, _ = reward_advantages(rewards, set_b, cohort_b, "reinforce++", baseline, statistics)
+    rewards, group_b, cohort_b = torch.tensor([0.0, 2.0, 3.0]), group_indices(["a", "a", "b"]), torch.zeros(3).long()
+    advantages, _ = reward_advantages(rewards, group_b, cohort_b, "reinforce++", baseline, statistics)
     assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-3)
     each_b = torch.arange(3)
     alone, _ = reward_advantages(rewards, each_b, cohort_b, "reinforce++", "previous_cohorts", statistics)
@@ -170,7 +170,7 @@ def cohort_by_length(seed: int, prompts: int, siblings: int) -> tuple[torch.Tens
     return solved_b[order_b] * 4.0 - 3.0, torch.arange(prompts).repeat_interleave(siblings)[order_b]
 
 
-@pytest.mark.parametrize("siblings", [1, 8])
+@pytest.mark.parametrize("group", [1, 8])
 def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
     """Four batches by length. The scale of a batch is the root mean square of its advantages; the normal one is that
     of the same batch in the next cohort, or less where groups are compared."""
@@ -179,11 +179,11 @@ def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
     scales: dict[int, list[float]] = {0: [], 1: []}
     means: list[float] = []
     for cohort in scales:
-        rewards_b, set_b = cohort_by_length(seed=cohort, prompts=512 // siblings, siblings=siblings)
+        rewards_b, group_b = cohort_by_length(seed=cohort, prompts=512 // siblings, siblings=siblings)
         for rows in torch.arange(512).chunk(4):
             cohort_b = torch.full((len(rows),), cohort)
             advantages, statistics = reward_advantages(
-                rewards_b[rows], set_b[rows], cohort_b, "reinforce++", "previous_cohorts", statistics
+                rewards_b[rows], group_b[rows], cohort_b, "reinforce++", "previous_cohorts", statistics
             )
             scales[cohort].append(advantages.square().mean().sqrt().item())
             means.append(advantages.mean().item())
@@ -195,15 +195,13 @@ def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
 
 def test_comparing_siblings_without_siblings_is_an_error() -> None:
     with pytest.raises(ValueError, match="none of the 3 rollouts"):
-        reward_advantages(
-            torch.zeros(3), torch.arange(3), torch.zeros(3).long(), "grpo", "siblings", CohortStatistics()
-        )
+        reward_advantages(torch.zeros(3), torch.arange(3), torch.zeros(3).long(), "grpo", "group", CohortStatistics())
 
 
 def test_statistics_survive_their_state_dict() -> None:
     statistics = CohortStatistics(initial=Moments(3, 0.5, 2.0))
     for rewards, cohorts in batches_of([8, 5]):
-        _, statistics = normalised(rewards, cohorts, "previous_cohorts", statistics)
+        _, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
     assert CohortStatistics.from_state_dict(statistics.state_dict()) == statistics
 
 
@@ -219,13 +217,13 @@ def test_truncated_rollouts_by_each_rule() -> None:
     assert shaped("soft_penalty") == pytest.approx([1.0, 0.5, 0.25, 1.0])
 
 
-@pytest.mark.parametrize(("discount", "trace_decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_gae_is_its_definition_over_the_sampled_tokens(discount: float, trace_decay: float) -> None:
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_is_its_definition_over_the_sampled_tokens(gamma: float, gae_lambda: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(4, 9, generator=generator), torch.randn(4, 9, generator=generator)
     mask = torch.rand(4, 9, generator=generator) < 0.7
     mask[0, 5:] = False
-    advantages, returns = generalised_advantages(rewards, values, mask, discount, trace_decay)
+    advantages, returns = generalised_advantages(rewards, values, mask, gamma, gae_lambda)
     for row in range(4):
         places = [t for t in range(9) if mask[row, t]]
         for order, t in enumerate(places):
@@ -233,8 +231,8 @@ def test_gae_is_its_definition_over_the_sampled_tokens(discount: float, trace_de
             for steps, later in enumerate(places[order:]):
                 following = places[order + steps + 1 : order + steps + 2]
                 next_value = values[row, following[0]].item() if following else 0.0
-                surprise = rewards[row, later].item() + discount * next_value - values[row, later].item()
-                expected += (discount * trace_decay) ** steps * surprise
+                surprise = rewards[row, later].item() + gamma * next_value - values[row, later].item()
+                expected += (gamma * gae_lambda) ** steps * surprise
             assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
             assert returns[row, t].item() == pytest.approx(expected + values[row, t].item(), abs=1e-5)
     assert not advantages[~mask].any() and not returns[~mask].any()

@@ -51,7 +51,7 @@ def engine_at(server: SglangStandIn, key: str | None) -> SglangEngine:
 def test_the_key_is_sent_with_every_request(server: SglangStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, f"{KEY}\n")  # as a file of secrets has it
     engine = engine_at(server, None)
-    engine.load(model_of("Llama", seed=3).state_dict(), 1)
+    engine.update_weights(model_of("Llama", seed=3).state_dict(), 1)
     engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
     changes = []
     while not changes or changes[-1].id != 0 or not hasattr(changes[-1], "truncated"):
@@ -78,7 +78,7 @@ def test_a_key_that_the_server_repeats_is_hidden(server: SglangStandIn) -> None:
     failed = [change for _ in range(2) for change in engine.poll() if isinstance(change, Failed)]
     assert "Unauthorized: Bearer (hidden)" in failed[0].reason
     with pytest.raises(EngineDied) as raised:
-        engine.load(model_of("Llama").state_dict(), 1)
+        engine.update_weights(model_of("Llama").state_dict(), 1)
     assert "(hidden)" in str(raised.value) and KEY not in str(raised.value)
     engine.close()
 

@@ -44,7 +44,7 @@ def test_a_forced_length_counts_kept_tokens_and_says_what_was_cut() -> None:
     ledger.submit(requests)
     ledger.run_until_first_end()
     assert len(ledger.tokens(0)) == 10 and ledger.finished[0] is False
-    ledger.stop([1])
+    ledger.abort([1])
     first = list(ledger.segments[1])
     ledger.submit([resumed(requests[1], first)])
     ledger.run()
@@ -75,17 +75,20 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
-    assert Simulate(step_time=str(path)).workload(2).weights_seconds == 0.1
-    assert Simulate(step_time=str(path), weights_seconds=0.0).workload(2).weights_seconds == 0.0
-    assert Bench(step_time=str(path)).workload(2).weights_seconds == 0.0  # it loads none
+    assert Simulate(step_time=str(path)).workload(2).weight_update_seconds == 0.1
+    assert Simulate(step_time=str(path), weight_update_seconds=0.0).workload(2).weight_update_seconds == 0.0
+    assert Bench(step_time=str(path)).workload(2).weight_update_seconds == 0.0  # it loads none
     replace(found, cells=(replace(cells[0], step_seconds=0.0), *cells[1:])).write(path)
     assert main(arguments) == 2
     assert "a time that cannot be" in capsys.readouterr().err
-    for broken, words in [({"load_seconds": math.nan}, "a time that cannot be"), ({"load_seconds": -5.0}, "cannot be")]:
+    for broken, words in [
+        ({"weight_update_seconds": math.nan}, "a time that cannot be"),
+        ({"weight_update_seconds": -5.0}, "cannot be"),
+    ]:
         replace(found, **broken).write(path)
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
-    for field in ("load_seconds", "kv_tokens"):
+    for field in ("weight_update_seconds", "kv_tokens"):
         replace(found, **{field: "many"}).write(path)
         assert main(arguments) == 2
         assert "is not a profile" in capsys.readouterr().err
@@ -166,11 +169,11 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "a bench has no learner" in capsys.readouterr().err
     assert main(["bench", "--events", str(out)]) == 2
     assert "no folder can be made there (File exists)" in capsys.readouterr().err
-    assert main(["bench", "--keep-old-keys"]) == 2
-    assert "--engine-options keep_old_keys True" in capsys.readouterr().err
-    assert main(["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "no"]) == 2
+    assert main(["bench", "--reuse-kv-cache"]) == 2
+    assert "--engine-options reuse_kv_cache True" in capsys.readouterr().err
+    assert main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "no"]) == 2
     assert "it is a switch" in capsys.readouterr().err
-    assert main(["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "True", "rests", "True"]) == 2
+    assert main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "True", "rests", "True"]) == 2
     assert "an engine that rests gives its keys away" in capsys.readouterr().err
 
 
@@ -183,9 +186,9 @@ def test_options_of_an_engine_are_what_they_look_like(text: str, value: object) 
 
 
 def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
-    assert not Bench(engine="vllm").workload(1).keep_old_keys
-    assert Bench(engine="vllm", engine_options={"keep_old_keys": "True"}).workload(1).keep_old_keys
-    assert Simulate(keep_old_keys=True).workload(1).keep_old_keys
+    assert not Bench(engine="vllm").workload(1).reuse_kv_cache
+    assert Bench(engine="vllm", engine_options={"reuse_kv_cache": "True"}).workload(1).reuse_kv_cache
+    assert Simulate(reuse_kv_cache=True).workload(1).reuse_kv_cache
 
 
 def test_bench_honours_the_settings_of_the_schedule() -> None:
@@ -200,7 +203,7 @@ class Seen(ForcedLengths):
     """An engine that remembers the prompts that it was given."""
 
     def __init__(self, slots: int) -> None:
-        super().__init__(endless_engine(slots), lambda request: request.budget)
+        super().__init__(endless_engine(slots), lambda request: request.max_new_tokens)
         self.prompts: list[tuple[int, ...]] = []
 
     def submit(self, requests: Sequence[Request]) -> None:

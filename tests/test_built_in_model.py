@@ -66,18 +66,18 @@ def test_it_is_what_the_script_makes(warm_start: ModuleType, tokenizer: Any) -> 
 
 def test_the_recorded_figures_are_those_that_were_asked_for() -> None:
     report = json.loads((BUILT_IN_MODEL / "recipe.json").read_text(encoding="utf-8"))
-    figures = report["measured_at_temperature_1"]
-    assert figures["held_out_puzzles"] >= 500
-    assert 0.25 <= figures["score"] <= 0.55
-    assert min(figures["ended_by_itself"], figures["format_right"]) >= 0.95
-    assert figures["length_p95"] >= 4 * figures["length_median"]
+    run_metrics = report["measured_at_temperature_1"]
+    assert run_metrics["held_out_puzzles"] >= 500
+    assert 0.25 <= run_metrics["score"] <= 0.55
+    assert min(run_metrics["ended_by_itself"], run_metrics["format_right"]) >= 0.95
+    assert run_metrics["length_p95"] >= 4 * run_metrics["length_median"]
 
 
 def test_its_responses_end_have_the_format_and_are_sometimes_right(sampled: list[Any]) -> None:
     count = len(sampled)
     assert sum(one.ended for one in sampled) >= 0.95 * count
-    assert sum(one.verdict.parts["format"] > 0 for one in sampled) >= 0.95 * count
-    assert 0.25 <= sum(one.verdict.correct for one in sampled) / count <= 0.60
+    assert sum(one.reward.parts["format"] > 0 for one in sampled) >= 0.95 * count
+    assert 0.25 <= sum(one.reward.correct for one in sampled) / count <= 0.60
 
 
 def test_its_lengths_have_a_tail(sampled: list[Any]) -> None:

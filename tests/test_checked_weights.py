@@ -86,27 +86,27 @@ def test_what_is_not_a_whole_answer_of_numbers_is_a_failure(fault: str) -> None:
     bend, words = FAULTS[fault]
     _, checked = pair(bend)
     with pytest.raises(WeightsDiffer, match=f"weight update to version 3 .*{words}"):
-        checked.load(None, 3)
+        checked.update_weights(None, 3)
 
 
 def test_a_learner_without_numbers_is_a_failure_too() -> None:
     model = model_of("Llama")
     checked = CheckedWeights(engine_of(model), lambda context, response: [math.nan] * len(response), PROBES)
     with pytest.raises(WeightsDiffer, match="log-probabilities of the learner"):
-        checked.load(None, 1)
+        checked.update_weights(None, 1)
 
 
 def test_probes_do_not_end_by_eos() -> None:
     """Every token is an end token here: answers of one token, or of none, would check next to nothing."""
     model = model_of("Llama")
     checked = CheckedWeights(engine_of(model, eos_token_ids=range(VOCABULARY)), logprobs_of(model), PROBES)
-    checked.load(None, 1)
+    checked.update_weights(None, 1)
     assert checked.last_difference < 1e-4
     with torch.no_grad():
         next(model.parameters()).add_(1.0)  # the engine decodes with the same module, the learner below has another
     checked = CheckedWeights(checked.inner, logprobs_of(model_of("Llama")), PROBES)
-    with pytest.raises(WeightsDiffer, match="nats a token"):
-        checked.load(None, 2)
+    with pytest.raises(WeightsDiffer, match="nats per token"):
+        checked.update_weights(None, 2)
 
 
 def off_by(nats: float, count: int) -> Bend:
@@ -120,10 +120,10 @@ def test_rounding_of_a_few_unlikely_tokens_is_agreement(nats: float, count: int,
     """In bfloat16 single tokens are a nat apart; wrong weights move most tokens, or some of them by much."""
     _, checked = pair(off_by(nats, count))
     if agrees:
-        checked.load(None, 1)
+        checked.update_weights(None, 1)
         return
-    with pytest.raises(WeightsDiffer, match="nats a token"):
-        checked.load(None, 1)
+    with pytest.raises(WeightsDiffer, match="nats per token"):
+        checked.update_weights(None, 1)
 
 
 @pytest.mark.parametrize("failures", [1, 3])
@@ -137,7 +137,7 @@ def test_a_probe_that_fails_is_sent_again(failures: int) -> None:
         return [change]
 
     engine, checked = pair(bend)
-    checked.load(None, 1)
+    checked.update_weights(None, 1)
     assert checked.last_difference < 1e-4 and engine.submitted == {-1: 1, -2: 1 + failures, -3: 1, -4: 1}
 
 
@@ -147,7 +147,7 @@ def test_a_probe_that_always_fails_is_given_up_with_its_reason() -> None:
 
     engine, checked = pair(bend)
     with pytest.raises(WeightsDiffer, match="failed 4 times, the last time: CUDA error"):
-        checked.load(None, 1)
+        checked.update_weights(None, 1)
     assert max(engine.submitted.values()) == 4
     assert engine.inner.poll() == [], "nothing of the probes is left in the engine"
 
@@ -155,7 +155,7 @@ def test_a_probe_that_always_fails_is_given_up_with_its_reason() -> None:
 def test_a_probe_that_is_never_answered_has_a_deadline() -> None:
     engine, checked = pair(lambda change: [], probe_seconds=0.5)
     with pytest.raises(WeightsDiffer, match=r"4 of 4 probes were not answered within 0.5 s"):
-        checked.load(None, 1)
+        checked.update_weights(None, 1)
     assert engine.inner.poll() == []
 
 
@@ -169,10 +169,10 @@ def test_one_wrong_member_of_a_pool_does_not_hide_behind_the_others() -> None:
     probes = [[3 + i, 4] for i in range(8)]
     checked = CheckedWeights(pool, logprobs_of(model), probes)
     alone = CheckedWeights(engine_of(wrong), logprobs_of(model), probes[:1], tolerance=math.inf)
-    alone.load(None, 1)
+    alone.update_weights(None, 1)
     assert 0.1 < alone.last_difference < 0.8, "too small or too large for this test"
-    with pytest.raises(WeightsDiffer, match="nats a token"):
-        checked.load(None, 1)
+    with pytest.raises(WeightsDiffer, match="nats per token"):
+        checked.update_weights(None, 1)
     pool.close()
 
 

@@ -44,10 +44,10 @@ def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
         "tail-batching",
     }
     assert wanted <= modes.keys()
-    for figures in modes.values():
-        assert 0 <= figures["bubble"] <= figures["idle"] + 1e-9 <= 1 + 1e-9
-        assert figures["bubble"] == pytest.approx(sum(figures["bubble_parts"].values()))
-        assert figures["trained"] + figures["rejected"] == figures["loaded"]
+    for run_metrics in modes.values():
+        assert 0 <= run_metrics["bubble"] <= run_metrics["idle"] + 1e-9 <= 1 + 1e-9
+        assert run_metrics["bubble"] == pytest.approx(sum(run_metrics["bubble_parts"].values()))
+        assert run_metrics["trained"] + run_metrics["rejected"] == run_metrics["loaded"]
         assert {
             "goodput",
             "kept",
@@ -56,7 +56,7 @@ def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
             "staleness_mean",
             "staleness_max",
             "sortedness",
-        } <= figures.keys()
+        } <= run_metrics.keys()
     assert modes["partial+elevator"]["goodput"] > modes["baseline"]["goodput"]
 
 
@@ -111,10 +111,10 @@ def test_plan_tells_what_old_keys_would_add() -> None:
         costly = ["--step-time", "h200-8b", "--prefill-seconds-per-token", "2e-4", "--expectation", "oracle"]
         return dict(json.loads(sortedrl("plan", "--json", *SMALL, *costly, *flags).stdout))
 
-    plain, keeping = found(), found("--keep-old-keys")
-    assert plain["with_old_keys"]["of_limit"] > plain["choice"]["of_limit"] + 0.05
-    assert "keep_old_keys" in plain["reason"] and "keep_old_keys" not in keeping["reason"]
-    assert "keep_old_keys" not in found("--max-staleness-mean", "0")["reason"], "what is told of must be allowed"
+    plain, keeping = found(), found("--reuse-kv-cache")
+    assert plain["with_kv_cache_reuse"]["of_limit"] > plain["choice"]["of_limit"] + 0.05
+    assert "reuse_kv_cache" in plain["reason"] and "reuse_kv_cache" not in keeping["reason"]
+    assert "reuse_kv_cache" not in found("--max-staleness-mean", "0")["reason"], "what is told of must be allowed"
 
 
 def test_plan_honours_what_is_allowed() -> None:
@@ -125,14 +125,14 @@ def test_plan_honours_what_is_allowed() -> None:
 
 
 def test_simulate_honours_the_settings_of_the_schedule() -> None:
-    def figures(*flags: str) -> dict[str, Any]:
+    def run_metrics(*flags: str) -> dict[str, Any]:
         modes = ["--modes", "partial+elevator", "baseline", "--learner-seconds-per-update", "2000"]
         done = sortedrl("simulate", "--json", *SMALL, *modes, *flags)
         return dict(json.loads(done.stdout)["modes"])
 
-    plain, bounded = figures(), figures("--max-staleness", "1")
+    plain, bounded = run_metrics(), run_metrics("--max-staleness", "1")
     assert plain["partial+elevator"]["staleness_max"] > 1 == bounded["partial+elevator"]["staleness_max"]
-    overlapping = figures("--overlap")
+    overlapping = run_metrics("--overlap")
     assert overlapping["partial+elevator"]["wall_seconds"] < 0.9 * plain["partial+elevator"]["wall_seconds"]
     assert overlapping["baseline"]["wall_seconds"] == plain["baseline"]["wall_seconds"]
 
@@ -154,7 +154,7 @@ def test_simulate_knows_the_memory_that_a_profile_found(tmp_path: Path) -> None:
     cells = [{**cell, "running": r, "context": c, "step_seconds": 0.01} for r in (1, 8) for c in (32, 64)]
     for number, entry in enumerate(cells):
         entry["cached_tokens"] = 50.0 * (number + 1)
-    fields = {"engine": "", "model": "", "slots": 16, "cells": cells, "machine": "", "load_seconds": None}
+    fields = {"engine": "", "model": "", "slots": 16, "cells": cells, "machine": "", "weight_update_seconds": None}
     fields |= {"prefill_seconds_per_token": 1e-5, "prefill_tokens_per_step": None}
     preempted = []
     for kv_tokens in (None, 9000):

@@ -39,7 +39,7 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import RunState
 from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine
 from sortedrl.tasks.scoring import DirectScorer
-from sortedrl.tasks.task import Verdict
+from sortedrl.tasks.task import Reward
 from terminal import ENVIRONMENT, Session, in_terminal, panel_of, train_command
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+lookahead", "partial+elevator")
@@ -59,7 +59,7 @@ def small_controller(mode: str, *sinks: Any, **workload_settings: Any) -> Contro
         rollouts_per_update=8,
         prompts_per_cohort=16,
         rollouts_per_prompt=2,
-        compare_siblings=True,
+        whole_groups=True,
         max_response_tokens=512,
     )
     engine = simulated_engine(workload)
@@ -95,7 +95,7 @@ def test_the_console_counts_what_the_scheduler_holds(mode: str, workload: dict[s
         nonlocal compared
         if isinstance(event, events.Submitted | events.HarvestBegan | events.Updated):
             compared += 1
-            places, buffer = state.view(0.0).places, controller.situation.buffer
+            places, buffer = state.view(0.0).places, controller.scheduler_state.buffer
             updated = event.rollouts if isinstance(event, events.Updated) else ()
             waiting = [r for r in buffer.live.values() if r.state.name == "WAITING"]
             assert places.resumable == sum(bool(rollout.segments) for rollout in waiting)
@@ -111,15 +111,15 @@ def test_the_console_counts_what_the_scheduler_holds(mode: str, workload: dict[s
         controller.publish()
     assert compared > 100
     assert sum(state.view(0.0).places) == 0
-    assert state.view(0.0).updates == metrics.figures().updates
+    assert state.view(0.0).updates == metrics.run_metrics().updates
 
 
 def test_a_glance_is_the_figures() -> None:
     metrics = simulated_state().metrics
-    glance, figures = metrics.glance(), metrics.figures()
+    snapshot, run_metrics = metrics.snapshot(), metrics.run_metrics()
     for name in ("wall_seconds", "bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
-        assert getattr(glance, name) == getattr(figures, name), name
-    assert glance.bubble_now == figures.bubble_per_harvest[-1]
+        assert getattr(snapshot, name) == getattr(run_metrics, name), name
+    assert snapshot.bubble_now == run_metrics.bubble_per_harvest[-1]
 
 
 def test_the_time_left_is_the_pace_so_far_times_what_is_left() -> None:
@@ -151,7 +151,7 @@ def test_batches_hand_on_every_event_once_in_order_and_soon() -> None:
     controller = small_controller("partial", follow)
     for _ in controller:
         controller.publish()
-    batched.settle()
+    batched.flush()
     assert seen == log and len(log) > 400
 
 
@@ -210,7 +210,7 @@ def test_pipes_get_lines_and_terminals_the_panel(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(run_console(io.StringIO()), PlainConsole)
     assert isinstance(run_console(Tty()), PanelConsole)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # means colours, not a cursor that moves
+    monkeypatch.setenv("FORCE_COLOR", "1")  # means colors, not a cursor that moves
     assert isinstance(run_console(io.StringIO()), PlainConsole)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(run_console(Tty()), PlainConsole)
@@ -250,7 +250,7 @@ def test_a_terminal_that_goes_away_stops_no_run() -> None:
         file.gone = True
         time.sleep(3 * REDRAW_SECONDS)
         console.evaluating(1, 2)
-        console.say("a line")
+        console.log("a line")
 
 
 def test_an_evaluation_shows_how_far_it_is() -> None:
@@ -273,9 +273,9 @@ def test_an_evaluation_shows_how_far_it_is() -> None:
         evaluate(
             simulated_engine(Workload(slots=4)),
             list(map(SimulatedPrompts(10, 4).__getitem__, range(10))),
-            DirectScorer(lambda rollout: Verdict(1.0, correct=True)),
+            DirectScorer(lambda rollout: Reward(1.0, correct=True)),
             samples=2,
-            budget=64,
+            max_new_tokens=64,
             sampling=Sampling(),
             seed=0,
             on_progress=on_progress,
@@ -312,26 +312,26 @@ def test_a_run_in_a_terminal_leaves_one_panel_and_its_lines(live: tuple[Path, Se
     assert panel["update"].startswith("12/12")
     assert "Traceback" not in session.output
     assert not any(line.startswith("update 1/") for line in text)
-    assert session.output.count("╭") <= session.seconds / REDRAW_SECONDS + 8  # each line that is said draws it anew
+    assert session.output.count("╭") <= session.seconds / REDRAW_SECONDS + 8  # each line that is said draws it again
 
 
 def test_every_number_of_the_panel_is_that_of_the_log_and_of_the_metrics_file(live: tuple[Path, Session]) -> None:
     run, session = live
     panel = panel_of(session)
     log = without_rolled_back(read_events(run / "events.jsonl"))
-    figures = Metrics().fold(log).figures()
-    summary = json.loads((run / "summary.json").read_text())["figures"]
+    run_metrics = Metrics().fold(log).run_metrics()
+    summary = json.loads((run / "summary.json").read_text())["metrics"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "reward" in line]
     held_out = [line["held_out"]["value"] for line in lines if "held_out" in line]
     last = updates[-1]
     newest = [event for event in log if isinstance(event, events.Updated)][-1]
     assert panel["bubble"].split() == [
-        "now", shown("bubble", figures.bubble_per_harvest[-1]), "run", shown("bubble", figures.bubble),
+        "now", shown("bubble", run_metrics.bubble_per_harvest[-1]), "run", shown("bubble", run_metrics.bubble),
     ]  # fmt: skip
-    assert panel["goodput"].split("   ") == [shown("goodput", figures.goodput), f"waste {figures.waste:.0%}"]
+    assert panel["goodput"].split("   ") == [shown("goodput", run_metrics.goodput), f"waste {run_metrics.waste:.0%}"]
     assert panel["staleness"].split("   ") == [
-        f"mean {figures.staleness_mean:.2f}", f"max {figures.staleness_max}",
+        f"mean {run_metrics.staleness_mean:.2f}", f"max {run_metrics.staleness_max}",
         f"mismatch {shown('mismatch', last['mismatch_kl'])}",
     ]  # fmt: skip
     assert panel["length"].split("   ") == [
@@ -341,9 +341,9 @@ def test_every_number_of_the_panel_is_that_of_the_log_and_of_the_metrics_file(li
     assert (reward, correct) == (f"{last['reward']:+.2f}", f"correct {last['correct']:.0%}")
     assert curve == sparkline([line["reward"] for line in updates], 60)
     assert panel["held-out"] == f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"
-    assert clock(figures.wall_seconds) in panel["phase"]
+    assert clock(run_metrics.wall_seconds) in panel["phase"]
     for name in ("bubble", "goodput", "waste", "staleness_mean", "staleness_max", "wall_seconds"):
-        assert summary[name] == getattr(figures, name), name
+        assert summary[name] == getattr(run_metrics, name), name
     assert panel["rollouts"].split()[1::2] == [str(n) for n in waiting_resumable_ready(log)]
 
 
@@ -357,11 +357,11 @@ def waiting_resumable_ready(log: list[Event]) -> tuple[int, int, int]:
         elif isinstance(event, events.Updated):
             for rollout in event.rollouts:
                 del last[rollout]
-        elif isinstance(event, events.Stopped | events.Scored):
+        elif isinstance(event, events.Aborted | events.Scored):
             last[event.rollout] = event
-            if isinstance(event, events.Stopped):
+            if isinstance(event, events.Aborted):
                 tokens[event.rollout] = event.length - event.dropped
-    stopped = [rollout for rollout, event in last.items() if isinstance(event, events.Stopped)]
+    stopped = [rollout for rollout, event in last.items() if isinstance(event, events.Aborted)]
     resumable = sum(tokens[rollout] > 0 for rollout in stopped)
     ready = sum(isinstance(event, events.Scored) for event in last.values())
     return len(last) - resumable - ready, resumable, ready
@@ -373,7 +373,7 @@ def test_a_narrow_terminal_without_colours(model: Path, tmp_path: Path) -> None:
     assert session.code == 0, session.output
     assert panel_of(session)["update"].startswith("2/2")
     styles = {number for match in re.findall(r"\x1b\[([0-9;]*)m", session.output) for number in match.split(";")}
-    assert styles <= {"", "0", "1", "2"}  # bold and dim are no colours
+    assert styles <= {"", "0", "1", "2"}  # bold and dim are no colors
     in_panel = [line for line in session.screen.lines if line.startswith(("╭", "│", "╰"))]
     assert {cell_len(line) for line in in_panel} == {60}
 

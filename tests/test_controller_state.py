@@ -73,12 +73,12 @@ def test_cached_tokens_and_ready_rollouts_are_in_the_checkpoint() -> None:
     plan = scenario("partial", [3] * 6 + [9, 9], slots=8, rollouts_per_update=2)
     first = Run(plan).updates(1)
     second = Run(plan, state=first.checkpoint())
-    buffer = second.controller.situation.buffer
+    buffer = second.controller.scheduler_state.buffer
     assert (buffer.ready, buffer.waiting) == (4, 2)
     assert [len(rollout) for rollout in buffer.live.values() if rollout.resumable] == [3, 3]
     second.to_end()
     assert second.ids == [[2, 3], [4, 5], [6, 7]]
-    assert [request.budget for request in second.engine.requests] == [97, 97]
+    assert [request.max_new_tokens for request in second.engine.requests] == [97, 97]
     assert [rollout.versions for rollout in second.batches[-1]] == [[0, 0, 0] + [3] * 6] * 2
 
 
@@ -174,7 +174,7 @@ def test_the_log_of_a_restored_run_goes_on_where_the_last_one_ended() -> None:
     assert not second.all(events.RunBegan)
     why_first = next(event for event in second.events if isinstance(event, events.Gate | events.Submitted))
     assert isinstance(why_first, events.Submitted)
-    assert second.all(events.Gate)[0].at == last_time  # whatever the log's last gate was, it is stated anew
+    assert second.all(events.Gate)[0].at == last_time  # whatever the log's last gate was, it is stated again
 
 
 def test_a_restored_run_overlaps_as_before() -> None:

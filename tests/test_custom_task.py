@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sortedrl.tasks.catalogue import task_by_name
 from sortedrl.tasks.custom import CustomReward
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.registry import task_by_name
+from sortedrl.tasks.task import Problem, Reward
 
 REWARDS = """
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 
 def exact(problem, response):
     return float(response == problem.answer)
@@ -21,8 +21,8 @@ def exact(problem, response):
 def truth(problem, response):
     return response == problem.answer
 
-def verdict(problem, response):
-    return Verdict(0.25, True, {"style": 0.25})
+def conclusion(problem, response):
+    return Reward(0.25, True, {"style": 0.25})
 
 def text(problem, response):
     return "good"
@@ -40,7 +40,7 @@ class Fixed:
     def held_out(self):
         return []
     def score(self, problem, response):
-        return Verdict(1.0, True)
+        return Reward(1.0, True)
 
 class Half:
     def train(self):
@@ -73,15 +73,15 @@ def test_a_reward_function_scores_prompts_from_a_file(folder: Path) -> None:
     assert len(task.train()) == 18 and len(task.held_out()) == 2
     problem = task.train()[0]
     assert problem.question == f"say {problem.answer}"
-    assert task.score(problem, problem.answer) == Verdict(1.0, True)
-    assert task.score(problem, "nothing") == Verdict(0.0, False)
+    assert task.score(problem, problem.answer) == Reward(1.0, True)
+    assert task.score(problem, "nothing") == Reward(0.0, False)
 
 
 def test_bools_and_verdicts_are_taken_as_they_are(folder: Path) -> None:
     problem = Problem("p", "?", "yes")
-    assert CustomReward("my_rewards:truth", **columns(folder)).score(problem, "yes") == Verdict(1.0, True)
-    verdict = CustomReward("my_rewards:verdict", **columns(folder)).score(problem, "no")
-    assert verdict == Verdict(0.25, True, {"style": 0.25})
+    assert CustomReward("my_rewards:truth", **columns(folder)).score(problem, "yes") == Reward(1.0, True)
+    reward = CustomReward("my_rewards:conclusion", **columns(folder)).score(problem, "no")
+    assert reward == Reward(0.25, True, {"style": 0.25})
 
 
 def test_another_return_type_is_named(folder: Path) -> None:
@@ -107,8 +107,8 @@ def test_a_task_class_gets_its_options_and_an_object_is_used_as_it_is(folder: Pa
         ("my_rewards:exact", {}, "needs prompts: give data=prompts.jsonl"),
         (
             "my_rewards:exact",
-            {"data": "prompts.jsonl", "colour": "red"},
-            "'colour'; its options are data, held_out_data",
+            {"data": "prompts.jsonl", "color": "red"},
+            "'color'; its options are data, held_out_data",
         ),
         ("my_rewards:one_argument", {"data": "prompts.jsonl"}, r"called with \(problem, response\)"),
         ("my_rewards:limit", {}, "is a int: expected a reward function"),

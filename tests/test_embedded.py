@@ -66,8 +66,8 @@ def engine_of(model: Any, slots: int = 4, **changes: Any) -> EmbeddedEngine:
     return EmbeddedEngine(model, **options)
 
 
-def request(id: int, prompt: Sequence[int], budget: int, seed: int = 0, **sampling: Any) -> Request:
-    return Request(id, Prompt(str(id), list(prompt)), (), budget, seed, Sampling(**sampling))
+def request(id: int, prompt: Sequence[int], max_new_tokens: int, seed: int = 0, **sampling: Any) -> Request:
+    return Request(id, Prompt(str(id), list(prompt)), (), max_new_tokens, seed, Sampling(**sampling))
 
 
 def random_requests(count: int, seed: int, longest: int = 60, **sampling: Any) -> list[Request]:
@@ -203,7 +203,7 @@ def test_random_stops_leave_every_token_and_log_probability(
         for _ in range(rng.randrange(1, 4)):
             ledger.apply(ledger.engine.poll(ledger.engine.now() + rng.random() * 0.02))
         chosen = [id for id in ledger.open_ids if rng.random() < 0.6]
-        ledger.stop(chosen)
+        ledger.abort(chosen)
         for id in chosen:
             made[id] += ledger.segments[id]
         rng.shuffle(chosen)
@@ -250,7 +250,7 @@ def test_prefilled_keys_are_those_of_the_steps(tokens: list[int], row: int) -> N
 
 
 def test_a_row_that_was_left_stands_still() -> None:
-    """Else it would run out of its part of the cache into a neighbour's."""
+    """Else it would run out of its part of the cache into a neighbor's."""
     decoder = SlotDecoder(TestContract.model, slots=16, max_length=64)
     decoder.begin([RowStart(row, 1, 10 + row, 0, row, 1.0, 1.0) for row in range(4)])
     decoder.move({3: 1, 1: 2}, longest=14)
@@ -319,7 +319,7 @@ def test_rows_are_sorted_by_length_into_blocks(
 def test_temperature_and_top_p_are_in_the_log_probabilities(sampling: dict[str, Any]) -> None:
     model = model_of("Llama")
     cut = random_requests(5, seed=7, **sampling)
-    plain = [request(100 + r.id, r.prompt.tokens, r.budget, r.seed) for r in random_requests(3, seed=8)]
+    plain = [request(100 + r.id, r.prompt.tokens, r.max_new_tokens, r.seed) for r in random_requests(3, seed=8)]
     ledger = completed(engine_of(model), [*cut, *plain])
     for id, asked in ledger.submitted.items():
         expected = reference_logprobs(model, asked, ledger.tokens(id))
@@ -405,7 +405,9 @@ def test_stop_strings_end_with_the_token_that_completes_one() -> None:
     cut_from = max(text, key=lambda id: len(text[id]))
     strings = (text[cut_from][20:23], text[cut_from][60:62])
     engine = engine_of(model, tokenizer=tokenizer)
-    ledger = completed(engine, [request(r.id, r.prompt.tokens, r.budget, r.seed, stop_strings=strings) for r in asked])
+    ledger = completed(
+        engine, [request(r.id, r.prompt.tokens, r.max_new_tokens, r.seed, stop_strings=strings) for r in asked]
+    )
     for id in free.finished:
         tokens = free.tokens(id)
         prefixes = (tokens[:n] for n in range(1, len(tokens) + 1))
@@ -475,8 +477,8 @@ def test_load_is_as_if_the_engine_were_new(tied: bool) -> None:
     engine = engine_of(model)
     engine.submit(requests)
     engine.poll(engine.now() + 0.01)
-    engine.stop([request.id for request in requests])
-    engine.load((item for item in new.named_parameters()), 3)
+    engine.abort([request.id for request in requests])
+    engine.update_weights((item for item in new.named_parameters()), 3)
     ledger = completed(engine, requests)
     for id in expected.finished:
         assert ledger.tokens(id) == expected.tokens(id)
@@ -490,7 +492,7 @@ def test_a_shared_module_needs_no_weights() -> None:
     asked = request(0, [1, 2], 12)
     before = completed(engine, [asked]).tokens(0)
     model.lm_head.weight.data.neg_()  # a change that torch does not count
-    engine.load(None, 1)
+    engine.update_weights(None, 1)
     ledger = completed(engine, [asked])
     assert ledger.tokens(0) != before
     assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
@@ -543,7 +545,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
         ({**whole, head: whole[embedding] + 1}, "differ"),
     ):
         with pytest.raises(ValueError, match=word):
-            engine.load(weights, 1)
+            engine.update_weights(weights, 1)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert engine.version == 0
 
@@ -552,7 +554,7 @@ def test_load_while_requests_are_in_the_engine_is_refused() -> None:
     engine = engine_of(model_of("Llama"))
     engine.submit([request(0, [1], 5)])
     with pytest.raises(RuntimeError, match="1 "):
-        engine.load(None, 1)
+        engine.update_weights(None, 1)
 
 
 # CUDA

@@ -117,7 +117,7 @@ def test_a_server_is_evaluated_under_the_weights_of_the_update(
         train(model, tmp_path / "run", *at_server, *few, "--updates", "2", "--eval-every", "1")
         before, first, second = evaluations
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [line["update"] for line in lines if "load_difference" in line] == [1, 2]
+        assert [line["update"] for line in lines if "weight_difference" in line] == [1, 2]
         assert before == answers_of(model, evaluations, *at_server)
         assert second == answers_of(tmp_path / "run" / "model", evaluations, *at_server)
         assert first not in (before, second)
@@ -161,7 +161,7 @@ def test_the_log_books_a_weight_update_before_the_evaluation(model: Path, tmp_pa
 
 
 def test_update_engine_is_done_once_and_tells_whether() -> None:
-    run = Run(scenario("partial", [3, 1, 2, 4], slots=2, rollouts_per_update=2, load_seconds=1.5))
+    run = Run(scenario("partial", [3, 1, 2, 4], slots=2, rollouts_per_update=2, weight_update_seconds=1.5))
     controller = run.controller
     assert not controller.update_engine(), "nothing is published"
     next(iter(controller))

@@ -69,11 +69,9 @@ def test_a_forgotten_prompt_is_unknown_again() -> None:
 
 def test_a_sibling_set_is_expected_at_its_longest_member() -> None:
     """Sets of two; one member of the second set is stopped at 9 tokens, its sibling has none yet."""
-    result = run(
-        "partial+planned", [9, 30], slots=3, rollouts_per_update=2, rollouts_per_prompt=2, compare_siblings=True
-    )
-    resumed = next(request for request in result.engine.requests if request.id == 2 and request.kept)
-    assert resumed.kept_length == 9
+    result = run("partial+planned", [9, 30], slots=3, rollouts_per_update=2, rollouts_per_prompt=2, whole_groups=True)
+    resumed = next(request for request in result.engine.requests if request.id == 2 and request.prefix)
+    assert resumed.prefix_length == 9
     last = next(rollout for rollout in result.batches[-1] if rollout.id == 3)
     assert last.expected >= 1.3 * 9
 
@@ -84,7 +82,7 @@ def test_lengths_are_learned_from_epoch_to_epoch() -> None:
     first = run("partial+planned", lengths, **knobs)
     third = run("partial+planned", lengths, epochs=3, **knobs)
     assert third.lengths[-2:] == [[1, 2, 3, 4], [25, 30, 35, 40]]
-    assert third.figures.sortedness > first.figures.sortedness
+    assert third.run_metrics.sortedness > first.run_metrics.sortedness
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -111,7 +109,7 @@ def test_what_an_epoch_taught_is_known_when_the_last_epoch_begins_before_its_end
     for event in result.events:
         if isinstance(event, events.Finished):
             finished.add(event.rollout)
-        elif isinstance(event, events.Submitted) and event.rollout - len(lengths) in finished and not event.kept:
+        elif isinstance(event, events.Submitted) and event.rollout - len(lengths) in finished and not event.prefix:
             assert event.expected == lengths[event.rollout - len(lengths)]
             known += 1
     assert known == len(lengths)

@@ -57,8 +57,10 @@ def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEn
     return engine
 
 
-def endless(id: int, budget: int, **sampling: Any) -> Request:
-    return Request(id, Prompt(str(id), [3 + id % 40] * 6), (), budget, id, Sampling(ignore_end=True, **sampling))
+def endless(id: int, max_new_tokens: int, **sampling: Any) -> Request:
+    return Request(
+        id, Prompt(str(id), [3 + id % 40] * 6), (), max_new_tokens, id, Sampling(ignore_eos=True, **sampling)
+    )
 
 
 class TestSglangStandIn(EngineContract):
@@ -95,12 +97,12 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
         engine = SglangEngine(server.url, slots=4, eos_token_ids=[newest], seeded=True)
         _open.append(engine)
     ledger = Ledger(engine)
-    budget = 6 if end == "budget" else 40
-    ledger.submit([endless(0, budget)._replace(sampling=Sampling(ignore_end=end == "budget"))])
+    max_new_tokens = 6 if end == "budget" else 40
+    ledger.submit([endless(0, max_new_tokens)._replace(sampling=Sampling(ignore_eos=end == "budget"))])
     while len(ledger.tokens(0)) < len(expected) - 1:
         ledger.apply(engine.poll())
     time.sleep(0.3)
-    ledger.stop([0])
+    ledger.abort([0])
     assert ledger.finished == {0: end == "budget"}
     assert ledger.tokens(0) == expected
 
@@ -108,7 +110,7 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
 def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:
     server, learner = stand_in(), model_of("Llama", seed=5)
     ledger = Ledger(engine_at(server))
-    ledger.engine.load(iter(learner.state_dict().items()), 3)
+    ledger.engine.update_weights(iter(learner.state_dict().items()), 3)
     assert server.calls == ["pause", "update 3", "continue"]
     ledger.submit([endless(0, 12, temperature=0.7)])
     ledger.run()
@@ -153,7 +155,7 @@ def test_names_are_not_prefixes_of_each_other() -> None:
     ledger.submit([endless(id, 40) for id in range(12)])
     while min(len(ledger.tokens(id)) for id in range(12)) < 2:
         ledger.apply(ledger.engine.poll())
-    ledger.stop([0])
+    ledger.abort([0])
     ledger.run()
     assert sorted(ledger.finished) == list(range(1, 12)) and not ledger.failed
 
@@ -168,7 +170,7 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
     pair = tokenizer.decode(reference[:2])
     request = Request(1, ledger.submitted[0].prompt, (), 40, 0, Sampling(temperature=0.0, stop_strings=(pair,)))
     kept = Segment(reference[:1], [0.0], 0)
-    ledger.submit([request, request._replace(id=2, kept=(kept,), budget=39)])
+    ledger.submit([request, request._replace(id=2, kept=(kept,), max_new_tokens=39)])
     ledger.run()
     assert ledger.tokens(1) == reference[:2] and ledger.tokens(2) == reference[1:2]
     assert ledger.finished[1] is False and ledger.finished[2] is False
@@ -222,8 +224,8 @@ def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
             ledger.apply(ledger.engine.poll())
     assert not ledger.failed, "no retry is used up"
     assert min(len(ledger.tokens(id)) for id in range(4)) > 3
-    assert ledger.engine.stop(range(6)) == []
-    for call in (lambda: ledger.engine.submit([endless(9, 2)]), lambda: ledger.engine.load({}, 1)):
+    assert ledger.engine.abort(range(6)) == []
+    for call in (lambda: ledger.engine.submit([endless(9, 2)]), lambda: ledger.engine.update_weights({}, 1)):
         with pytest.raises(EngineDied):
             call()
 
@@ -297,7 +299,7 @@ def test_weights_that_the_server_does_not_take_end_the_engine() -> None:
     server.refuses_weights = True
     engine = engine_at(server)
     with pytest.raises(EngineDied, match=r"version 2 did not load to the end \(CUDA out of memory\)"):
-        engine.load(model_of("Llama").state_dict(), 2)
+        engine.update_weights(model_of("Llama").state_dict(), 2)
     assert server.calls == ["pause", "update 2"], "it stays paused"
     with pytest.raises(EngineDied):
         engine.submit([endless(0, 3)])
@@ -307,13 +309,13 @@ def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path
     server = stand_in()
     engine = engine_at(server, weights_folder=tmp_path / "not-there")
     with pytest.raises(ConfigurationError, match="weights_folder"):
-        engine.load(model_of("Llama").state_dict(), 2)
+        engine.update_weights(model_of("Llama").state_dict(), 2)
     assert server.calls == [], "the server was not touched"
 
 
 def test_weights_leave_nothing_behind(tmp_path: Path) -> None:
     engine = engine_at(stand_in(), weights_folder=tmp_path)
-    engine.load(model_of("Llama").state_dict(), 1)
+    engine.update_weights(model_of("Llama").state_dict(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -321,7 +323,7 @@ def test_a_new_version_without_new_weights_empties_the_cache_all_the_same() -> N
     """Measurements load nothing, and must pay for every resume as a run does."""
     server = stand_in()
     engine = engine_at(server)
-    engine.load(None, 3)
+    engine.update_weights(None, 3)
     assert engine.version == 3 and server.calls == ["pause", "flush", "continue"]
 
 
@@ -331,7 +333,7 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
     files = []
     monkeypatch.setattr(weight_files, "write_weights", lambda w, file: (files.append(file), write_weights(w, file)))
     learner = model_of("Llama", seed=9)
-    pool.load(learner.state_dict(), 4)
+    pool.update_weights(learner.state_dict(), 4)
     pool.close()
     assert len(files) == 1 and list(tmp_path.iterdir()) == []
     for server in servers:

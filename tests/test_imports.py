@@ -63,7 +63,7 @@ def test_core_imports_the_standard_library_alone(file: Path) -> None:
 def fresh_import(module: str) -> tuple[float, list[str]]:
     """CPU seconds that an import takes in a fresh interpreter, and the modules that it loaded.
 
-    CPU time, because the tests run beside each other and wall-clock would measure the neighbours.
+    CPU time, because the tests run beside each other and wall-clock would measure the neighbors.
     """
     code = (
         "import json, sys, time\n"

@@ -19,14 +19,14 @@ from scenarios import STEP_TIMES, Run, Scenario, peaceful, troubled
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
 from sortedrl.core.events import decode, without_rolled_back
 from sortedrl.engines.step_time import StepTime
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.metrics import Metrics, RunMetrics
 
 MODES = sorted(STRATEGIES)
 EPSILON = 1e-9
 
 
 def examples(count: int) -> settings:
-    """Derandomised: the same schedules in every run, so that a failure is never a matter of luck."""
+    """Derandomized: the same schedules in every run, so that a failure is never a matter of luck."""
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -56,7 +56,7 @@ def check_staleness(batch: Batch, scenario: Scenario) -> None:
 
 
 def check_counts(run: Run) -> None:
-    buffer = run.controller.situation.buffer
+    buffer = run.controller.scheduler_state.buffer
     states = Counter(str(rollout.state) for rollout in buffer.live.values())
     assert states == +Counter(
         waiting=buffer.waiting, running=len(buffer.running), finished=buffer.finished, ready=buffer.ready
@@ -64,8 +64,8 @@ def check_counts(run: Run) -> None:
     assert buffer.loaded == sum(states.values()) + buffer.trained + buffer.rejected
     never_started = sum(r.state == "waiting" and not r.segments and not r.attempt for r in buffer.live.values())
     assert buffer.never_started == never_started
-    begun = [group for group in buffer.sets() if all(member.state != "waiting" for member in group.members)]
-    for gate in {group.gate for group in buffer.sets()}:
+    begun = [group for group in buffer.groups() if all(member.state != "waiting" for member in group.members)]
+    for gate in {group.gate for group in buffer.groups()}:
         assert buffer.begun_at(gate) == sum(len(group.members) for group in begun if group.gate == gate)
     assert len(buffer.running) == 0 or run.scenario.schedule.overlap
 
@@ -86,7 +86,7 @@ def check_each_once(run: Run, batches: list[Batch], log: list[Event]) -> None:
     early) still there."""
     trained = [rollout.id for batch in batches for rollout in batch]
     rejected = [event.rollout for event in log if isinstance(event, events.Rejected)]
-    live = list(run.controller.situation.buffer.live)
+    live = list(run.controller.scheduler_state.buffer.live)
     loaded = [event for event in log if isinstance(event, events.Loaded)]
     rollouts = sum(event.rollouts for event in loaded)
     assert sorted(trained + rejected + live) == list(range(rollouts))
@@ -100,9 +100,9 @@ def check_each_once(run: Run, batches: list[Batch], log: list[Event]) -> None:
         assert len(batches) <= run.scenario.max_updates
 
 
-def check_siblings(run: Run, batches: list[Batch], log: list[Event]) -> None:
+def check_groups(run: Run, batches: list[Batch], log: list[Event]) -> None:
     """Where siblings are compared, all of a prompt that were not rejected are in one batch."""
-    if not run.scenario.schedule.compare_siblings:
+    if not run.scenario.schedule.whole_groups:
         return
     per_prompt = run.scenario.schedule.rollouts_per_prompt
     gone = {event.rollout for event in log if isinstance(event, events.Rejected)}
@@ -120,15 +120,15 @@ def check_cohort_gate(run: Run, batches: list[Batch]) -> None:
 
 
 def check_batch_sizes(run: Run) -> None:
-    """A batch is one update's worth, in whole sibling sets, or all that is left where the rest would be less than
+    """A batch is one update's worth, in whole groups, or all that is left where the rest would be less than
     half an update. Flexible on-policy (all that is ready); larger under a staleness bound (overdue ones are in it)."""
     schedule = run.scenario.schedule
     strategy = STRATEGIES[schedule.mode]
     of_cohort: Counter[int] = Counter()
     for loaded in run.all(events.Loaded):
         of_cohort[loaded.cohort if strategy.gated else 0] += loaded.rollouts
-    set_size = schedule.rollouts_per_prompt if schedule.compare_siblings else 1
-    whole = -(-schedule.rollouts_per_update // set_size) * set_size
+    group_size = schedule.rollouts_per_prompt if schedule.whole_groups else 1
+    whole = -(-schedule.rollouts_per_update // group_size) * group_size
     for batch in run.batches:
         gate = batch.rollouts[0].cohort if strategy.gated else 0
         left = of_cohort[gate]
@@ -156,24 +156,27 @@ def check_log(run: Run, log: list[Event]) -> None:
                 del slot_of[event.rollout]
             case events.Finished():
                 del slot_of[event.rollout]
-            case events.Stopped() | events.Failed():
+            case events.Aborted() | events.Failed():
                 slot_of.pop(event.rollout, None)
     assert not slot_of
 
 
-def check_figures(run: Run, figures: Figures, batches: list[Batch]) -> None:
-    assert -EPSILON <= figures.bubble <= figures.idle + EPSILON <= 1 + 2 * EPSILON
-    assert all(-EPSILON <= share <= 1 + EPSILON for share in figures.bubble_per_harvest)
-    assert math.isclose(sum(figures.bubble_parts.values()), figures.bubble, abs_tol=EPSILON)
-    assert math.isclose(sum(figures.idle_parts.values()), figures.idle, abs_tol=EPSILON)
-    assert figures.generated_tokens == figures.trained_tokens + figures.dropped_tokens + figures.cached_tokens
-    assert figures.cached_tokens == sum(map(len, run.controller.situation.buffer.live.values()))
-    assert figures.trained_tokens == sum(batch.tokens for batch in batches)
-    assert sum(figures.staleness_histogram.values()) == figures.trained_tokens
-    assert figures.updates == len(batches)
+def check_figures(run: Run, run_metrics: RunMetrics, batches: list[Batch]) -> None:
+    assert -EPSILON <= run_metrics.bubble <= run_metrics.idle + EPSILON <= 1 + 2 * EPSILON
+    assert all(-EPSILON <= share <= 1 + EPSILON for share in run_metrics.bubble_per_harvest)
+    assert math.isclose(sum(run_metrics.bubble_parts.values()), run_metrics.bubble, abs_tol=EPSILON)
+    assert math.isclose(sum(run_metrics.idle_parts.values()), run_metrics.idle, abs_tol=EPSILON)
+    assert (
+        run_metrics.generated_tokens
+        == run_metrics.trained_tokens + run_metrics.dropped_tokens + run_metrics.cached_tokens
+    )
+    assert run_metrics.cached_tokens == sum(map(len, run.controller.scheduler_state.buffer.live.values()))
+    assert run_metrics.trained_tokens == sum(batch.tokens for batch in batches)
+    assert sum(run_metrics.staleness_histogram.values()) == run_metrics.trained_tokens
+    assert run_metrics.updates == len(batches)
     ages = [b.version - v for b in batches for r in b for v in r.versions]
-    assert figures.staleness_max == max(ages, default=0)
-    assert math.isclose(figures.staleness_mean, sum(ages) / len(ages) if ages else 0.0, abs_tol=EPSILON)
+    assert run_metrics.staleness_max == max(ages, default=0)
+    assert math.isclose(run_metrics.staleness_mean, sum(ages) / len(ages) if ages else 0.0, abs_tol=EPSILON)
 
 
 def through_json(log: list[Event]) -> list[Event]:
@@ -196,11 +199,11 @@ def checked_run(scenario: Scenario) -> Run:
         version += batch.update not in scenario.silent_updates
     check_counts(run)
     check_each_once(run, run.batches, run.events)
-    check_siblings(run, run.batches, run.events)
+    check_groups(run, run.batches, run.events)
     check_cohort_gate(run, run.batches)
     check_log(run, run.events)
-    check_figures(run, run.figures, run.batches)
-    assert Metrics().fold(through_json(run.events)).figures() == run.figures
+    check_figures(run, run.run_metrics, run.batches)
+    assert Metrics().fold(through_json(run.events)).run_metrics() == run.run_metrics
     return run
 
 
@@ -212,7 +215,7 @@ def checked_run(scenario: Scenario) -> Run:
 def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
     run = checked_run(scenario)
     check_batch_sizes(run)
-    assert run.figures.rejected == run.figures.failures == 0
+    assert run.run_metrics.rejected == run.run_metrics.failures == 0
 
 
 @examples(600)
@@ -250,7 +253,7 @@ def test_the_baselines_bubble_is_the_one_computed_from_the_lengths(scenario: Sce
     run = Run(Scenario(**{**vars(scenario), "step_time": step_time})).to_end()
     in_load_order = [[len(r) for r in sorted(batch, key=lambda r: r.id)] for batch in run.batches]
     expected = bubble_of_waiting_for_all(in_load_order, scenario.slots, step_time)
-    assert math.isclose(run.figures.bubble, expected, abs_tol=EPSILON)
+    assert math.isclose(run.run_metrics.bubble, expected, abs_tol=EPSILON)
 
 
 @examples(200)
@@ -259,7 +262,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: i
     """After a checkpoint some more updates are made and lost. Relative to the checkpoint nothing is lost or trained
     twice, and no figure counts what was rolled back."""
     first = Run(scenario).updates(updates)
-    if first.controller.situation.buffer.running:  # with overlap and a learner that did not publish
+    if first.controller.scheduler_state.buffer.running:  # with overlap and a learner that did not publish
         return
     state, batches, events_kept = first.checkpoint(), list(first.batches), len(first.events)
     first.updates(updates + lost_updates)
@@ -273,7 +276,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: i
     log = without_rolled_back([*first.events, events.RolledBack(first.engine.now(), void), *second.events])
     batches += second.batches
     check_each_once(second, batches, log)
-    check_siblings(second, batches, log)
+    check_groups(second, batches, log)
     check_cohort_gate(second, batches)
     check_log(second, log)
-    check_figures(second, Metrics().fold(log).figures(), batches)
+    check_figures(second, Metrics().fold(log).run_metrics(), batches)

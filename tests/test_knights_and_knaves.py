@@ -23,8 +23,8 @@ from sortedrl.tasks.knights_and_knaves import (
     compact_text,
     fingerprint,
     holds,
-    judge,
     random_puzzle,
+    reward_function,
     solutions,
     warm_start_puzzle,
 )
@@ -160,7 +160,7 @@ def test_a_story_names_everyone_and_says_everything(task: KnightsAndKnaves) -> N
     [
         ({"characters": (1, 3)}, ["characters = (1, 3)", "2 to"]),
         ({"characters": ()}, ["characters = ()"]),
-        ({"held_out_share": 1.5}, ["held_out_share = 1.5"]),
+        ({"held_out_fraction": 1.5}, ["held_out_fraction = 1.5"]),
         ({"count": 10}, ["count = 10", "at least 50"]),
     ],
 )
@@ -181,12 +181,12 @@ def test_more_puzzles_than_exist_is_an_error_with_numbers() -> None:
 
 
 def test_the_four_rewards_of_logic_rl() -> None:
-    assert judge(RIGHT, ANSWER).reward == 3.0
-    assert judge(RIGHT, ANSWER).correct
-    wrong = judge(RIGHT.replace("Cid is a knight", "Cid is a knave"), ANSWER)
+    assert reward_function(RIGHT, ANSWER).reward == 3.0
+    assert reward_function(RIGHT, ANSWER).correct
+    wrong = reward_function(RIGHT.replace("Cid is a knight", "Cid is a knave"), ANSWER)
     assert (wrong.reward, wrong.correct, dict(wrong.parts)) == (-0.5, False, {"format": 1.0, "answer": -1.5})
-    assert judge("<think> </think> <answer> no idea </answer>", ANSWER).reward == -1.0
-    assert judge("Ann is a knight, Bob is a knave, Cid is a knight", ANSWER).reward == -3.0
+    assert reward_function("<think> </think> <answer> no idea </answer>", ANSWER).reward == -1.0
+    assert reward_function("Ann is a knight, Bob is a knave, Cid is a knight", ANSWER).reward == -3.0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_four_rewards_of_logic_rl() -> None:
     ],
 )
 def test_harmless_spellings_of_the_right_answer_count(answer: str) -> None:
-    assert judge(f"<think>t</think>\n<answer>{answer}</answer>\n", ANSWER).reward == 3.0
+    assert reward_function(f"<think>t</think>\n<answer>{answer}</answer>\n", ANSWER).reward == 3.0
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_harmless_spellings_of_the_right_answer_count(answer: str) -> None:
     ],
 )
 def test_an_answer_that_hedges_is_unreadable(answer: str) -> None:
-    verdict = judge(f"<think> t </think> <answer> {answer} </answer>", ANSWER)
-    assert dict(verdict.parts) == {"format": 1.0, "answer": -2.0}
+    reward = reward_function(f"<think> t </think> <answer> {answer} </answer>", ANSWER)
+    assert dict(reward.parts) == {"format": 1.0, "answer": -2.0}
 
 
 INSIDE = "Ann is a knight, Bob is a knave, Cid is a knight"
@@ -245,15 +245,15 @@ INSIDE = "Ann is a knight, Bob is a knave, Cid is a knight"
     ],
 )
 def test_the_format_is_all_or_nothing(response: str) -> None:
-    assert judge(response, ANSWER).reward == -3.0
+    assert reward_function(response, ANSWER).reward == -3.0
 
 
 @given(st.lists(st.sampled_from([*phrases(), "not", "Zed is a knight", "\n", ","]), max_size=24), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_only_a_full_and_single_statement_for_everyone_is_right(words: list[str], framed: bool) -> None:
     text = " ".join(words)
-    verdict = judge(f"<think> t </think> <answer> {text} </answer>" if framed else text, ANSWER)
-    if verdict.correct:
+    reward = reward_function(f"<think> t </think> <answer> {text} </answer>" if framed else text, ANSWER)
+    if reward.correct:
         stated = [word for word in words if word not in ("\n", ",", ".", "and")]
         assert sorted(stated) == ["Ann is a knight", "Bob is a knave", "Cid is a knight"] or not framed
 
@@ -266,7 +266,7 @@ def test_only_a_full_and_single_statement_for_everyone_is_right(words: list[str]
 def test_reasoning_without_flaws_ends_in_the_right_answer(characters: int, seed: int) -> None:
     puzzle = puzzles(characters, seed)
     answer = dict(zip(COMPACT_NAMES, solutions(puzzle)[0], strict=False))
-    assert judge(worked_response(puzzle, random.Random(seed), NO_FLAWS), answer).reward == 3.0
+    assert reward_function(worked_response(puzzle, random.Random(seed), NO_FLAWS), answer).reward == 3.0
 
 
 @pytest.mark.parametrize("flaws", [Flaws(guess=1.0), Flaws(overlook=0.5), Flaws(give_up=0.5)])
@@ -276,7 +276,7 @@ def test_each_flaw_costs_answers_and_never_the_format(flaws: Flaws) -> None:
     for _ in range(200):
         puzzle = random_puzzle(3, rng)
         answer = dict(zip(COMPACT_NAMES, solutions(puzzle)[0], strict=False))
-        rewards.append(judge(worked_response(puzzle, rng, flaws), answer).reward)
+        rewards.append(reward_function(worked_response(puzzle, rng, flaws), answer).reward)
     assert set(rewards) == {3.0, -0.5}
     assert rewards.count(3.0) < 160
 

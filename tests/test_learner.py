@@ -29,8 +29,8 @@ from sortedrl.learner.batching import (
 )
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.models import TokenScorer
-from sortedrl.learner.optimiser import AdamW, join_bf16, split_bf16
-from sortedrl.learner.settings import LearnerSettings, stale_tokens_for
+from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
+from sortedrl.learner.settings import LearnerSettings, off_policy_correction_for
 
 VOCABULARY = 31
 NO_CLIPPING = math.inf
@@ -148,16 +148,16 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_gradient_is_the_formula_computed_from_full_logits() -> None:
-    """GRPO with plain clipping, a constant normaliser, KL and entropy, at a temperature, with a token masked
+    """GRPO with plain clipping, a constant normalizer, KL and entropy, at a temperature, with a token masked
     out."""
     settings = LearnerSettings(
         algorithm="grpo",
-        stale_tokens="plain",
+        off_policy_correction="ppo_clip",
         kl_coefficient=0.3,
         entropy_coefficient=0.2,
-        normaliser_tokens=50,
+        normalizer_tokens=50,
         temperature=0.7,
-        max_gradient_norm=NO_CLIPPING,
+        max_grad_norm=NO_CLIPPING,
     )
     policy, reference = tiny_model(1), tiny_model(0)
     rollouts = random_rollouts()
@@ -187,17 +187,17 @@ def test_gradient_is_the_formula_computed_from_full_logits() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"aggregation": "constant", "stale_tokens": "plain"},
-        {"aggregation": "token_mean", "stale_tokens": "truncated", "ratio_level": "sequence"},
-        {"aggregation": "sequence_mean", "stale_tokens": "masked"},
-        {"algorithm": "ppo", "stale_tokens": "decoupled", "entropy_coefficient": 0.1},
+        {"aggregation": "constant", "off_policy_correction": "ppo_clip"},
+        {"aggregation": "token_mean", "off_policy_correction": "tis", "ratio_level": "sequence"},
+        {"aggregation": "sequence_mean", "off_policy_correction": "mask"},
+        {"algorithm": "ppo", "off_policy_correction": "decoupled", "entropy_coefficient": 0.1},
     ],
 )
 def test_neither_padding_nor_micro_batches_change_the_gradient(changes: dict[str, Any]) -> None:
     """A budget of 1 puts every rollout alone and unpadded; 10^6 pads all of them to the longest."""
 
     def of_budget(tokens: int) -> dict[str, Tensor]:
-        settings = LearnerSettings(tokens_per_micro_batch=tokens, max_gradient_norm=NO_CLIPPING, **changes)
+        settings = LearnerSettings(tokens_per_micro_batch=tokens, max_grad_norm=NO_CLIPPING, **changes)
         return gradients(Learner(tiny_model(), settings), random_rollouts())
 
     alone = of_budget(1)
@@ -226,46 +226,46 @@ def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
 # --- ratios, staleness, mismatch ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stale_tokens", ["plain", "truncated", "masked", "decoupled"])
-def test_on_policy_the_ratio_is_exactly_1(stale_tokens: Any) -> None:
+@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "tis", "mask", "decoupled"])
+def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
     """The learner's own log-probabilities, handed in as what the engine sampled with."""
-    learner = Learner(tiny_model(), LearnerSettings(stale_tokens=stale_tokens))
+    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction=off_policy_correction))
     rollouts = sorted(random_rollouts(), key=lambda r: -len(r) - len(r.prompt.tokens))
     with torch.no_grad():
         logprobs, _ = TokenScorer(learner.model, 1.0)(update_batch(rollouts, 0))
     for row, rollout in enumerate(rollouts):
         rollout.segments[0].logprobs = logprobs[row, : len(rollout)].tolist()
     metrics = learner.step(rollouts, version=0)
-    assert metrics["mismatch_max_abs"] == metrics["mismatch_kl"] == metrics["clipped_share"] == 0.0
+    assert metrics["mismatch_max_abs"] == metrics["mismatch_kl"] == metrics["clipped_fraction"] == 0.0
     assert metrics["importance_weight_mean"] == 1.0
     assert metrics["mismatch_tokens"] == metrics["tokens_trained"]
 
 
 def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
-    """Over three optimiser steps, in which the new policy leaves both."""
+    """Over three optimizer steps, in which the new policy leaves both."""
     after = []
-    for stale_tokens in ("plain", "decoupled"):
+    for off_policy_correction in ("ppo_clip", "decoupled"):
         settings = LearnerSettings(
-            stale_tokens=stale_tokens,
+            off_policy_correction=off_policy_correction,
             steps_per_update=3,
             learning_rate=3e-3,
             warmup_updates=0,
         )
         learner = Learner(tiny_model(), settings)
         metrics = learner.step(sampled_with(learner.model, random_rollouts()), version=0)
-        assert metrics["clipped_share"] > 0.05
+        assert metrics["clipped_fraction"] > 0.05
         after.append(weights_of(learner.model))
     for name, weight in after[0].items():
         assert torch.allclose(weight, after[1][name], atol=1e-5), name
 
 
 def test_decoupled_keeps_the_policy_of_before_the_update_over_several_steps() -> None:
-    """Stale behaviour: with several steps decoupled is neither plain nor truncated; with one it is
+    """Stale behavior: with several steps decoupled is neither plain nor truncated; with one it is
     truncated."""
 
-    def weights_after(stale_tokens: Any, steps: int) -> Tensor:
+    def weights_after(off_policy_correction: Any, steps: int) -> Tensor:
         settings = LearnerSettings(
-            stale_tokens=stale_tokens, steps_per_update=steps, learning_rate=3e-3, warmup_updates=0
+            off_policy_correction=off_policy_correction, steps_per_update=steps, learning_rate=3e-3, warmup_updates=0
         )
         learner = Learner(tiny_model(), settings)
         learner.step(random_rollouts(), version=1)
@@ -291,10 +291,10 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
     assert metrics["mismatch_mean_abs"] == pytest.approx(sum(map(abs, fresh)) / len(fresh), rel=1e-4)
     assert metrics["mismatch_max_abs"] == pytest.approx(max(map(abs, fresh)), rel=1e-4)
     assert metrics["mismatch_kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in fresh) / len(fresh), rel=1e-4)
-    assert metrics["stale_share"] == pytest.approx(len(stale) / (len(stale) + len(fresh)))
+    assert metrics["stale_fraction"] == pytest.approx(len(stale) / (len(stale) + len(fresh)))
     assert metrics["stale_ratio_mean"] == pytest.approx(sum(map(math.exp, stale)) / len(stale), rel=1e-4)
     assert metrics["stale_ratio_max"] == pytest.approx(math.exp(max(stale)), rel=1e-4)
-    assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * metrics["stale_share"])
+    assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * metrics["stale_fraction"])
 
 
 # --- what trains --------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
 def test_masked_truncated_rollouts_have_no_gradient_but_count_in_their_set() -> None:
     rollouts = random_rollouts()
     rollouts[1].truncated = True
-    settings = LearnerSettings(algorithm="grpo", truncated_rollouts="masked", normaliser_tokens=100)
+    settings = LearnerSettings(algorithm="grpo", truncated_rollouts="masked", normalizer_tokens=100)
     found = gradients(Learner(tiny_model(), settings), rollouts)
     rollouts[1].segments[0].mask = [0] * len(rollouts[1])
     rollouts[1].truncated = False
@@ -314,18 +314,18 @@ def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
     rollouts = random_rollouts(prompts=4, siblings=3)
     for rollout in rollouts[3:6]:
         rollout.reward = 0.25
-    kept = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normaliser_tokens=100))
+    kept = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100))
     dropped = Learner(
-        tiny_model(), LearnerSettings(algorithm="grpo", normaliser_tokens=100, drop_zero_variance_sets=True)
+        tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100, drop_zero_variance_groups=True)
     )
     assert_close(gradients(dropped, rollouts), gradients(kept, rollouts))  # their advantages are 0 anyway
     metrics = dropped.step(rollouts, version=0)
-    assert (metrics["sibling_sets"], metrics["zero_variance_sets"]) == (4, 1)
+    assert (metrics["group_indices"], metrics["zero_variance_groups"]) == (4, 1)
     assert (metrics["rollouts"], metrics["rollouts_trained"]) == (12, 9)
 
 
 def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", drop_zero_variance_sets=True))
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", drop_zero_variance_groups=True))
     before = weights_of(learner.model)
     rollouts = random_rollouts()
     for rollout in rollouts:
@@ -362,7 +362,7 @@ def test_sorting_by_length_saves_padding() -> None:
     learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=200))
     metrics = learner.step(sorted(rollouts, key=len), version=0)
     assert metrics["padding_saved"] == pytest.approx(1 - 438 / 768)
-    assert metrics["padding_share"] == pytest.approx(1 - sum(lengths) / 438)
+    assert metrics["padding_fraction"] == pytest.approx(1 - sum(lengths) / 438)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(1, 1200))
@@ -462,7 +462,7 @@ def test_no_batch_of_the_first_cohort_sets_the_scale_for_the_others(algorithm: A
             restored.load_state_dict(through_a_file(learner.state_dict()))
             learner = restored
         metrics = learner.step(rollouts[16 * batch : 16 * batch + 16], batch, harvest_index=batch)
-        scales.append(math.hypot(metrics["advantage_mean"], metrics["advantage_deviation"]))
+        scales.append(math.hypot(metrics["advantage_mean"], metrics["advantage_std"]))
         assert abs(metrics["advantage_mean"]) < 1.5
     assert min(scales) > 1 / 1.5 and max(scales) < 1.5, scales
 
@@ -478,7 +478,7 @@ def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
     """The gradient of a batch of long rollouts, as the first update and after one on short rollouts."""
     rollouts = sorted(random_rollouts(prompts=8), key=len)
     short, long = rollouts[:12], rollouts[12:]
-    settings = LearnerSettings(learning_rate=1e-30, baseline="batch", max_gradient_norm=NO_CLIPPING)
+    settings = LearnerSettings(learning_rate=1e-30, advantage_baseline="batch", max_grad_norm=NO_CLIPPING)
     first, second = Learner(tiny_model(), settings), Learner(tiny_model(), settings)
     second.step(short, version=0)
     assert_close(gradients(second, long), gradients(first, long))
@@ -486,7 +486,7 @@ def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
 
 def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
     settings = Train(rollouts_per_update=32, prompts_per_cohort=8, max_response_tokens=200)
-    assert settings.learner_settings().normaliser_tokens == 32 * 200
+    assert settings.learner_settings().normalizer_tokens == 32 * 200
 
 
 def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
@@ -494,7 +494,7 @@ def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
     for rollout in second:
         rollout.id += 12
     learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo"))
-    assert learner.step([*first, *second], version=0)["sibling_sets"] == 6
+    assert learner.step([*first, *second], version=0)["group_indices"] == 6
 
 
 def test_the_critic_learns_to_explain_returns() -> None:
@@ -614,7 +614,7 @@ def test_weights_have_the_names_of_the_model_and_score_like_the_learner(lora_ran
         assert (full_logprobs(before, rollout) - trained).abs().max() > 1e-3
 
 
-# --- the optimiser ------------------------------------------------------------------------------------------
+# --- the optimizer ------------------------------------------------------------------------------------------
 
 
 def test_adamw_is_pytorchs() -> None:
@@ -660,8 +660,8 @@ def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
     [
         ({"top_p": 0.9}, "top_p = 0.9: .*kept mass.*top_p = 1.0"),
         ({"algorithm": "dpo"}, "algorithm = 'dpo': choose one of reinforce"),
-        ({"algorithm": "grpo", "baseline": "batch"}, "baseline = batch: grpo compares siblings"),
-        ({"algorithm": "ppo", "baseline": "siblings"}, "baseline = siblings: with ppo the critic"),
+        ({"algorithm": "grpo", "advantage_baseline": "batch"}, "advantage_baseline = batch: grpo compares siblings"),
+        ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = group: with ppo the critic"),
         ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5: .*use 2.0"),
         ({"temperature": 0.0}, "temperature = 0.0"),
@@ -696,8 +696,8 @@ def test_bad_rollouts_are_named() -> None:
 
 
 def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
-    assert stale_tokens_for("on-policy+planned") == "truncated"
-    assert stale_tokens_for("partial+elevator") == "decoupled"
+    assert off_policy_correction_for("on-policy+planned") == "tis"
+    assert off_policy_correction_for("partial+elevator") == "decoupled"
 
 
 # --- TRL ----------------------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
 def test_grpo_loss_and_gradients_are_trls(
     loss_type: str, aggregation: Any, level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GRPOTrainer trains on our rollouts for two optimiser steps: the first on-policy, the second with
+    """GRPOTrainer trains on our rollouts for two optimizer steps: the first on-policy, the second with
     clipping and KL. Its advantages, losses and gradients come from its own code, through its public
     interface."""
     pytest.importorskip("trl", reason="the comparison with TRL needs it: pip install trl")
@@ -726,13 +726,13 @@ def test_grpo_loss_and_gradients_are_trls(
 
     settings = LearnerSettings(
         algorithm="grpo",
-        stale_tokens="plain",
+        off_policy_correction="ppo_clip",
         ratio_level=level,
         aggregation=aggregation,
-        normaliser_tokens=prompts * siblings * max_length,
+        normalizer_tokens=prompts * siblings * max_length,
         kl_coefficient=0.1,
         temperature=temperature,
-        max_gradient_norm=NO_CLIPPING,
+        max_grad_norm=NO_CLIPPING,
     )
     rollouts = sampled_with(tiny_model(), rollouts, temperature)
     for step, (weights, their_gradients) in enumerate(snapshots):
@@ -746,7 +746,7 @@ def test_grpo_loss_and_gradients_are_trls(
             loss = metrics["policy_loss"] + 0.1 * metrics["kl_reference"]
             assert loss == pytest.approx(logged[step]["loss"], rel=1e-3, abs=1e-5)
             assert metrics["kl_reference"] == pytest.approx(logged[step]["kl"], rel=1e-3, abs=1e-5)
-        assert (metrics["clipped_share"] > 0) == (step == 1)
+        assert (metrics["clipped_fraction"] > 0) == (step == 1)
 
 
 def trl_two_steps(
@@ -759,7 +759,7 @@ def trl_two_steps(
     loss_type: str,
     level: str,
 ) -> tuple[list[dict[str, float]], list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
-    """What TRL logs, and weights and gradients before each of its optimiser steps."""
+    """What TRL logs, and weights and gradients before each of its optimizer steps."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, TrainerCallback

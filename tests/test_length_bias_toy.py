@@ -1,4 +1,4 @@
-"""Normalising over length-sorted batches rewards length; the default does not.
+"""Normalizing over length-sorted batches rewards length; the default does not.
 
 The toy: a prompt has a difficulty, and hard prompts are long and rarely solved. A response's log-length is
 its prompt's difficulty plus a choice of the policy's own, which has no effect on the reward: the true
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sortedrl.learner.advantages import Algorithm, Baseline, CohortStatistics, reward_advantages
+from sortedrl.learner.advantages import AdvantageBaseline, Algorithm, CohortStatistics, reward_advantages
 
 PROMPTS, SIBLINGS, BATCHES, COHORTS = 64, 8, 4, 400
 DIFFICULTY_SPREAD = CHOICE_SPREAD = 0.5**0.5  # log-length has deviation 1; half its variance is the policy's
@@ -32,14 +32,14 @@ def toy_cohort(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sorted_batches(log_length_b: Tensor, whole_sets: bool) -> Iterator[Tensor]:
-    """The rows of each batch, shortest first; a sibling set is as long as its longest member."""
+    """The rows of each batch, shortest first; a group is as long as its longest member."""
     if whole_sets:
         log_length_b = log_length_b.view(PROMPTS, SIBLINGS).max(1).values[SET_B]
     yield from log_length_b.argsort(stable=True).chunk(BATCHES)
 
 
 def length_bias(
-    algorithm: Algorithm, baseline: Baseline, only_first_cohorts: bool = False, alone: bool = False
+    algorithm: Algorithm, advantage_baseline: AdvantageBaseline, only_first_cohorts: bool = False, alone: bool = False
 ) -> float:
     """`alone`: every rollout is its own group, as if each had a prompt of its own."""
     group_b = torch.arange(len(SET_B)) if alone else SET_B
@@ -50,10 +50,10 @@ def length_bias(
         if only_first_cohorts:
             statistics = CohortStatistics()
         reward_b, log_length_b, choice_b = toy_cohort(generator)
-        for rows in sorted_batches(log_length_b, whole_sets=baseline == "siblings"):
+        for rows in sorted_batches(log_length_b, whole_sets=advantage_baseline == "group"):
             cohort_b = torch.full((len(rows),), cohort)
             found_b, statistics = reward_advantages(
-                reward_b[rows], group_b[rows], cohort_b, algorithm, baseline, statistics
+                reward_b[rows], group_b[rows], cohort_b, algorithm, advantage_baseline, statistics
             )
             choices.append(choice_b[rows])
             advantages.append(found_b)
@@ -62,19 +62,21 @@ def length_bias(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "baseline", "expected"),
+    ("algorithm", "advantage_baseline", "expected"),
     [
         ("reinforce++", "batch", 0.32),
         ("reinforce++", "cohort_so_far", 0.16),
         ("reinforce++", "previous_cohorts", 0.0),
-        ("reinforce++", "siblings", 0.0),
-        ("grpo", "siblings", 0.0),
-        ("rloo", "siblings", 0.0),
+        ("reinforce++", "group", 0.0),
+        ("grpo", "group", 0.0),
+        ("rloo", "group", 0.0),
     ],
 )
-def test_slope_of_advantage_on_chosen_length(algorithm: Algorithm, baseline: Baseline, expected: float) -> None:
+def test_slope_of_advantage_on_chosen_length(
+    algorithm: Algorithm, advantage_baseline: AdvantageBaseline, expected: float
+) -> None:
     """About 200,000 rollouts: the slope is known to 0.003."""
-    assert length_bias(algorithm, baseline) == pytest.approx(expected, abs=0.02)
+    assert length_bias(algorithm, advantage_baseline) == pytest.approx(expected, abs=0.02)
 
 
 def test_the_first_cohort_has_no_bias_either() -> None:

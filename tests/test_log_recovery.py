@@ -45,7 +45,7 @@ def fold(log: list[Event]) -> Metrics:
     for event in log:
         metrics(event)
         state(event)
-    metrics.figures()
+    metrics.run_metrics()
     state.view(0.0)
     return metrics
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sortedrl.learner.losses import (
     Aggregation,
+    OffPolicyCorrection,
     RatioLevel,
-    StaleTokens,
     kl_k3,
     policy_loss,
     selected_logprobs,
@@ -20,32 +20,37 @@ from sortedrl.learner.losses import (
 )
 
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
-STALE_TOKENS: list[StaleTokens] = ["plain", "truncated", "masked", "decoupled"]
+CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "tis", "mask", "decoupled"]
 LEVELS: list[RatioLevel] = ["token", "sequence"]
 
 
 def random_policies(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """New, behaviour and proximal log-probabilities, advantages, mask; ratios on both sides of the clip."""
+    """New, behavior and proximal log-probabilities, advantages, mask; ratios on both sides of the clip."""
     generator = torch.Generator().manual_seed(seed)
     new = -torch.rand(5, 7, generator=generator) * 3
-    behaviour = new + 0.5 * torch.randn(5, 7, generator=generator)
+    behavior = new + 0.5 * torch.randn(5, 7, generator=generator)
     proximal = new + 0.3 * torch.randn(5, 7, generator=generator)
     advantages = torch.randn(5, 1, generator=generator).expand(5, 7)
     mask = torch.rand(5, 7, generator=generator) < 0.8
     mask[0] = False
-    return new.requires_grad_(), behaviour, proximal, advantages, mask
+    return new.requires_grad_(), behavior, proximal, advantages, mask
 
 
-def losses(stale_tokens: StaleTokens, level: RatioLevel, *tensors: Tensor) -> Tensor:
+def losses(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> Tensor:
     result = policy_loss(
-        *tensors, stale_tokens=stale_tokens, level=level, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, cap=CAP
+        *tensors,
+        off_policy_correction=off_policy_correction,
+        level=level,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        cap=CAP,
     )
     return result.loss_bt
 
 
-def direct_loss(stale_tokens: StaleTokens, level: RatioLevel, *tensors: Tensor) -> Tensor:
+def direct_loss(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> Tensor:
     """Token by token on scalars, with autograd only through the new log-probability."""
-    new, behaviour, proximal, advantages, mask = tensors
+    new, behavior, proximal, advantages, mask = tensors
     out = torch.zeros_like(new)
     for b in range(new.shape[0]):
         places = [t for t in range(new.shape[1]) if mask[b, t]]
@@ -56,33 +61,33 @@ def direct_loss(stale_tokens: StaleTokens, level: RatioLevel, *tensors: Tensor) 
             return torch.exp(sum((top[b, u] - bottom[b, u] for u in places), torch.tensor(0.0)) / len(places))
 
         for t in places:
-            if stale_tokens == "truncated":
-                weight = min(ratio(new, behaviour, t).item(), CAP)
+            if off_policy_correction == "tis":
+                weight = min(ratio(new, behavior, t).item(), CAP)
                 pushes = new[b, t] if level == "token" else new[b, places].mean()
                 # the value of a policy gradient's surrogate is free; it is chosen as -weight x advantage
                 out[b, t] = -weight * advantages[b, t] * (1 + pushes - pushes.detach())
                 continue
-            r = ratio(new, proximal if stale_tokens == "decoupled" else behaviour, t)
+            r = ratio(new, proximal if off_policy_correction == "decoupled" else behavior, t)
             a = advantages[b, t]
             if a > 0:
                 surrogate = r * a if r < 1 + CLIP_HIGH else (1 + CLIP_HIGH) * a
             else:
                 surrogate = r * a if r > 1 - CLIP_LOW else (1 - CLIP_LOW) * a
             weight = 1.0
-            if stale_tokens == "masked" and not 1 / CAP <= r.item() <= CAP:
+            if off_policy_correction == "mask" and not 1 / CAP <= r.item() <= CAP:
                 weight = 0.0
-            if stale_tokens == "decoupled":
-                weight = min(ratio(proximal, behaviour, t).item(), CAP)
+            if off_policy_correction == "decoupled":
+                weight = min(ratio(proximal, behavior, t).item(), CAP)
             out[b, t] = -weight * surrogate
     return out
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("stale_tokens", STALE_TOKENS)
-def test_loss_and_gradient_are_the_formula(stale_tokens: StaleTokens, level: RatioLevel) -> None:
+@pytest.mark.parametrize("off_policy_correction", CORRECTIONS)
+def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorrection, level: RatioLevel) -> None:
     tensors = random_policies()
     weights = torch.rand(5, 7, generator=torch.Generator().manual_seed(9))
-    ours, direct = losses(stale_tokens, level, *tensors), direct_loss(stale_tokens, level, *tensors)
+    ours, direct = losses(off_policy_correction, level, *tensors), direct_loss(off_policy_correction, level, *tensors)
     assert torch.allclose(ours, direct, atol=1e-5)
     (gradient,) = torch.autograd.grad((ours * weights).sum(), tensors[0])
     (expected,) = torch.autograd.grad((direct * weights).sum(), tensors[0])
@@ -91,14 +96,14 @@ def test_loss_and_gradient_are_the_formula(stale_tokens: StaleTokens, level: Rat
 
 
 def test_the_example_has_every_case_of_clipping() -> None:
-    new, behaviour, proximal, advantages, mask = random_policies()
+    new, behavior, proximal, advantages, mask = random_policies()
     result = policy_loss(
         new,
-        behaviour,
+        behavior,
         proximal,
         advantages,
         mask,
-        stale_tokens="plain",
+        off_policy_correction="ppo_clip",
         level="token",
         clip_low=CLIP_LOW,
         clip_high=CLIP_HIGH,
@@ -112,8 +117,10 @@ def test_the_example_has_every_case_of_clipping() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("stale_tokens", STALE_TOKENS)
-def test_on_policy_every_treatment_is_the_plain_policy_gradient(stale_tokens: StaleTokens, level: RatioLevel) -> None:
+@pytest.mark.parametrize("off_policy_correction", CORRECTIONS)
+def test_on_policy_every_treatment_is_the_plain_policy_gradient(
+    off_policy_correction: OffPolicyCorrection, level: RatioLevel
+) -> None:
     new, _, _, advantages, mask = random_policies()
     result = policy_loss(
         new,
@@ -121,7 +128,7 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(stale_tokens: St
         new.detach(),
         advantages,
         mask,
-        stale_tokens=stale_tokens,
+        off_policy_correction=off_policy_correction,
         level=level,
         clip_low=CLIP_LOW,
         clip_high=CLIP_HIGH,
@@ -135,20 +142,20 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(stale_tokens: St
 
 
 def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
-    new, behaviour, _, advantages, mask = random_policies()
-    plain = losses("plain", "token", new, behaviour, behaviour, advantages, mask)
-    assert torch.equal(losses("decoupled", "token", new, behaviour, behaviour, advantages, mask), plain)
+    new, behavior, _, advantages, mask = random_policies()
+    plain = losses("plain", "token", new, behavior, behavior, advantages, mask)
+    assert torch.equal(losses("decoupled", "token", new, behavior, behavior, advantages, mask), plain)
 
 
 def test_an_absurd_ratio_stays_finite() -> None:
     new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
-    behaviour = torch.tensor([[-500.0, -500.0]])
-    for stale_tokens in STALE_TOKENS:
+    behavior = torch.tensor([[-500.0, -500.0]])
+    for off_policy_correction in CORRECTIONS:
         loss = losses(
-            stale_tokens,
+            off_policy_correction,
             "token",
             new,
-            behaviour,
+            behavior,
             new.detach(),
             torch.tensor([[0.0, 1.0]]),
             torch.ones(1, 2).bool(),

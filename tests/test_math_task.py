@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("math_verify")
 
 from hostile_answers import BOMBS, HOSTILE
-from sortedrl.tasks.math import Math, last_boxed, normalised, reference_answer
+from sortedrl.tasks.math import Math, last_boxed, normalized, reference_answer
 from sortedrl.tasks.math_limits import is_affordable
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 
 ROWS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # one file for each shape of row that public datasets have
     "worked": [
@@ -51,7 +51,7 @@ ROWS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # one file for each shape o
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Math:
     rows = write(tmp_path_factory.mktemp("math"), ROWS["plain"])
-    return Math(held_out_data=rows, limit_seconds=60.0)  # a busy machine is no reason for a wrong verdict
+    return Math(held_out_data=rows, limit_seconds=60.0)  # a busy machine is no reason for a wrong conclusion
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:
@@ -60,7 +60,7 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jso
     return path
 
 
-def judged(task: Math, reference: str, answer: str) -> Verdict:
+def judged(task: Math, reference: str, answer: str) -> Reward:
     return task.score(Problem("p", "?", reference), rf"Thinking \boxed{{0}} ... so \boxed{{{answer}}}, I think.")
 
 
@@ -132,14 +132,14 @@ def test_answers_that_mean_the_same_are_right(task: Math, reference: str, answer
 
 @pytest.mark.parametrize(("reference", "answer"), DIFFERENT)
 def test_answers_that_mean_something_else_are_wrong(task: Math, reference: str, answer: str) -> None:
-    verdict = judged(task, reference, answer)
-    assert not verdict.correct and verdict.reward == 0.0 and not verdict.parts["timed_out"]
+    reward = judged(task, reference, answer)
+    assert not reward.correct and reward.value == 0.0 and not reward.parts["timed_out"]
 
 
 @pytest.mark.parametrize(("reference", "answer", "is_right"), HOSTILE)
 def test_hostile_answers_get_no_more_than_they_deserve(task: Math, reference: str, answer: str, is_right: bool) -> None:
-    verdict = judged(task, reference, answer)
-    assert verdict.correct == is_right and not verdict.parts["timed_out"]
+    reward = judged(task, reference, answer)
+    assert reward.correct == is_right and not reward.parts["timed_out"]
 
 
 class NoParser:
@@ -170,7 +170,7 @@ def test_every_reference_scores_one_and_wrong_answers_zero(task: Math, shape: st
     problems = Math(held_out_data=write(tmp_path, ROWS[shape])).held_out()
     assert len(problems) == len(ROWS[shape])
     for problem in problems:
-        assert judged(task, problem.answer, problem.answer) == Verdict(1.0, True, {"boxed": 1.0, "timed_out": 0.0})
+        assert judged(task, problem.answer, problem.answer) == Reward(1.0, True, {"boxed": 1.0, "timed_out": 0.0})
         for wrong in wrong_answers(problem.answer, problems):
             assert not judged(task, problem.answer, wrong).correct, (problem.answer, wrong)
 
@@ -179,9 +179,9 @@ def wrong_answers(answer: str, problems: Sequence[Problem]) -> Iterator[str]:
     """Another problem's answer; each number of this one plus one; one element of a list left out."""
     references = [problem.answer for problem in problems]
     other = references[(references.index(answer) + 1) % len(references)]
-    if normalised(other) != normalised(answer):
+    if normalized(other) != normalized(answer):
         yield other
-    text = normalised(answer)
+    text = normalized(answer)
     for number in re.finditer(r"(?<![_\d.])(?<!_\{)\d+", text):
         yield text[: number.start()] + str(int(number.group()) + 1) + text[number.end() :]
     if last := re.search(r",(?=[^()\[\]{}]*$)|,(?=\([^()]*\)$)", text):
@@ -190,7 +190,7 @@ def wrong_answers(answer: str, problems: Sequence[Problem]) -> Iterator[str]:
 
 def test_a_response_without_a_box_scores_zero(task: Math) -> None:
     problem = Problem("p", "?", "7")
-    assert task.score(problem, "It is 7.") == Verdict(0.0, False, {"boxed": 0.0})
+    assert task.score(problem, "It is 7.") == Reward(0.0, False, {"boxed": 0.0})
     assert task.score(problem, r"cut off: \boxed{7").parts["boxed"] == 0.0
 
 
@@ -216,10 +216,10 @@ def test_an_answer_on_which_sympy_hangs_is_wrong_in_time_and_in_any_thread(tmp_p
     pairs = [(tower, tower + "-1"), *((r"\sqrt{2}", one) for one in (r"\frac{2}{\sqrt{2}}", r"\sqrt{3}", r"2^{1/2}"))]
     begun = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
-        verdicts = list(threads.map(lambda pair: judged(task, *pair), pairs))
+        rewards = list(threads.map(lambda pair: judged(task, *pair), pairs))
     assert time.monotonic() - begun < 30
-    assert [verdict.correct for verdict in verdicts] == [False, True, False, True]
-    assert [verdict.parts["timed_out"] for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
+    assert [reward.correct for reward in rewards] == [False, True, False, True]
+    assert [reward.parts["timed_out"] for reward in rewards] == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_dapo_rows_lose_their_instructions_and_their_duplicates(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_dapo_rows_lose_their_instructions_and_their_duplicates(tmp_path: Path) 
         for n in [1, 2, 3, 1, 2, 3]
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo.parquet")
-    task = Math("dapo", data=tmp_path / "dapo.parquet", held_out_share=0.34)
+    task = Math("dapo", data=tmp_path / "dapo.parquet", held_out_fraction=0.34)
     problems = {problem.question: problem.answer for problem in [*task.train(), *task.held_out()]}
     assert problems == {f"What is\n\n{n} + 1?": str(n + 1) for n in (1, 2, 3)}
     assert r"\boxed" in task.train()[0].system
@@ -248,7 +248,7 @@ def test_a_folder_is_read_through_the_datasets_library(tmp_path: Path, monkeypat
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write(tmp_path, ROWS["worked"], "train.jsonl")
-    task = Math(data=tmp_path, held_out_share=0.5)
+    task = Math(data=tmp_path, held_out_fraction=0.5)
     assert {problem.answer for problem in [*task.train(), *task.held_out()]} == {"7", "1,200"}
 
 

@@ -1,4 +1,4 @@
-"""The figures: hand-made event logs whose answers can be computed on paper, and small runs."""
+"""The metrics: hand-made event logs whose answers can be computed on paper, and small runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from scenarios import Run, run, scenario
 from sortedrl.core.events import (
+    Aborted,
     Event,
     Failed,
     Finished,
@@ -22,22 +23,21 @@ from sortedrl.core.events import (
     Loaded,
     Phase,
     Preempted,
-    Redone,
+    Regenerated,
     Rejected,
     RolledBack,
     RunBegan,
     Started,
-    Stopped,
     Submitted,
     Updated,
     without_rolled_back,
 )
 from sortedrl.engines.step_time import linear
-from sortedrl.observe.metrics import Figures, Metrics, rank_correlation
+from sortedrl.observe.metrics import Metrics, RunMetrics, rank_correlation
 
 
-def figures(*log: Event, slots: int = 2) -> Figures:
-    return Metrics().fold([RunBegan(0.0, slots, "partial", {}), Phase(0.0, "harvest"), *log]).figures()
+def run_metrics(*log: Event, slots: int = 2) -> RunMetrics:
+    return Metrics().fold([RunBegan(0.0, slots, "partial", {}), Phase(0.0, "harvest"), *log]).run_metrics()
 
 
 def submitted(at: float, rollout: int, *, attempt: int = 0, kept: int = 0, expected: float = 1.0) -> Submitted:
@@ -60,7 +60,7 @@ def both_running() -> tuple[Event, ...]:
 
 def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
     """Two slots for 10 s: both empty for 1 s before the first submit, one in use for 4 s, then drained."""
-    result = figures(
+    result = run_metrics(
         Gate(0.0, "open"),
         submitted(1.0, 0),
         Started(1.0, 0, 0),
@@ -81,7 +81,7 @@ def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
 
 
 def test_what_the_engine_has_not_begun_is_queued() -> None:
-    result = figures(
+    result = run_metrics(
         submitted(0.0, 0),
         submitted(0.0, 1),
         Started(1.0, 0, 0),
@@ -95,11 +95,11 @@ def test_what_the_engine_has_not_begun_is_queued() -> None:
 
 
 def test_a_preemption_is_forgotten_with_the_harvest_even_if_no_time_passes_between() -> None:
-    result = figures(
+    result = run_metrics(
         *both_running(),
         Preempted(2.0, 1, 30),
-        Stopped(4.0, 0, 4, 4, 0),
-        Stopped(4.0, 1, 2, 2, 0),
+        Aborted(4.0, 0, 4, 4, 0),
+        Aborted(4.0, 1, 2, 2, 0),
         submitted(4.0, 0),
         submitted(4.0, 1),
         Started(6.0, 0, 0),
@@ -111,7 +111,7 @@ def test_a_preemption_is_forgotten_with_the_harvest_even_if_no_time_passes_betwe
 
 
 def test_a_preemption_is_forgotten_once_all_slots_are_full_though_more_waits() -> None:
-    result = figures(
+    result = run_metrics(
         *(submitted(0.0, id) for id in range(4)),
         Started(0.0, 0, 0),
         Started(0.0, 1, 1),
@@ -126,7 +126,7 @@ def test_a_preemption_is_forgotten_once_all_slots_are_full_though_more_waits() -
 
 
 def test_what_is_taken_back_before_it_began_is_queued() -> None:
-    result = figures(
+    result = run_metrics(
         submitted(0.0, 0),
         Started(0.0, 0, 0),
         submitted(0.0, 1),
@@ -140,7 +140,7 @@ def test_what_is_taken_back_before_it_began_is_queued() -> None:
 
 
 def test_from_a_preemption_on_what_waits_is_kv_limited_until_all_runs() -> None:
-    result = figures(
+    result = run_metrics(
         *both_running(),
         Preempted(2.0, 1, 30),
         Finished(4.0, 0, 8, 8, False),
@@ -159,7 +159,7 @@ def test_from_a_preemption_on_what_waits_is_kv_limited_until_all_runs() -> None:
 
 
 def test_a_slot_is_kv_limited_where_a_request_was_preempted_and_waits() -> None:
-    result = figures(
+    result = run_metrics(
         *both_running(),
         Preempted(4.0, 1, 30),
         Finished(8.0, 0, 8, 8, False),
@@ -174,7 +174,7 @@ def test_a_slot_is_kv_limited_where_a_request_was_preempted_and_waits() -> None:
 
 
 def test_idle_adds_the_phases_in_which_the_engine_rests() -> None:
-    result = figures(
+    result = run_metrics(
         submitted(0.0, 0),
         Started(0.0, 0, 0),
         submitted(0.0, 1),
@@ -196,7 +196,7 @@ def test_idle_adds_the_phases_in_which_the_engine_rests() -> None:
 
 
 def test_the_bubble_of_each_harvest_is_its_own() -> None:
-    result = figures(
+    result = run_metrics(
         HarvestBegan(0.0, 0, 0),
         submitted(0.0, 0),
         Started(0.0, 0, 0),
@@ -227,14 +227,14 @@ def test_prefill_counts_as_running_whether_or_not_slots_stay_empty(slots: int) -
         rollouts_per_update=1,
         prompt_tokens=(10,),
         step_time=linear(1.0, 0.0, per_prefill_token=1.0),
-    ).figures
+    ).run_metrics
     assert result.seconds == 20.0
     assert result.bubble == pytest.approx((slots - 1) / slots)
     assert result.bubble_parts["drain"] == pytest.approx(result.bubble)
 
 
 def test_a_cap_that_leaves_slots_empty_shows_as_held_back() -> None:
-    result = run("on-policy+planned", [5] * 8, slots=4, rollouts_per_update=2).figures
+    result = run("on-policy+planned", [5] * 8, slots=4, rollouts_per_update=2).run_metrics
     assert result.bubble == 0.5
     assert result.bubble_parts["held_back"] == 3 / 8
     assert result.bubble_parts["drain"] == 1 / 8  # the last of four batches: nothing is left to hold back
@@ -244,16 +244,16 @@ def test_a_cap_that_leaves_slots_empty_shows_as_held_back() -> None:
 
 
 def test_generated_tokens_are_trained_on_dropped_or_cached() -> None:
-    result = figures(
+    result = run_metrics(
         Loaded(0.0, 0, 0, 5, ("a", "b", "c", "d", "e")),
         *(submitted(0.0, i) for i in range(5)),
         Finished(3.0, 0, 3, 3, False),
-        Stopped(3.0, 1, 3, 3, 3),
-        Stopped(3.0, 2, 3, 3, 0),
+        Aborted(3.0, 1, 3, 3, 3),
+        Aborted(3.0, 2, 3, 3, 0),
         Failed(3.0, 3, 2, 0, "lost"),
         Rejected(3.0, 3, 2, "failed once"),
         Finished(3.0, 4, 3, 3, False),
-        Redone(3.0, 4, 3, "no score in time"),
+        Regenerated(3.0, 4, 3, "no score in time"),
         updated(3.0, [3]),
         Phase(3.0, "end"),
     )
@@ -262,13 +262,13 @@ def test_generated_tokens_are_trained_on_dropped_or_cached() -> None:
     assert result.waste == pytest.approx(8 / 14)
     assert result.goodput == pytest.approx(3 / 3)
     assert result.kept == pytest.approx(6 / 3)
-    assert (result.loaded, result.trained, result.rejected, result.failures, result.redone) == (5, 1, 1, 1, 1)
+    assert (result.loaded, result.trained, result.rejected, result.failures, result.regenerated) == (5, 1, 1, 1, 1)
 
 
 def test_prefill_and_re_prefill_are_counted_beside_the_output() -> None:
-    result = figures(
+    result = run_metrics(
         submitted(0.0, 0),
-        Stopped(1.0, 0, 1, 1, 0),
+        Aborted(1.0, 0, 1, 1, 0),
         submitted(1.0, 0, kept=1),
         submitted(1.0, 1),
         Failed(1.0, 1, 0, 0, "lost"),
@@ -280,7 +280,7 @@ def test_prefill_and_re_prefill_are_counted_beside_the_output() -> None:
 
 def test_staleness_is_by_token() -> None:
     batch = Updated(1.0, 0, 0, 3, (0, 1), (4, 2), (0.0, 1.0), (((1, 1), (3, 3)), ((3, 2),)), (2, 5))
-    result = figures(batch)
+    result = run_metrics(batch)
     assert result.staleness_histogram == {0: 5, 2: 1}
     assert result.staleness_mean == pytest.approx(2 / 6)
     assert result.staleness_max == 2
@@ -290,7 +290,7 @@ def test_staleness_is_by_token() -> None:
 
 
 def test_rates_are_per_wall_clock_hour() -> None:
-    result = figures(updated(0.0, [5, 5]), Phase(0.0, "learner"), updated(0.0, [5, 5], first=2), Phase(36.0, "end"))
+    result = run_metrics(updated(0.0, [5, 5]), Phase(0.0, "learner"), updated(0.0, [5, 5], first=2), Phase(36.0, "end"))
     assert result.updates_per_hour == pytest.approx(200)
     assert result.trained_rollouts_per_hour == pytest.approx(400)
     assert result.trained_tokens_per_hour == pytest.approx(2000)
@@ -298,7 +298,7 @@ def test_rates_are_per_wall_clock_hour() -> None:
 
 
 def test_the_figures_of_an_empty_run_are_zero() -> None:
-    result = Metrics().figures()
+    result = Metrics().run_metrics()
     assert (result.bubble, result.idle, result.goodput, result.length_bias) == (0, 0, 0, 0)
     assert (result.expectation_quality, result.sortedness) == (None, None)
 
@@ -308,10 +308,10 @@ def test_the_figures_of_an_empty_run_are_zero() -> None:
 
 def sortedness(batches: Sequence[Sequence[int]], *, group: int = 1) -> float | None:
     """Of updates with these lengths; `group`: rollouts that are trained on together."""
-    settings = {"rollouts_per_prompt": group, "compare_siblings": group > 1}
+    settings = {"rollouts_per_prompt": group, "whole_groups": group > 1}
     firsts = accumulate((len(batch) for batch in batches), initial=0)
     updates = [updated(0.0, batch, first=first) for batch, first in zip(batches, firsts, strict=False)]
-    return Metrics().fold([RunBegan(0.0, 2, "partial", settings), *updates]).figures().sortedness
+    return Metrics().fold([RunBegan(0.0, 2, "partial", settings), *updates]).run_metrics().sortedness
 
 
 def test_sortedness_compares_the_variance_within_updates_with_that_of_random_ones() -> None:
@@ -361,8 +361,8 @@ def test_random_batches_score_0_and_sorted_ones_1_at_any_size(size: int) -> None
 def test_sorted_batches_have_a_higher_sortedness_than_random_ones() -> None:
     random_lengths = [random.Random(i).randint(1, 60) for i in range(64)]
     knobs = {"slots": 64, "rollouts_per_update": 8, "prompts_per_cohort": 64}
-    by_length = run("partial", random_lengths, **knobs).figures.sortedness
-    in_load_order = run("baseline", random_lengths, **knobs).figures.sortedness
+    by_length = run("partial", random_lengths, **knobs).run_metrics.sortedness
+    in_load_order = run("baseline", random_lengths, **knobs).run_metrics.sortedness
     assert by_length is not None and in_load_order is not None
     assert by_length > 0.5 > 0.2 > in_load_order
 
@@ -380,9 +380,9 @@ def test_ties_share_their_mean_rank() -> None:
 
 
 def test_expectation_quality_compares_what_was_expected_at_the_first_start() -> None:
-    result = figures(
+    result = run_metrics(
         submitted(0.0, 0, expected=5.0),
-        Stopped(1.0, 0, 1, 1, 0),
+        Aborted(1.0, 0, 1, 1, 0),
         submitted(1.0, 0, kept=1, expected=999.0),
         submitted(1.0, 1, expected=7.0),
         submitted(1.0, 2, expected=9.0),
@@ -396,33 +396,35 @@ def test_expectation_quality_compares_what_was_expected_at_the_first_start() -> 
 
 def test_a_run_that_cuts_nothing_has_no_length_bias() -> None:
     for mode in ("baseline", "partial", "april", "on-policy+planned"):
-        result = run(mode, [9, 1, 7, 3, 30, 2], slots=3, rollouts_per_update=3).figures
+        result = run(mode, [9, 1, 7, 3, 30, 2], slots=3, rollouts_per_update=3).run_metrics
         assert result.length_bias == pytest.approx(0.0), mode
         assert result.uncut_mean_length == pytest.approx(52 / 6)
 
 
 def test_only_trained_rollouts_count_in_the_length_bias() -> None:
     """Two are trained on when the run ends. The others were stopped with their tokens kept: nothing was cut."""
-    result = run("partial", [2, 2, 50, 50], rollouts_per_update=2, max_updates=1).figures
+    result = run("partial", [2, 2, 50, 50], rollouts_per_update=2, max_updates=1).run_metrics
     assert result.cached_tokens == 4
     assert (result.uncut_mean_length, result.length_bias) == (2, 0)
 
 
 def test_cutting_and_redoing_shows_as_a_length_bias() -> None:
     lengths = [random.Random(i).choice([5, 10, 20, 40, 80]) for i in range(400)]
-    result = run("on-policy", lengths, redraws=True, slots=16, rollouts_per_update=16, prompts_per_cohort=64).figures
+    result = run(
+        "on-policy", lengths, redraws=True, slots=16, rollouts_per_update=16, prompts_per_cohort=64
+    ).run_metrics
     assert result.length_bias is not None and result.length_bias < -0.05
     assert result.uncut_mean_length == pytest.approx(sum(lengths) / len(lengths), rel=0.1)
 
 
 def test_a_simulation_that_knows_the_uncut_mean_gives_it() -> None:
     log = [RunBegan(0.0, 2, "on-policy", {}), updated(1.0, [3, 5])]
-    assert Metrics().fold(log).figures(8.0).length_bias == -0.5
+    assert Metrics().fold(log).run_metrics(8.0).length_bias == -0.5
 
 
 def test_the_length_bias_is_not_known_where_a_redo_repeats_the_cut_attempt() -> None:
     knobs = {"slots": 4, "rollouts_per_update": 2, "prompts_per_cohort": 8, "keep_seed": True}
-    result = run("on-policy", [9, 1, 7, 3, 30, 2, 4, 8], **knobs).figures
+    result = run("on-policy", [9, 1, 7, 3, 30, 2, 4, 8], **knobs).run_metrics
     assert result.dropped_tokens
     assert (result.uncut_mean_length, result.length_bias) == (None, None)
 
@@ -443,7 +445,7 @@ def test_a_run_that_was_resumed_has_the_figures_of_an_undisturbed_one() -> None:
     for updates in range(1, len(undisturbed.batches)):
         first = Run(plan).updates(updates)
         second = Run(plan, state=first.checkpoint(), last_time=first.engine.now()).to_end()
-        assert_same_figures(Metrics().fold([*first.events, *second.events]).figures(), undisturbed.figures)
+        assert_same_figures(Metrics().fold([*first.events, *second.events]).run_metrics(), undisturbed.run_metrics)
 
 
 @pytest.mark.parametrize("clock_goes_back", [True, False])
@@ -459,11 +461,11 @@ def test_no_metric_counts_what_was_rolled_back_nor_its_time(clock_goes_back: boo
     second = Run(plan, state=state, last_time=last_time).to_end()
     mark = RolledBack(last_time, len(first.events) - counted)
     log = without_rolled_back([*first.events, mark, *second.events])
-    assert_same_figures(Metrics().fold(log).figures(), undisturbed.figures)
+    assert_same_figures(Metrics().fold(log).run_metrics(), undisturbed.run_metrics)
 
 
-def assert_same_figures(got: Figures, expected: Figures) -> None:
-    for name in Figures.__slots__:
+def assert_same_figures(got: RunMetrics, expected: RunMetrics) -> None:
+    for name in RunMetrics.__slots__:
         value = getattr(expected, name)
         approximate = value if isinstance(value, str) or value is None else pytest.approx(value)
         assert getattr(got, name) == approximate, name

@@ -509,13 +509,13 @@ def test_a_server_that_restarts_while_nothing_runs_gets_the_next_weights(
     server = NastyServer(dialect, server_loop.loop)
     engine = engine_at(server)
     try:
-        engine.load(tmp_path, 1)
+        engine.update_weights(tmp_path, 1)
         server.restart()
-        engine.load(tmp_path, 2)
+        engine.update_weights(tmp_path, 2)
         assert server.shift == 0
         server.restart()
         with pytest.raises(EngineDied, match="not the server of before"):
-            engine.load(None, 3)
+            engine.update_weights(None, 3)
     finally:
         engine.close()
         server.close()

@@ -32,8 +32,8 @@ def test_the_filled_area_is_the_used_slot_time(script: ModuleType) -> None:
         columns = script.column_means(data, seconds_per_column)
         spans = [min(seconds_per_column, max(0.0, data.end - i * seconds_per_column)) for i in range(len(columns))]
         used = sum(mean * span for mean, span in zip(columns, spans, strict=True))
-        share = used / (data.figures.slots * data.figures.seconds)
-        assert 1 - share == pytest.approx(data.figures.bubble, abs=1e-6)
+        share = used / (data.run_metrics.slots * data.run_metrics.seconds)
+        assert 1 - share == pytest.approx(data.run_metrics.bubble, abs=1e-6)
 
 
 def test_the_picture_is_the_one_that_its_command_makes(tmp_path: Path) -> None:

@@ -145,10 +145,10 @@ def test_time_after_a_load_is_not_a_drain() -> None:
     next(batches)
     controller.carry_on_during(lambda: time.sleep(0.01))
     controller.publish()
-    assert controller.situation.buffer.waiting
+    assert controller.scheduler_state.buffer.waiting
     time.sleep(0.3)
     next(batches)
-    parts = metrics.figures().bubble_parts
+    parts = metrics.run_metrics().bubble_parts
     assert parts["refill"] > parts["drain"]
 
 

@@ -20,7 +20,7 @@ def trained_ids(run: Run) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["on-policy", "on-policy+planned"])
 def test_discard_and_requeue_does_not_starve_slow_prompts(mode: str) -> None:
-    """The long prompt is cut and redone, and is still trained on within the updates of its own cohort."""
+    """The long prompt is cut and regenerated, and is still trained on within the updates of its own cohort."""
     result = run(mode, ONE_LONG, slots=4, rollouts_per_update=4, prompts_per_cohort=8)
     with_the_long_one = next(i for i, ids in enumerate(result.ids) if 0 in ids)
     assert result.batches[with_the_long_one].rollouts[-1].cohort == 0
@@ -29,20 +29,20 @@ def test_discard_and_requeue_does_not_starve_slow_prompts(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", [*KEEPS_TOKENS, "async-pool"])
 def test_completed_groups_are_never_dropped_while_the_learner_steps(mode: str) -> None:
-    """Asynchronous: whole sibling sets finish during every step of the learner; each is trained on once."""
+    """Asynchronous: whole groups finish during every step of the learner; each is trained on once."""
     result = run(
         mode,
         ONE_LONG,
         slots=8,
         rollouts_per_update=6,
         rollouts_per_prompt=3,
-        compare_siblings=True,
+        whole_groups=True,
         overlap=True,
         max_staleness=3,
         learner_seconds=7.0,
     )
     assert trained_ids(result) == list(range(3 * len(ONE_LONG)))
-    assert result.figures.waste == 0
+    assert result.run_metrics.waste == 0
 
 
 @pytest.mark.parametrize("mode", ["on-policy", "partial", "partial+elevator", "april", "tail-batching"])
@@ -69,9 +69,9 @@ def test_a_straggler_that_never_answers_does_not_wedge_the_run(mode: str) -> Non
 @pytest.mark.parametrize("mode", KEEPS_TOKENS)
 def test_a_resumed_request_has_only_what_is_left_of_its_budget(mode: str) -> None:
     result = run(mode, ONE_LONG, slots=4, rollouts_per_update=2, max_response_tokens=25)
-    resumed = [request for request in result.engine.requests if request.kept]
+    resumed = [request for request in result.engine.requests if request.prefix]
     assert resumed
-    assert all(request.budget == 25 - request.kept_length for request in resumed)
+    assert all(request.max_new_tokens == 25 - request.prefix_length for request in resumed)
     long = next(rollout for batch in result.batches for rollout in batch if rollout.id == 0)
     assert (len(long), long.truncated) == (25, True)
 
@@ -83,7 +83,7 @@ def test_tokens_of_stopped_requests_are_not_requeued_in_on_policy_modes(mode: st
     assert len(result.batches) > 3
     for batch in result.batches:
         assert {version for rollout in batch for version in rollout.versions} == {batch.version}
-    assert not any(request.kept for request in result.engine.requests)
+    assert not any(request.prefix for request in result.engine.requests)
 
 
 @pytest.mark.parametrize("mode", KEEPS_TOKENS)
@@ -109,7 +109,7 @@ def test_staleness_is_counted_rightly_after_a_restart_and_the_bound_holds(mode: 
     assert old, "nothing was carried over the restart"
     ages = [batch.version - version for batch in second.batches for r in batch for version in r.versions]
     assert max(ages) == 2
-    assert second.figures.staleness_max == 2
+    assert second.run_metrics.staleness_max == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -117,14 +117,14 @@ def test_partial_rollouts_are_not_lost_on_resume(mode: str) -> None:
     """After a restart every prompt is still trained on, the long ones too, and cached tokens are not made again."""
     plan = scenario(mode, ONE_LONG, slots=4, rollouts_per_update=4, prompts_per_cohort=12)
     first = Run(plan).updates(2)
-    cached = sum(len(rollout) for rollout in first.controller.situation.buffer.live.values())
+    cached = sum(len(rollout) for rollout in first.controller.scheduler_state.buffer.live.values())
     second = Run(plan, state=first.checkpoint()).to_end()
     trained = [rollout for batch in first.batches + second.batches for rollout in batch]
     assert sorted(rollout.id for rollout in trained) == list(range(len(ONE_LONG)))
     assert sorted(map(len, trained)) == sorted(ONE_LONG)
     if STRATEGIES[mode].keeps_tokens:
         assert cached > 0
-        assert second.figures.generated_tokens == sum(b.tokens for b in second.batches) - cached
+        assert second.run_metrics.generated_tokens == sum(b.tokens for b in second.batches) - cached
 
 
 def test_stopping_does_not_wait_for_a_slow_judge_in_partial_mode() -> None:
@@ -157,7 +157,7 @@ def test_every_request_is_sampled_with_the_settings_that_the_learner_knows() -> 
     )
     for _ in controller:
         controller.publish()
-    assert any(request.kept for request in plan.engine.requests)
+    assert any(request.prefix for request in plan.engine.requests)
     assert {request.sampling for request in plan.engine.requests} == {sampling}
     assert controller.sampling == sampling
 

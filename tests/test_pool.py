@@ -115,14 +115,14 @@ def test_a_stopped_request_goes_back_to_its_member() -> None:
     ledger.submit(first)
     while min(len(ledger.tokens(id)) for id in range(4)) < 5:
         ledger.apply(ledger.engine.poll())
-    ledger.stop([0, 1, 2, 3])
+    ledger.abort([0, 1, 2, 3])
     kept = {id: list(ledger.segments[id]) for id in range(4)}
     ledger.submit([resumed(first[id], kept[id]) for id in (3, 1, 0, 2)])
     ledger.run()
     for member in members:
         before, after = member.submitted[:2], member.submitted[2:]
         assert {request.id for request in before} == {request.id for request in after}
-        assert all(request.kept for request in after)
+        assert all(request.prefix for request in after)
 
 
 def test_a_freed_slot_is_refilled_without_the_caller() -> None:
@@ -162,8 +162,8 @@ def test_requests_of_a_lost_member_continue_elsewhere_behind_what_they_delivered
     for id in range(4):
         assert ledger.tokens(id) == list(range(60)), "neither lost nor twice"
         assert ledger.logprobs(id) == [-position - 1 for position in range(60)]
-    again = [request for request in members[1].submitted if request.kept]
-    assert len(again) == 2 and all(request.budget == 60 - request.kept_length for request in again)
+    again = [request for request in members[1].submitted if request.prefix]
+    assert len(again) == 2 and all(request.max_new_tokens == 60 - request.prefix_length for request in again)
     assert list(ledger.engine.lost) == [0] and "killed by the test" in ledger.engine.lost[0]  # type: ignore[attr-defined]
 
 
@@ -180,7 +180,7 @@ def test_the_loss_is_a_preemption_that_says_what_is_computed_again() -> None:
     lost = next(c for c in seen if isinstance(c, Preempted))
     delivered = sum(len(c.segment) for c in seen if not isinstance(c, Started | Preempted) and c.id == lost.id)
     assert lost.recompute == 2 + delivered
-    assert not any(isinstance(c, Started) and c.id == lost.id for c in pool.stop([0]) if c.at < lost.at)
+    assert not any(isinstance(c, Started) and c.id == lost.id for c in pool.abort([0]) if c.at < lost.at)
 
 
 def test_moved_requests_go_before_those_that_never_ran() -> None:
@@ -204,8 +204,8 @@ def test_a_member_that_is_lost_while_it_is_stopped() -> None:
     while min(len(ledger.tokens(id)) for id in range(4)) < 3:
         ledger.apply(ledger.engine.poll())
     members[0].die()
-    ledger.stop([0, 1])
-    ledger.stop([2, 3])
+    ledger.abort([0, 1])
+    ledger.abort([2, 3])
     assert ledger.engine.poll() == []
     assert all(ledger.tokens(id) == list(range(len(ledger.tokens(id)))) for id in range(4))
 
@@ -219,9 +219,9 @@ def test_when_the_last_member_is_lost_it_says_so() -> None:
     with pytest.raises(EngineDied, match=r"no engine of the pool is left \(engine 1: .*killed.*; engine 2: .*killed"):
         while True:
             pool.poll()
-    assert all(not isinstance(change, Finished) for change in pool.stop([0, 1, 2, 3])), "what ran can still be stopped"
+    assert all(not isinstance(change, Finished) for change in pool.abort([0, 1, 2, 3])), "what ran can still be stopped"
     with pytest.raises(EngineDied, match="could load the weights of version 1"):
-        pool.load(None, 1)
+        pool.update_weights(None, 1)
 
 
 def test_a_defect_is_not_taken_for_a_loss() -> None:
@@ -258,7 +258,7 @@ def test_only_the_end_was_not_reported() -> None:
 def test_all_members_get_the_weights() -> None:
     members = paced(1, 2)
     pool = pool_of(members)
-    pool.load(iter([("w", 1.0)]), 4)
+    pool.update_weights(iter([("w", 1.0)]), 4)
     assert [list(member.loaded) for member in members] == [[([("w", 1.0)], 4)]] * 2
 
 
@@ -266,13 +266,13 @@ def test_load_while_requests_run_is_refused() -> None:
     pool = pool_of(paced(1))
     pool.submit(requests(500))
     with pytest.raises(RuntimeError, match="load of version 3 while 1 requests are in the pool"):
-        pool.load(None, 3)
+        pool.update_weights(None, 3)
 
 
 def test_a_member_that_cannot_load_is_lost() -> None:
     members = [PacedEngine(slots=2, cannot_load=1), PacedEngine(slots=2)]
     ledger = Ledger(pool_of(members))
-    ledger.engine.load(None, 1)
+    ledger.engine.update_weights(None, 1)
     ledger.submit(requests(4, 4, 4, 4))
     ledger.run()
     assert len(members[0].submitted) == 0 and len(ledger.finished) == 4
@@ -283,7 +283,7 @@ def test_one_that_comes_back_works_from_the_next_load_on() -> None:
     members = paced(2, 2)
     ledger = Ledger(pool_of(members))
     pool: Pool = ledger.engine  # type: ignore[assignment]
-    pool.load("weights 1", 1)
+    pool.update_weights("weights 1", 1)
     ledger.submit(requests(*[30] * 4))
     members[0].die()
     ledger.run()
@@ -292,7 +292,7 @@ def test_one_that_comes_back_works_from_the_next_load_on() -> None:
     ledger.submit(requests(3, 3, 3, 3, first_id=10))
     ledger.run()
     assert back.submitted == [], "it has old weights"
-    pool.load("weights 2", 2)
+    pool.update_weights("weights 2", 2)
     ledger.submit(requests(9, 9, 9, 9, first_id=20))
     ledger.run()
     assert back.loaded == [("weights 2", 2)] and len(back.submitted) == 2
@@ -378,10 +378,10 @@ def test_what_must_hold_whatever_member_is_lost_and_when(drawn: tuple[Scenario, 
             invariants.check_batch(run, batch, version)
         invariants.check_counts(run)
         invariants.check_each_once(run, run.batches, run.events)
-        invariants.check_siblings(run, run.batches, run.events)
+        invariants.check_groups(run, run.batches, run.events)
         invariants.check_cohort_gate(run, run.batches)
         invariants.check_log(run, run.events)
-        invariants.check_figures(run, run.figures, run.batches)
-        assert run.figures.rejected == run.figures.failures == 0, "a loss uses up no retries"
+        invariants.check_figures(run, run.run_metrics, run.batches)
+        assert run.run_metrics.rejected == run.run_metrics.failures == 0, "a loss uses up no retries"
     finally:
         run.pool.close()

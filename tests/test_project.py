@@ -60,7 +60,7 @@ def test_the_default_training_run_learns_within_five_minutes(tmp_path: Path) -> 
     assert summary["gain"]["value"] >= 0.10
     assert summary["gain"]["low"] > 0
     assert summary["seconds"] < 300
-    assert summary["figures"]["bubble"] < 0.10
+    assert summary["metrics"]["bubble"] < 0.10
     assert (tmp_path / summary["folder"] / "model" / "config.json").exists()
 
 

@@ -97,7 +97,7 @@ class TestRayEngine(EngineContract):
 def test_what_the_engine_raises_is_raised_here(one_node: None) -> None:
     engine = RayEngine(lambda: PacedEngine(slots=2, cannot_load=7), num_cpus=1)
     with pytest.raises(ValueError, match="version 7 is beyond me"):
-        engine.load(None, 7)
+        engine.update_weights(None, 7)
     dying = RayEngine(lambda: PacedEngine(slots=2, dies_at_call=1), num_cpus=1)
     dying.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
     with pytest.raises(EngineDied, match="killed by the test"):
@@ -145,9 +145,9 @@ def test_a_node_is_lost_in_mid_run_and_no_rollout_is(cluster: Cluster, nodes: li
             cluster.wait_for_nodes()
             assert pool.revive() == 2 and pool.lost == {}
         controller.publish({"w": float(batch.update)})
-    figures = metrics.figures()
+    run_metrics = metrics.run_metrics()
     assert sorted(trained) == list(range(96))
-    assert figures.failures == figures.rejected == 0 and figures.preemptions > 0
+    assert run_metrics.failures == run_metrics.rejected == 0 and run_metrics.preemptions > 0
     pool.close()
 
 

@@ -58,8 +58,8 @@ def test_knights_and_knaves_are_compared_exactly() -> None:
 
 def test_an_answer_that_the_scorer_cannot_read_is_wrong() -> None:
     task = ReasoningGym("prime_factorization", count=2, held_out_count=1)
-    verdict = task.score(task.train()[0], "<answer>no number</answer>")
-    assert verdict.reward == 0.0 and verdict.parts["unreadable"] == 1.0
+    reward = task.score(task.train()[0], "<answer>no number</answer>")
+    assert reward.value == 0.0 and reward.parts["unreadable"] == 1.0
 
 
 def test_options_reach_the_generator() -> None:

@@ -23,7 +23,7 @@ from sortedrl.core.engine import Change, Tokens
 from sortedrl.core.rejections import MIN_FIRST, SECONDS_BETWEEN_LINES
 from sortedrl.core.scoring import MAX_REWARD, as_reward
 from sortedrl.tasks.scoring import BackgroundScorer
-from sortedrl.tasks.task import Verdict
+from sortedrl.tasks.task import Reward
 
 
 def reject(watch: RejectionWatch, count: int, reason: str = "no reward: KeyError: 'answer'") -> None:
@@ -165,10 +165,10 @@ def test_a_score_that_completes_the_update_is_seen_while_the_engine_generates(mo
     """The second response takes ten seconds more. The update needs the first alone, and its score takes 0.3 s."""
     scored_at: list[float] = []
 
-    def slow(rollout: Rollout) -> Verdict:
+    def slow(rollout: Rollout) -> Reward:
         time.sleep(0.3)
         scored_at.append(time.perf_counter())
-        return Verdict(1.0, True)
+        return Reward(1.0, True)
 
     engine = QuietEngine(slots=2, length_of=lambda request: 1 if request.id == 0 else 500, step_seconds=0.02)
     controller = Controller(

@@ -21,7 +21,7 @@ from sortedrl.core import Schedule, events
 from sortedrl.core.events import Event, JsonLines, read_events, read_intact
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.observe import report, report_charts
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report_folds import quantile, slot_grid, slot_time, staleness_floor, update_points
 from sortedrl.observe.report_repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report_runs import read_runs
@@ -36,7 +36,7 @@ SMALL = Workload(
     prompts=64,
     prompt_tokens=4,
     learner_seconds_per_update=3.0,
-    weights_seconds=0.5,
+    weight_update_seconds=0.5,
 )
 NEEDS: dict[str, dict[str, Any]] = {"async-pool": {"max_staleness": 2, "overlap": True}}
 SCHEDULE = Schedule(mode="baseline", rollouts_per_update=8, prompts_per_cohort=32, max_response_tokens=400)
@@ -53,8 +53,8 @@ def events_of(mode: str, lengths: Sequence[int] = (3, 9, 2, 17, 5, 8, 1, 12), **
     return run(mode, list(lengths), rollouts_per_update=2, **NEEDS.get(mode, {}), **knobs).events
 
 
-def figures_of(log: Sequence[Event]) -> Figures:
-    return Metrics().fold(log).figures()
+def figures_of(log: Sequence[Event]) -> RunMetrics:
+    return Metrics().fold(log).run_metrics()
 
 
 # Folds
@@ -62,17 +62,17 @@ def figures_of(log: Sequence[Event]) -> Figures:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_charts_slot_time_adds_up_to_the_figures(mode: str) -> None:
-    log = events_of(mode, learner_seconds=2.0, load_seconds=1.0)
-    figures, occupancy = slot_time(log, slices(log), bins=7)
-    assert figures == figures_of(log)
-    wall = figures.wall_seconds
+    log = events_of(mode, learner_seconds=2.0, weight_update_seconds=1.0)
+    run_metrics, occupancy = slot_time(log, slices(log), bins=7)
+    assert run_metrics == figures_of(log)
+    wall = run_metrics.wall_seconds
     for place in range(7):
-        assert sum(values[place] for values in occupancy.parts.values()) == pytest.approx(figures.slots)
-    for part, share in figures.idle_parts.items():
+        assert sum(values[place] for values in occupancy.parts.values()) == pytest.approx(run_metrics.slots)
+    for part, share in run_metrics.idle_parts.items():
         shown = math.fsum(occupancy.parts.get(part, ())) * wall / 7
-        assert shown == pytest.approx(share * wall * figures.slots, abs=1e-9)
+        assert shown == pytest.approx(share * wall * run_metrics.slots, abs=1e-9)
     busy = sum(math.fsum(occupancy.parts.get(outcome, ())) for outcome in OUTCOMES)
-    assert busy * wall / 7 == pytest.approx((1 - figures.idle) * wall * figures.slots)
+    assert busy * wall / 7 == pytest.approx((1 - run_metrics.idle) * wall * run_metrics.slots)
 
 
 def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:
@@ -139,9 +139,9 @@ def test_any_lines_may_be_missing(tmp_path: Path, seed: int) -> None:
             lines[place] = lines[place].replace(b":", b";", 1)
     path.write_bytes(b"".join(lines))
     (read,) = read_runs([path])
-    figures = read.figures
-    assert 0 <= figures.bubble <= figures.idle + 1e-9 <= 1 + 2e-9
-    assert sum(figures.bubble_parts.values()) == pytest.approx(figures.bubble)
+    run_metrics = read.run_metrics
+    assert 0 <= run_metrics.bubble <= run_metrics.idle + 1e-9 <= 1 + 2e-9
+    assert sum(run_metrics.bubble_parts.values()) == pytest.approx(run_metrics.bubble)
     assert sum(report_charts.slot_time_parts(read).values()) == pytest.approx(1)
     assert "<html" in report.page([read], [None], "0")
 
@@ -155,9 +155,9 @@ def test_damage_is_named_with_its_line_and_figures_stay_near(tmp_path: Path) -> 
     path.write_text("\n".join(lines) + "\n")
     (read,) = read_runs([path])
     assert f"line {broken + 1} (not an event)" in read.notices[0]
-    assert read.figures.updates == whole.updates
-    assert read.figures.trained_tokens == whole.trained_tokens
-    assert read.figures.bubble == pytest.approx(whole.bubble, abs=0.05)
+    assert read.run_metrics.updates == whole.updates
+    assert read.run_metrics.trained_tokens == whole.trained_tokens
+    assert read.run_metrics.bubble == pytest.approx(whole.bubble, abs=0.05)
     assert read.notices[0] in report.page([read], [None], "0")
 
 
@@ -167,7 +167,7 @@ def test_a_log_cut_in_mid_line_is_shown_up_to_there(tmp_path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
     intact = list(read_events(path))
     (read,) = read_runs([path])
-    assert read.figures == figures_of(intact)
+    assert read.run_metrics == figures_of(intact)
     assert any("torn" in notice and f"line {len(intact) + 1} " in notice for notice in read.notices)
     assert any("killed, or it still runs" in notice for notice in read.notices)
 
@@ -177,7 +177,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, count: int) -> N
     path = simulated_log(tmp_path / "log.jsonl", "partial+elevator")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
     (read,) = read_runs([path])
-    assert read.figures == figures_of(list(read_events(path)))
+    assert read.run_metrics == figures_of(list(read_events(path)))
     assert "it still runs" in report.page([read], [None], "0")
 
 
@@ -188,9 +188,9 @@ def test_lost_loads_and_a_lost_beginning_are_inferred(tmp_path: Path) -> None:
     path.write_text("".join(line for line in lines[1:] if '"Loaded"' not in line))
     (read,) = read_runs([path])
     assert read.mode == UNKNOWN_MODE
-    assert read.figures.slots == 8
-    assert read.figures.loaded == figures_of(whole).loaded
-    assert replace(read.figures, mode="partial") == figures_of(whole)
+    assert read.run_metrics.slots == 8
+    assert read.run_metrics.loaded == figures_of(whole).loaded
+    assert replace(read.run_metrics, mode="partial") == figures_of(whole)
 
 
 def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
@@ -260,12 +260,14 @@ def test_runs_of_one_mode_with_other_settings_are_told_apart(tmp_path: Path) -> 
 
 def test_the_verdict_says_what_the_gain_costs(tmp_path: Path) -> None:
     runs = read_runs([simulated_log(tmp_path / f"{mode}.jsonl", mode) for mode in ("baseline", "partial")])
-    base, best = (run.figures for run in runs)
+    base, best = (run.run_metrics for run in runs)
     assert best.goodput > base.goodput
-    sentence = report.as_json(runs)["verdict"]
-    assert f"{best.goodput / base.goodput:.2f} x the tokens a second of baseline" in sentence
+    sentence = report.as_json(runs)["conclusion"]
+    assert f"{best.goodput / base.goodput:.2f} x the tokens per second of baseline" in sentence
     assert f"{best.staleness_mean:.2f} versions old on average" in sentence
-    worse = report.as_json(list(reversed([runs[0], replace(runs[1], figures=replace(best, goodput=0.1))])))["verdict"]
+    worse = report.as_json(list(reversed([runs[0], replace(runs[1], run_metrics=replace(best, goodput=0.1))])))[
+        "conclusion"
+    ]
     assert worse.startswith("No schedule here beats baseline")
 
 
@@ -276,7 +278,7 @@ def test_json_has_the_figures_of_the_fold(tmp_path: Path, capsys: pytest.Capture
     path = simulated_log(tmp_path / "log.jsonl")
     assert main(["report", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["runs"][0]["figures"] == json.loads(json.dumps(asdict(figures_of(list(read_events(path))))))
+    assert printed["runs"][0]["metrics"] == json.loads(json.dumps(asdict(figures_of(list(read_events(path))))))
     assert printed["page"] is None
     assert not list(tmp_path.glob("*.html")), "with --json a page is written only where --out says so"
 
@@ -342,7 +344,7 @@ def run_folder(path: Path, *, seed: int = 0) -> Path:
     settings = Train(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
     (path / "config.json").write_text(json.dumps(as_json(settings)))
     held_out = {"update": 0, "seconds": 0.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}}
-    update = {"update": 1, "reward": 0.5, "clipped_share": 0.02, "mismatch_kl": 1e-4, "stale_ratio_mean": 1.1}
+    update = {"update": 1, "reward": 0.5, "clipped_fraction": 0.02, "mismatch_kl": 1e-4, "stale_ratio_mean": 1.1}
     lines = [json.dumps(line) for line in (held_out, update, update | {"update": 2})]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"update": 3, "rew')
     (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RESPONSES))
@@ -376,7 +378,7 @@ RESPONSES: list[dict[str, Any]] = [
 
 def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) -> None:
     (read,) = read_runs([run_folder(tmp_path / "a-run")])
-    assert [line["clipped_share"] for line in read.learner] == [0.02, 0.02]
+    assert [line["clipped_fraction"] for line in read.learner] == [0.02, 0.02]
     assert read.notices[-1] == "metrics.jsonl: 1 line that cannot be read, left out."
     command = train_command(read.settings)
     assert command is not None
@@ -425,7 +427,7 @@ def test_a_trained_run_s_report_and_summary_agree_to_the_last_digit(
     assert main(["report", str(folder), "--json", "--out", str(folder / "report.html")]) == 0
     (printed,) = json.loads(capsys.readouterr().out)["runs"]
     summary = json.loads((folder / "summary.json").read_text())
-    assert printed["figures"] == summary["figures"]
+    assert printed["metrics"] == summary["metrics"]
     assert printed["held_out"][-1] == {"update": 5, **summary["score_after"]}
     assert printed["notices"] == []
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

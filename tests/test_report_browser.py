@@ -18,7 +18,7 @@ from sortedrl.cli import main
 from sortedrl.core import Schedule
 from sortedrl.core.events import JsonLines, Updated, read_events
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report_folds import quantile
 from sortedrl.observe.timeline import Slice, slices
 from sortedrl.studies.workload import Workload, run
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 MODES = ("baseline", "on-policy", "partial+elevator")
 MOST_BYTES = 8_000_000
 WORKLOAD = Workload(
-    step_time=PRESETS["h200-8b"], slots=32, prompts=256, learner_seconds_per_update=8.0, weights_seconds=1.0
+    step_time=PRESETS["h200-8b"], slots=32, prompts=256, learner_seconds_per_update=8.0, weight_update_seconds=1.0
 )
 SCHEDULE = Schedule(mode="baseline", rollouts_per_update=32, prompts_per_cohort=128)
 
@@ -78,8 +78,8 @@ def drawn(browser: Chromium, chart: str) -> list[dict[str, Any]]:
     return traces
 
 
-def figures_of(log: Path) -> Figures:
-    return Metrics().fold(read_events(log)).figures()
+def figures_of(log: Path) -> RunMetrics:
+    return Metrics().fold(read_events(log)).run_metrics()
 
 
 def test_every_chart_holds_what_the_event_log_says(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
@@ -92,19 +92,19 @@ def test_every_chart_holds_what_the_event_log_says(browser: Chromium, compared: 
     all_figures = [figures_of(log) for log in logs]
 
     shares = {trace["name"]: trace for trace in drawn(browser, "shares")}
-    for i, figures in enumerate(all_figures):
-        for part, share in figures.idle_parts.items():
+    for i, run_metrics in enumerate(all_figures):
+        for part, share in run_metrics.idle_parts.items():
             shown = shares.get(part.replace("_", " ").replace("kv limited", "KV-limited"))
             assert (shown["x"][i] if shown else 0) == pytest.approx(100 * share, abs=1e-4)
         assert sum(trace["x"][i] for trace in shares.values()) == pytest.approx(100, abs=1e-3)
 
-    for trace, figures in zip(drawn(browser, "bubble"), all_figures, strict=True):
-        assert trace["y"] == pytest.approx([100 * value for value in figures.bubble_per_harvest], abs=1e-4)
-        assert trace["name"] == figures.mode
+    for trace, run_metrics in zip(drawn(browser, "bubble"), all_figures, strict=True):
+        assert trace["y"] == pytest.approx([100 * value for value in run_metrics.bubble_per_harvest], abs=1e-4)
+        assert trace["name"] == run_metrics.mode
 
     for chart, histogram in (("staleness-histogram", "staleness"), ("segments-histogram", "segments")):
-        for trace, figures in zip(drawn(browser, chart), all_figures, strict=True):
-            counts = getattr(figures, f"{histogram}_histogram")
+        for trace, run_metrics in zip(drawn(browser, chart), all_figures, strict=True):
+            counts = getattr(run_metrics, f"{histogram}_histogram")
             expected = [100 * counts.get(key, 0) / sum(counts.values()) for key in trace["x"]]
             assert trace["y"] == pytest.approx(expected, abs=1e-4)
             assert set(counts) <= set(trace["x"])
@@ -163,7 +163,7 @@ def test_learning_curves_hold_what_the_run_folders_say(
     assert {"learner-clipped-share", "learner-mismatch-kl", "learner-stale-ratio-mean", "learner-entropy"} <= panels
     for chart in panels:
         key = chart.removeprefix("learner-").replace("-", "_")
-        factor = 100 if key == "clipped_share" else 1
+        factor = 100 if key == "clipped_fraction" else 1
         having = [mode for mode in MODES if all(any(key in line for line in of) for of in lines[mode])]
         traces = drawn(browser, chart)
         for i, mode in enumerate(having):
@@ -183,7 +183,7 @@ def test_learning_curves_hold_what_the_run_folders_say(
 
 
 def test_occupancy_over_time_is_that_of_the_log(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
-    """Counted anew from the slices, at the middle of each step that no slice begins or ends in."""
+    """Counted again from the slices, at the middle of each step that no slice begins or ends in."""
     logs, page = compared
     browser.open(page)
     for i, log in enumerate(logs):
@@ -211,7 +211,7 @@ def test_the_slot_timeline_is_painted_as_the_slices_say(browser: Chromium, compa
     """The canvas' own pixels, at the middle of every slice that is wide enough, for each run."""
     logs, page = compared
     browser.open(page)
-    colours = browser.ask("JSON.parse(document.getElementById('report-data').textContent).outcomeColours")
+    colors = browser.ask("JSON.parse(document.getElementById('report-data').textContent).outcomeColors")
     for i, log in enumerate(logs):
         browser.ask(
             "(select => { select.selectedIndex = " + str(i) + "; select.dispatchEvent(new Event('change')) })"
@@ -222,7 +222,7 @@ def test_the_slot_timeline_is_painted_as_the_slices_say(browser: Chromium, compa
         wide = [stay for stay in stays if stay.end - stay.start > (times[-1] - times[0]) / 200]
         assert len(wide) > 50
         painted = browser.ask(f"({PIXELS})({json.dumps([position(stay, times[0], times[-1]) for stay in wide])})")
-        assert painted == [colours[stay.outcome[0]] for stay in wide]
+        assert painted == [colors[stay.outcome[0]] for stay in wide]
 
 
 PIXELS = """(places => {
@@ -305,11 +305,11 @@ def test_what_is_printed_on_the_page_are_the_figures_of_the_fold(
         ".map(row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"
     )
     for row, log in zip(cells, logs, strict=True):
-        figures = figures_of(log)
-        assert row[0] == f"{100 * figures.bubble:.1f} %"
-        assert row[2] == f"{figures.goodput:,.0f}"
-        assert row[3] == f"{100 * figures.waste:.1f} %"
-        assert row[4] == f"{figures.staleness_mean:.2f}"
+        run_metrics = figures_of(log)
+        assert row[0] == f"{100 * run_metrics.bubble:.1f} %"
+        assert row[2] == f"{run_metrics.goodput:,.0f}"
+        assert row[3] == f"{100 * run_metrics.waste:.1f} %"
+        assert row[4] == f"{run_metrics.staleness_mean:.2f}"
 
 
 def test_a_run_of_50_000_rollouts_is_usable_within_two_seconds(browser: Chromium, tmp_path: Path) -> None:

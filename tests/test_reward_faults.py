@@ -27,7 +27,7 @@ from sortedrl.core import (
     TooManyRejected,
     events,
 )
-from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, judge, reward_workers
+from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
 from sortedrl.tasks.workers import WorkerPool
 
 UPDATE = 8
@@ -35,7 +35,7 @@ WORKERS = 2
 LIMIT_SECONDS = 20.0
 SHORT_LIMIT_SECONDS = 1.5  # for rewards that hang
 MEMORY_BYTES = 2**28
-NOT_IN_PROCESS = ("interrupts", "eats_memory", "verdict_with_many_parts")
+NOT_IN_PROCESS = ("interrupts", "eats_memory", "reward_with_many_parts")
 
 
 class NoWords:
@@ -74,7 +74,7 @@ class FaultyRun:
         self.log: list[events.Event] = []
         self.lines: list[str] = []
         task = Faults(fault, every, problems=3 * UPDATE)
-        score = judge(task, NoWords(), pool=pool)
+        score = reward_function(task, NoWords(), pool=pool)
         self.scorer: Any = (
             DirectScorer(score) if at_once else BackgroundScorer(score, threads=WORKERS, limit_seconds=None)
         )
@@ -157,7 +157,7 @@ def test_at_once_each_score_is_waited_for_within_the_limit(pools: Pools, fault: 
 @pytest.mark.parametrize("fault", [name for name in QUICK if name not in NOT_IN_PROCESS])
 def test_in_this_process_it_ends_no_run_either(make: Callable[..., Any], fault: str) -> None:
     task = Faults(fault)
-    scorer = make(judge(task, NoWords()))
+    scorer = make(reward_function(task, NoWords()))
     problem = task.train()[0]
     scorer.submit(Rollout(0, Prompt(problem.id, [1], problem), 0, 0, 0, 0, segments=[Segment([1], [0.0], version=0)]))
     until = time.monotonic() + 60

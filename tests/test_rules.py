@@ -98,7 +98,7 @@ def test_an_elevator_with_an_unbounded_window_never_holds_more_than_an_epoch() -
         if isinstance(event, events.Loaded):
             waiting += event.rollouts
             assert waiting <= 7
-        elif isinstance(event, events.Submitted) and not event.kept:
+        elif isinstance(event, events.Submitted) and not event.prefix:
             waiting -= 1
 
 
@@ -114,15 +114,15 @@ def test_each_epoch_is_another_seeded_permutation() -> None:
     assert orders(seed=1) != [first, second]
 
 
-@pytest.mark.parametrize("compare_siblings", [False, True])
+@pytest.mark.parametrize("whole_groups", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prompt_too_long_is_rejected_at_load_with_all_its_siblings(mode: str, compare_siblings: bool) -> None:
+def test_a_prompt_too_long_is_rejected_at_load_with_all_its_siblings(mode: str, whole_groups: bool) -> None:
     result = run(
         mode,
         [2, 1, 3, 1, 2, 2],
         rollouts_per_update=4,
         rollouts_per_prompt=3,
-        compare_siblings=compare_siblings,
+        whole_groups=whole_groups,
         prompt_tokens=(1, 9),
         max_prompt_tokens=8,
     )
@@ -136,7 +136,7 @@ def test_a_prompt_too_long_is_rejected_at_load_with_all_its_siblings(mode: str, 
 def test_a_run_whose_prompts_are_all_too_long_ends_without_an_update(mode: str) -> None:
     result = run(mode, [2] * 7, rollouts_per_update=2, prompts_per_cohort=3, prompt_tokens=(9,), max_prompt_tokens=8)
     assert result.batches == []
-    assert result.figures.rejected == 7
+    assert result.run_metrics.rejected == 7
 
 
 # The size of a batch
@@ -175,7 +175,7 @@ def test_a_response_that_hits_the_token_limit_is_cut_there_and_marked() -> None:
         "p1": (5, True),
         "p2": (5, True),  # nothing says that it would have ended here
     }
-    assert result.figures.truncated == 2
+    assert result.run_metrics.truncated == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -187,7 +187,7 @@ def test_whole_sibling_sets_are_trained_on_together(mode: str) -> None:
         slots=5,
         rollouts_per_update=4,
         rollouts_per_prompt=3,
-        compare_siblings=True,
+        whole_groups=True,
     )
     for batch in result.batches:
         prompts = [rollout.prompt.id for rollout in batch]
@@ -197,33 +197,33 @@ def test_whole_sibling_sets_are_trained_on_together(mode: str) -> None:
 
 def test_the_need_is_rounded_up_to_whole_sibling_sets() -> None:
     """Updates of 7 in sets of 3 are updates of 9, and a rest of 3 is less than half of that."""
-    result = run("april", [1] * 4, slots=1, rollouts_per_update=7, rollouts_per_prompt=3, compare_siblings=True)
+    result = run("april", [1] * 4, slots=1, rollouts_per_update=7, rollouts_per_prompt=3, whole_groups=True)
     assert result.sizes == [12]
 
 
 def test_on_policy_drops_finished_members_of_unfinished_sets() -> None:
     """Slots for two sets of two. The first set is ready after 3 s; a member of the second is ready too, and is
-    redone with its sibling under the new weights."""
+    regenerated with its sibling under the new weights."""
     lengths = [1, 3, 2, 9]
     result = Run(
-        scenario("on-policy", [0, 0], slots=4, rollouts_per_update=2, rollouts_per_prompt=2, compare_siblings=True)
+        scenario("on-policy", [0, 0], slots=4, rollouts_per_update=2, rollouts_per_prompt=2, whole_groups=True)
     )
     result.engine._length_of = lambda request: lengths[request.id]
     result.to_end()
     assert result.ids == [[0, 1], [2, 3]]
-    assert [(e.rollout, e.dropped, e.reason) for e in result.all(events.Redone)] == [(2, 2, "unfinished siblings")]
-    assert result.figures.dropped_tokens == 2 + 3
+    assert [(e.rollout, e.dropped, e.reason) for e in result.all(events.Regenerated)] == [
+        (2, 2, "unfinished members of its group")
+    ]
+    assert result.run_metrics.dropped_tokens == 2 + 3
 
 
 def test_partial_keeps_finished_members_of_unfinished_sets() -> None:
     lengths = [1, 3, 2, 9]
-    result = Run(
-        scenario("partial", [0, 0], slots=4, rollouts_per_update=2, rollouts_per_prompt=2, compare_siblings=True)
-    )
+    result = Run(scenario("partial", [0, 0], slots=4, rollouts_per_update=2, rollouts_per_prompt=2, whole_groups=True))
     result.engine._length_of = lambda request: lengths[request.id]
     result.to_end()
     assert result.ids == [[0, 1], [2, 3]]
-    assert result.figures.dropped_tokens == 0
+    assert result.run_metrics.dropped_tokens == 0
     assert [rollout.versions for rollout in result.batches[1]] == [[0, 0], [0] * 3 + [1] * 6]
 
 
@@ -251,13 +251,13 @@ def test_partial_resumes_first_and_most_cached_tokens_first() -> None:
     result = run("partial", [1, 20, 2, 20, 20, 9, 9], slots=3, rollouts_per_update=2)
     assert result.ids[0] == [0, 2]  # 1 was running for 2 s, 3 for one, 4 had no time
     assert started_in(result, 1)[:3] == [1, 3, 4]
-    kept = {event.rollout: event.kept for event in result.all(events.Submitted)}
+    kept = {event.rollout: event.prefix for event in result.all(events.Submitted)}
     assert kept[1] > kept[3] > 0
 
 
 def test_a_stopped_rollout_loses_its_tokens_on_policy_and_keeps_its_length_reached() -> None:
     result = run("on-policy", [1, 1, 10, 10], slots=4, rollouts_per_update=2)
-    assert [(e.rollout, e.dropped) for e in result.all(events.Stopped)] == [(2, 1), (3, 1)]
+    assert [(e.rollout, e.dropped) for e in result.all(events.Aborted)] == [(2, 1), (3, 1)]
     assert [rollout.versions for rollout in result.batches[1]] == [[1] * 10] * 2
     assert all(rollout.reached == 1 and rollout.attempt == 1 for rollout in result.batches[1])
 
@@ -265,13 +265,13 @@ def test_a_stopped_rollout_loses_its_tokens_on_policy_and_keeps_its_length_reach
 def test_a_redo_draws_anew_unless_the_seed_is_kept() -> None:
     def seeds(keep_seed: bool) -> tuple[int, int]:
         result = run("on-policy", [1, 1, 10], slots=3, rollouts_per_update=2, keep_seed=keep_seed)
-        first, redo = (request.seed for request in result.engine.requests if request.id == 2)
-        return first, redo
+        first, regenerate = (request.seed for request in result.engine.requests if request.id == 2)
+        return first, regenerate
 
-    first, redo = seeds(keep_seed=False)
-    assert first != redo
-    first, redo = seeds(keep_seed=True)
-    assert first == redo
+    first, regenerate = seeds(keep_seed=False)
+    assert first != regenerate
+    first, regenerate = seeds(keep_seed=True)
+    assert first == regenerate
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -286,13 +286,13 @@ def test_a_resume_keeps_its_seed(mode: str) -> None:
 def test_a_resume_under_the_same_weights_continues_the_segment() -> None:
     result = run("partial", [1, 1, 9, 9], rollouts_per_update=2, silent_updates=frozenset({0}))
     assert [len(rollout.segments) for rollout in result.batches[1]] == [1, 1]
-    assert result.figures.segments_histogram == {1: 4}
+    assert result.run_metrics.segments_histogram == {1: 4}
 
 
 def test_a_request_keeps_what_it_was_given_while_its_rollout_grows() -> None:
     """An engine that hands over lists: the rollout's own segments grow in place."""
     result = Run(scenario("partial", [1, 1, 9, 9, 3, 3], rollouts_per_update=2, silent_updates=frozenset({0, 1})))
-    stop, poll = result.engine.stop, result.engine.poll
+    stop, poll = result.engine.abort, result.engine.poll
 
     def as_lists(changes: list[Change]) -> list[Change]:
         for change in changes:
@@ -300,12 +300,12 @@ def test_a_request_keeps_what_it_was_given_while_its_rollout_grows() -> None:
                 change.segment.tokens, change.segment.logprobs = [*change.segment.tokens], [*change.segment.logprobs]
         return changes
 
-    result.engine.stop = lambda ids: as_lists(stop(ids))  # type: ignore[method-assign]
+    result.engine.abort = lambda ids: as_lists(stop(ids))  # type: ignore[method-assign]
     result.engine.poll = lambda until=None: as_lists(poll(until))  # type: ignore[method-assign]
     result.to_end()
-    kept = [event.kept for event in result.all(events.Submitted)]
+    kept = [event.prefix for event in result.all(events.Submitted)]
     assert sum(kept) > 0
-    assert [request.kept_length for request in result.engine.requests] == kept
+    assert [request.prefix_length for request in result.engine.requests] == kept
 
 
 def test_planned_starts_the_shortest_expected_first() -> None:
@@ -314,8 +314,8 @@ def test_planned_starts_the_shortest_expected_first() -> None:
         scenario("on-policy+planned", lengths, rollouts_per_update=4), expectation=known_lengths(lengths)
     ).to_end()
     assert result.lengths == [[1, 2, 3, 4], [6, 7, 8, 9]]
-    assert result.figures.waste == 0.0
-    assert not result.all(events.Stopped)
+    assert result.run_metrics.waste == 0.0
+    assert not result.all(events.Aborted)
 
 
 def test_partial_planned_resumes_first_and_then_starts_the_shortest_expected() -> None:
@@ -330,19 +330,17 @@ def test_partial_planned_resumes_first_and_then_starts_the_shortest_expected() -
 def test_the_oversubscribe_cap_limits_what_a_harvest_starts() -> None:
     result = run("on-policy", [5, 6, 7, 8, 9, 10, 11, 12], slots=8, rollouts_per_update=4, oversubscribe=1.5)
     assert len(started_in(result, 0)) == 6
-    assert result.figures.bubble_parts["held_back"] > 0
+    assert result.run_metrics.bubble_parts["held_back"] > 0
 
 
 def test_the_cap_is_off_when_what_is_left_is_no_more_than_the_need() -> None:
     result = run("on-policy", [5, 6, 7, 8, 9], slots=8, rollouts_per_update=4, oversubscribe=1.0)
     assert sorted(started_in(result, 0)) == [0, 1, 2, 3, 4]
-    assert result.figures.bubble_parts["held_back"] == 0
+    assert result.run_metrics.bubble_parts["held_back"] == 0
 
 
 def test_the_cap_lets_a_sibling_set_that_was_begun_be_completed() -> None:
-    result = run(
-        "on-policy+planned", [3] * 4, slots=8, rollouts_per_update=4, rollouts_per_prompt=3, compare_siblings=True
-    )
+    result = run("on-policy+planned", [3] * 4, slots=8, rollouts_per_update=4, rollouts_per_prompt=3, whole_groups=True)
     assert len(started_in(result, 0)) == 6
     assert result.sizes == [6, 6]
 
@@ -357,7 +355,7 @@ def test_a_freed_slot_is_refilled_at_once() -> None:
         (4, 0),
         (6, 1),
     ]
-    assert result.figures.bubble_parts["refill"] == 0
+    assert result.run_metrics.bubble_parts["refill"] == 0
 
 
 def test_nothing_is_started_for_a_harvest_that_has_enough() -> None:
@@ -371,7 +369,7 @@ def test_nothing_is_started_for_a_harvest_that_has_enough() -> None:
         step_time=linear(1.0, 0.0, per_prefill_token=1.0),
     )
     assert [started_in(result, harvest) for harvest in range(4)] == [[0, 1, 2, 3, 4, 5], [], [], [6, 7]]
-    assert result.figures.seconds == (6 * 5 + 4) + (2 * 5 + 9)
+    assert result.run_metrics.seconds == (6 * 5 + 4) + (2 * 5 + 9)
 
 
 # Scoring
@@ -389,8 +387,8 @@ def test_on_policy_waits_for_a_late_score_up_to_the_limit() -> None:
         "on-policy", [1, 2, 2, 9], slots=4, rollouts_per_update=2, score_seconds=(4, 0, 0, 0), score_wait_seconds=10
     )
     assert result.ids[0] == [0, 1, 2]
-    assert result.figures.idle_parts["scores"] > 0
-    assert result.figures.redone == 0
+    assert result.run_metrics.idle_parts["scores"] > 0
+    assert result.run_metrics.regenerated == 0
 
 
 def test_on_policy_redoes_what_has_no_score_in_time() -> None:
@@ -398,13 +396,13 @@ def test_on_policy_redoes_what_has_no_score_in_time() -> None:
         "on-policy", [1, 2, 2, 9], slots=4, rollouts_per_update=2, score_seconds=(30, 0, 0, 0), score_wait_seconds=10
     )
     assert result.ids[0] == [1, 2]
-    redone = result.all(events.Redone)[0]
-    assert (redone.rollout, redone.dropped, redone.reason) == (0, 1, "no score in time")
-    assert result.figures.waste > 0
+    regenerated = result.all(events.Regenerated)[0]
+    assert (regenerated.rollout, regenerated.dropped, regenerated.reason) == (0, 1, "no score in time")
+    assert result.run_metrics.waste > 0
 
 
 def test_the_score_of_an_attempt_that_was_redone_is_void() -> None:
-    """The first attempt's score comes at 31 s, when the redo is long finished: the redo waits for its own."""
+    """The first attempt's score comes at 31 s, long after the second one finished, which waits for its own."""
     result = run(
         "on-policy", [1, 2, 2, 40], slots=4, rollouts_per_update=2, score_seconds=(30, 0, 0, 0), score_wait_seconds=10
     )
@@ -430,7 +428,7 @@ def test_a_slow_judge_that_goes_on_answering_is_waited_for(mode: str) -> None:
         mode, [1] * 6, slots=6, rollouts_per_update=6, score_seconds=(4, 8, 12, 16, 20, 24), score_wait_seconds=5
     )
     assert result.sizes == [6]
-    assert result.figures.redone == 0
+    assert result.run_metrics.regenerated == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -474,8 +472,8 @@ def test_a_rollout_that_is_lost_once_is_trained_on_in_the_end(mode: str) -> None
     result.engine._lost_after = lambda request: 2 if request.id == 1 and not result.all(events.Failed) else None
     result.to_end()
     assert sorted(id for batch in result.ids for id in batch) == [0, 1, 2, 3]
-    assert result.figures.failures == 1
-    assert (result.figures.waste == 0) == STRATEGIES[mode].keeps_tokens
+    assert result.run_metrics.failures == 1
+    assert (result.run_metrics.waste == 0) == STRATEGIES[mode].keeps_tokens
 
 
 def test_the_set_goes_on_without_a_rejected_member() -> None:
@@ -484,7 +482,7 @@ def test_the_set_goes_on_without_a_rejected_member() -> None:
         [2, 3],
         rollouts_per_update=3,
         rollouts_per_prompt=3,
-        compare_siblings=True,
+        whole_groups=True,
         unscorable=frozenset({1}),
     )
     assert sorted(id for batch in result.ids for id in batch) == [0, 2, 3, 4, 5]
@@ -515,7 +513,7 @@ def test_members_that_fail_do_not_use_up_the_cap_of_their_sets() -> None:
             [2] * 6,
             rollouts_per_update=4,
             rollouts_per_prompt=2,
-            compare_siblings=True,
+            whole_groups=True,
             oversubscribe=1.0,
         )
     )
@@ -549,10 +547,10 @@ def test_the_harvest_waits_for_what_would_exceed_the_bound(mode: str, bound: int
     lengths = [30, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     free = run(mode, lengths, slots=4, rollouts_per_update=2)
     bounded = run(mode, lengths, slots=4, rollouts_per_update=2, max_staleness=bound)
-    assert free.figures.staleness_max > bound
-    assert bounded.figures.staleness_max == bound
+    assert free.run_metrics.staleness_max > bound
+    assert bounded.run_metrics.staleness_max == bound
     assert 0 in bounded.ids[bound]
-    assert bounded.figures.waste == 0
+    assert bounded.run_metrics.waste == 0
 
 
 def test_the_bound_holds_for_the_oldest_member_of_a_sibling_set() -> None:
@@ -563,7 +561,7 @@ def test_the_bound_holds_for_the_oldest_member_of_a_sibling_set() -> None:
         slots=4,
         rollouts_per_update=3,
         rollouts_per_prompt=3,
-        compare_siblings=True,
+        whole_groups=True,
         max_staleness=1,
         epochs=3,
     )
@@ -590,7 +588,7 @@ def test_an_overdue_rollout_is_started_whatever_the_cap_says() -> None:
         max_staleness=1,
     )
     assert result.ids == [[0, 1], [2, 3], [4, 5, 6, 7]]
-    assert result.figures.staleness_max == 1
+    assert result.run_metrics.staleness_max == 1
 
 
 def test_an_overdue_rollout_whose_score_never_comes_is_restarted_once_and_then_rejected() -> None:
@@ -603,10 +601,10 @@ def test_an_overdue_rollout_whose_score_never_comes_is_restarted_once_and_then_r
         score_seconds=(NEVER, *[0] * 11),
         score_wait_seconds=5,
     )
-    assert [event.rollout for event in result.all(events.Redone)] == [0]
+    assert [event.rollout for event in result.all(events.Regenerated)] == [0]
     assert [(event.rollout, event.reason) for event in result.all(events.Rejected)] == [(0, "no score in time, twice")]
-    assert result.figures.staleness_max <= 1
-    assert result.figures.waste > 0
+    assert result.run_metrics.staleness_max <= 1
+    assert result.run_metrics.waste > 0
 
 
 def test_only_overdue_rollouts_are_restarted_when_a_harvest_waits_for_their_scores() -> None:
@@ -621,7 +619,7 @@ def test_only_overdue_rollouts_are_restarted_when_a_harvest_waits_for_their_scor
         score_wait_seconds=5,
         max_updates=2,
     )
-    assert [event.rollout for event in result.all(events.Redone)] == [0]
+    assert [event.rollout for event in result.all(events.Regenerated)] == [0]
 
 
 # Lookahead
@@ -665,9 +663,9 @@ def test_lookahead_starts_only_where_the_staleness_bound_can_hold(bound: int) ->
     knobs: dict[str, Any] = {"slots": 8, "rollouts_per_update": 2, "prompts_per_cohort": 8}
     free = run("partial+lookahead", lengths, **knobs)
     bounded = run("partial+lookahead", lengths, max_staleness=bound, **knobs)
-    assert free.figures.staleness_max > bound
-    assert bounded.figures.staleness_max == bound
-    assert bounded.figures.waste == 0
+    assert free.run_metrics.staleness_max > bound
+    assert bounded.run_metrics.staleness_max == bound
+    assert bounded.run_metrics.waste == 0
 
 
 def test_with_overlap_lookahead_counts_the_update_that_is_under_way() -> None:
@@ -682,7 +680,7 @@ def test_with_overlap_lookahead_counts_the_update_that_is_under_way() -> None:
         overlap=True,
         learner_seconds=5.0,
     )
-    assert result.figures.staleness_max == 1
+    assert result.run_metrics.staleness_max == 1
 
 
 @pytest.mark.parametrize("mode", ["on-policy+lookahead", "on-policy+elevator"])
@@ -701,7 +699,7 @@ def test_the_elevator_sweeps_from_short_to_long_and_back() -> None:
         scenario("partial+elevator", lengths, slots=1, rollouts_per_update=4, prompts_per_cohort=5, epochs=4),
         expectation=known_lengths(lengths),
     ).to_end()
-    order = [lengths[event.rollout % 10] for event in result.all(events.Submitted) if not event.kept]
+    order = [lengths[event.rollout % 10] for event in result.all(events.Submitted) if not event.prefix]
     up, down = [6, 7, 8, 9, 10], [5, 4, 3, 2, 1]
     assert order == [1, 2, 3, 4, 5, *up, *down, *up, *down, *up, *down, *up]
 
@@ -713,7 +711,7 @@ def test_the_elevators_window_is_topped_up_as_prompts_are_started() -> None:
         if isinstance(event, events.Loaded):
             waiting += event.rollouts
             assert waiting == 6 or sum(e.rollouts for e in result.all(events.Loaded)) == 20
-        elif isinstance(event, events.Submitted) and not event.kept:
+        elif isinstance(event, events.Submitted) and not event.prefix:
             waiting -= 1
 
 
@@ -754,7 +752,7 @@ def test_the_baseline_waits_for_all_of_its_update() -> None:
     result = run("baseline", [9, 1, 2, 3, 1, 1, 1, 8], slots=4, rollouts_per_update=4)
     assert result.ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert result.engine.now() == 9 + 8
-    assert not result.all(events.Stopped)
+    assert not result.all(events.Aborted)
 
 
 def test_longest_first_starts_what_is_expected_to_be_long() -> None:
@@ -767,10 +765,12 @@ def test_longest_first_starts_what_is_expected_to_be_long() -> None:
 
 
 def test_a_cohort_at_once_gives_several_batches_and_loads_weights_once() -> None:
-    result = run("cohort-at-once", [3] * 16, slots=4, rollouts_per_update=2, prompts_per_cohort=8, load_seconds=10.0)
+    result = run(
+        "cohort-at-once", [3] * 16, slots=4, rollouts_per_update=2, prompts_per_cohort=8, weight_update_seconds=10.0
+    )
     assert [batch.harvest for batch in result.batches] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [batch.version for batch in result.batches] == list(range(8))
-    assert result.figures.staleness_histogram == dict.fromkeys(range(4), 12)
+    assert result.run_metrics.staleness_histogram == dict.fromkeys(range(4), 12)
     assert sum(event.phase == "weights" for event in result.all(events.Phase)) == 1
 
 
@@ -794,10 +794,10 @@ def test_without_a_cohort_gate_long_prompts_come_last() -> None:
 def test_april_keeps_slots_full_and_resumes_first() -> None:
     result = run("april", [20, 1, 1, 1, 1, 1, 1, 20, 1, 1], slots=3, rollouts_per_update=2)
     for harvest in range(1, len(result.batches)):
-        kept = [event.rollout for event in result.all(events.Stopped)]
+        kept = [event.rollout for event in result.all(events.Aborted)]
         resumed = [id for id in started_in(result, harvest) if id in kept]
         assert started_in(result, harvest)[: len(resumed)] == resumed
-    assert result.figures.waste == 0
+    assert result.run_metrics.waste == 0
 
 
 def test_tail_batching_sets_long_prompts_aside_for_a_round_of_their_own() -> None:
@@ -821,7 +821,7 @@ def test_the_asynchronous_pool_holds_its_bound(bound: int) -> None:
         overlap=True,
         learner_seconds=2.0,
     )
-    assert result.figures.staleness_max <= bound
+    assert result.run_metrics.staleness_max <= bound
     begun: set[int] = set()
     trained: set[int] = set()
     for event in result.events:
@@ -841,8 +841,8 @@ def test_with_overlap_the_engine_goes_on_while_the_learner_steps() -> None:
     knobs: dict[str, Any] = {"slots": 4, "rollouts_per_update": 4, "learner_seconds": 6.0, "max_staleness": 2}
     resting = run("april", [3] * 40, **knobs)
     going_on = run("april", [3] * 40, overlap=True, **knobs)
-    assert going_on.figures.wall_seconds < 0.7 * resting.figures.wall_seconds
-    assert going_on.figures.idle_parts.get("learner", 0.0) == 0.0
+    assert going_on.run_metrics.wall_seconds < 0.7 * resting.run_metrics.wall_seconds
+    assert going_on.run_metrics.idle_parts.get("learner", 0.0) == 0.0
 
 
 # Errors
@@ -904,7 +904,7 @@ def test_an_unknown_mode_says_which_one_was_meant(typed: str, meant: str) -> Non
 def test_max_updates_ends_the_run_within_a_harvest() -> None:
     result = run("cohort-at-once", [2] * 8, rollouts_per_update=2, max_updates=3)
     assert result.sizes == [2, 2, 2]
-    assert result.controller.situation.buffer.ready == 2
+    assert result.controller.scheduler_state.buffer.ready == 2
     assert result.all(events.Phase)[-1].phase == "end"
 
 
@@ -923,7 +923,7 @@ def test_two_epochs_of_a_prompt_are_two_groups(mode: str) -> None:
     """40 prompts in cohorts of 64: without a gate, the second epoch begins in the first cohort."""
     done = run(
         mode, [3 + 7 * i % 23 for i in range(40)], slots=32, epochs=2, shuffle=True, prompts_per_cohort=64,
-        rollouts_per_update=32, rollouts_per_prompt=2, compare_siblings=True,
+        rollouts_per_update=32, rollouts_per_prompt=2, whole_groups=True,
         max_staleness=2 if mode == "async-pool" else None, overlap=mode == "async-pool",
     )  # fmt: skip
     groups: dict[int, list[Rollout]] = {}

@@ -46,7 +46,7 @@ def outcome_of(mode: str = "partial", *endings: Ending) -> Outcome:
         slots=3,
         rollouts_per_update=4,
         rollouts_per_prompt=2,
-        compare_siblings=True,
+        whole_groups=True,
         prompts_per_cohort=4,
         max_staleness=None if mode == "on-policy" else 3,
         epochs=2,
@@ -148,7 +148,7 @@ def test_the_rules_notice_a_controller_that_gives_a_resumed_rollout_its_whole_bu
     start = Controller._start
 
     def generous(self: Controller) -> Request:
-        return start(self)._replace(budget=100)
+        return start(self)._replace(max_new_tokens=100)
 
     monkeypatch.setattr(Controller, "_start", generous)
     failures = 0

@@ -11,8 +11,8 @@ import pytest
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Scored, Scorer
-from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, judge
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function
+from sortedrl.tasks.task import Problem, Reward
 
 
 def rollout_of(rollout_id: int, tokens: Sequence[int] = (1, 2, 3), answer: Any = None) -> Rollout:
@@ -21,8 +21,8 @@ def rollout_of(rollout_id: int, tokens: Sequence[int] = (1, 2, 3), answer: Any =
     return Rollout(rollout_id, Prompt(problem.id, [0], problem), 0, 0, 0, 0, segments=[segment])
 
 
-def length_reward(rollout: Rollout) -> Verdict:
-    return Verdict(float(len(rollout)), len(rollout) > 2, {"length": float(len(rollout))})
+def length_reward(rollout: Rollout) -> Reward:
+    return Reward(float(len(rollout)), len(rollout) > 2, {"length": float(len(rollout))})
 
 
 def collect_all(scorer: Scorer, seconds: float = 20.0) -> dict[int, Scored]:
@@ -48,10 +48,10 @@ def test_rewards_come_with_plain_detail(make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("make", [DirectScorer, BackgroundScorer])
 def test_a_raising_reward_and_one_that_is_no_number_are_counted(make: Callable[..., Any]) -> None:
-    def reward(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         if rollout.id == 0:
             raise KeyError("answer")
-        return Verdict(float("nan") if rollout.id == 1 else 1.0, True)
+        return Reward(float("nan") if rollout.id == 1 else 1.0, True)
 
     scorer = make(reward)
     for rollout_id in range(3):
@@ -66,9 +66,9 @@ def test_a_raising_reward_and_one_that_is_no_number_are_counted(make: Callable[.
 def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
     gate = threading.Event()
 
-    def reward(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         gate.wait(20)
-        return Verdict(1.0, True)
+        return Reward(1.0, True)
 
     scorer = BackgroundScorer(reward, threads=1)
     begun = time.monotonic()
@@ -85,10 +85,10 @@ def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
 def test_a_hanging_reward_is_given_up_and_the_others_are_scored() -> None:
     forever = threading.Event()
 
-    def reward(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         if rollout.id < 3:
             forever.wait()
-        return Verdict(1.0, True)
+        return Reward(1.0, True)
 
     scorer = BackgroundScorer(reward, threads=2, limit_seconds=1.0)  # more hang than there are threads
     for rollout_id in range(8):
@@ -103,9 +103,9 @@ def test_a_hanging_reward_is_given_up_and_the_others_are_scored() -> None:
 def test_wait_returns_when_a_limit_passes() -> None:
     forever = threading.Event()
 
-    def reward(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         forever.wait()
-        return Verdict(1.0, True)
+        return Reward(1.0, True)
 
     scorer = BackgroundScorer(reward, limit_seconds=0.2)
     scorer.submit(rollout_of(0))
@@ -119,7 +119,7 @@ def test_wait_returns_when_a_limit_passes() -> None:
 def test_a_rollout_submitted_again_is_answered_once_with_its_new_tokens() -> None:
     first_is_running, gate = threading.Event(), threading.Event()
 
-    def reward(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         if len(rollout) == 3:
             first_is_running.set()
             gate.wait(20)
@@ -144,7 +144,7 @@ def test_a_rollout_submitted_again_is_answered_once_with_its_new_tokens() -> Non
 def test_tokens_dropped_while_waiting_are_still_scored_as_submitted() -> None:
     gate = threading.Event()
 
-    def reward(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         gate.wait(20)
         return length_reward(rollout)
 
@@ -174,7 +174,7 @@ class Echo:
     def held_out(self) -> Sequence[Problem]:
         return []
 
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         if problem.answer == "spin":
             while True:
                 pass
@@ -182,17 +182,17 @@ class Echo:
             os._exit(3)
         if problem.answer == "raise":
             raise RuntimeError("no judge")
-        return Verdict(float(response == problem.answer), response == problem.answer)
+        return Reward(float(response == problem.answer), response == problem.answer)
 
 
 def test_judge_decodes_without_special_tokens() -> None:
-    score = judge(Echo(), LetterTokenizer())
+    score = reward_function(Echo(), LetterTokenizer())
     assert score(rollout_of(0, [1, 2, 0], answer="ab")).correct
     assert not score(rollout_of(0, [1, 2, 3], answer="ab")).correct
 
 
 def test_processes_survive_a_reward_that_spins_dies_or_raises() -> None:
-    score = judge(Echo(), LetterTokenizer(), processes=2, limit_seconds=2.0)
+    score = reward_function(Echo(), LetterTokenizer(), processes=2, limit_seconds=2.0)
     scorer = BackgroundScorer(score, threads=2, limit_seconds=None)
     for rollout_id, answer in enumerate(["spin", "ab", "die", "ab", "raise", "xy", "ab"]):
         scorer.submit(rollout_of(rollout_id, [1, 2], answer=answer))
@@ -209,4 +209,4 @@ def test_a_task_that_cannot_be_sent_to_a_process_is_refused_at_once() -> None:
         pass
 
     with pytest.raises(ValueError, match="top level of a module"):
-        judge(Local(), LetterTokenizer(), processes=1)
+        reward_function(Local(), LetterTokenizer(), processes=1)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from sortedrl.core.schedule import Schedule
+from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, _best_of
 from sortedrl.studies.simulate import Case, relative_error
-from sortedrl.studies.verdict import spread, verdict
 from sortedrl.studies.workload import Workload, run
 
 ROWS = [
@@ -144,7 +144,7 @@ def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None
         "on-policy": metrics_of("on-policy", 1.3e7, bias=-0.2),
         "partial": metrics_of("partial", 1.5e7, staleness=0.6),
     }
-    text = verdict(rows_of(*modes), modes)
+    text = conclusion(rows_of(*modes), modes)
     assert text.startswith("partial trains on 1.50 times") and "6.67 hours instead of 10" in text and "0.60" in text
     assert "on-policy" not in text
     assert spread(rows_of(*modes), modes, 1, 6).startswith("Gains are ± 4% or less")
@@ -152,8 +152,8 @@ def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None
 
 def test_the_sentence_says_when_nothing_is_gained() -> None:
     modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.01e7, staleness=0.6)}
-    assert verdict(rows_of(*modes), modes).startswith("You do not need this: baseline")
-    assert verdict(rows_of("baseline"), modes).startswith("You do not need this")
+    assert conclusion(rows_of(*modes), modes).startswith("You do not need this: baseline")
+    assert conclusion(rows_of("baseline"), modes).startswith("You do not need this")
 
 
 def test_a_spread_of_too_few_parts_is_unknown() -> None:

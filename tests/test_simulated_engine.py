@@ -27,9 +27,9 @@ def engine(slots: int = 2, step_time: StepTime | None = None, **knobs: Any) -> S
     )
 
 
-def request(id: int, length: int, *, prompt: int = 0, kept: int = 0, budget: int = 1000) -> Request:
+def request(id: int, length: int, *, prompt: int = 0, kept: int = 0, max_new_tokens: int = 1000) -> Request:
     segments = (Segment(range(kept), range(-1, -kept - 1, -1), 0),) if kept else ()
-    return Request(id, Prompt(str(id), range(prompt)), segments, budget, seed=length)
+    return Request(id, Prompt(str(id), range(prompt)), segments, max_new_tokens, seed=length)
 
 
 def to_end(engine: SimulatedEngine) -> list[Change]:
@@ -78,7 +78,7 @@ def test_a_resume_pays_for_prompt_and_cached_tokens() -> None:
 
 
 def test_with_old_keys_a_resume_pays_for_nothing_and_a_new_request_for_its_prompt() -> None:
-    one = engine(slots=1, step_time=linear(1.0, 0.0, per_prefill_token=0.1), keep_old_keys=True)
+    one = engine(slots=1, step_time=linear(1.0, 0.0, per_prefill_token=0.1), reuse_kv_cache=True)
     one.submit([request(0, 12, prompt=10, kept=10), request(1, 2, prompt=10)])
     assert dict(ends(to_end(one))) == pytest.approx({0: 2.0, 1: 2.0 + 1.0 + 2.0})
 
@@ -116,7 +116,7 @@ def test_poll_returns_at_the_time_asked_for() -> None:
 def test_the_cost_does_not_depend_on_the_number_of_tokens() -> None:
     began = time.perf_counter()
     one = engine(slots=8, step_time=PRESETS["h200-8b"], kv_tokens=10**13)
-    one.submit([request(id, 10**11 + id, budget=10**12) for id in range(64)])
+    one.submit([request(id, 10**11 + id, max_new_tokens=10**12) for id in range(64)])
     assert len(ends(to_end(one))) == 64
     assert time.perf_counter() - began < 1.0
 
@@ -136,13 +136,13 @@ def test_tokens_are_positions_and_go_on_after_a_resume() -> None:
 
 def test_the_budget_cuts_and_says_so() -> None:
     one = engine()
-    one.submit([request(0, 4, budget=5), request(1, 5, budget=5), request(2, 6, budget=5)])
+    one.submit([request(0, 4, max_new_tokens=5), request(1, 5, max_new_tokens=5), request(2, 6, max_new_tokens=5)])
     assert {c.id: c.truncated for c in to_end(one) if isinstance(c, Finished)} == {0: False, 1: True, 2: True}
 
 
 def test_a_request_without_budget_is_refused() -> None:
     one = engine()
-    one.submit([request(0, 5, budget=0)])
+    one.submit([request(0, 5, max_new_tokens=0)])
     assert one.poll() == [Failed(0, 0.0, "no budget left")]
 
 
@@ -150,11 +150,11 @@ def test_stop_hands_over_all_tokens_and_leaves_nothing_behind() -> None:
     one = engine(slots=1)
     one.submit([request(0, 9), request(1, 9)])
     one.poll(until=4.5)
-    changes = one.stop([0, 1])
+    changes = one.abort([0, 1])
     assert tokens_of(changes, 0) == [0, 1, 2, 3]
     assert tokens_of(changes, 1) == []
     assert one.poll() == []
-    one.load(None, 7)
+    one.update_weights(None, 7)
     one.submit([request(0, 6, kept=4)])
     assert [c.segment.version for c in to_end(one) if isinstance(c, Tokens)] == [7]
 
@@ -163,7 +163,7 @@ def test_a_step_that_was_under_way_at_a_stop_is_lost() -> None:
     one = engine()
     one.submit([request(0, 9)])
     one.poll(until=4.9)
-    one.stop([0])
+    one.abort([0])
     one.submit([request(1, 2)])
     assert dict(ends(to_end(one))) == pytest.approx({1: 6.9})
 
@@ -172,17 +172,17 @@ def test_what_is_queued_goes_on_when_only_some_are_stopped() -> None:
     one = engine(slots=1)
     one.submit([request(0, 9), request(1, 3)])
     one.poll(until=2.0)
-    one.stop([0])
+    one.abort([0])
     assert ends(to_end(one)) == [(1, 5.0)]
 
 
 def test_weights_are_loaded_only_while_nothing_is_in_the_engine() -> None:
-    one = engine(load_seconds=2.0)
-    one.load(None, 1)
+    one = engine(weight_update_seconds=2.0)
+    one.update_weights(None, 1)
     assert one.now() == 2.0
     one.submit([request(0, 3)])
     with pytest.raises(RuntimeError, match="while requests are in the engine"):
-        one.load(None, 2)
+        one.update_weights(None, 2)
 
 
 def test_a_lost_request_hands_over_what_it_made() -> None:
@@ -247,7 +247,7 @@ def test_memory_is_never_overdrawn_and_every_request_ends_once(
         assert one._cached <= kv_tokens
         assert len(one._running) <= slots
     ended = {change.id for change in changes if isinstance(change, Finished | Failed)}
-    changes += one.stop([r.id for r in requests if r.id not in ended])
+    changes += one.abort([r.id for r in requests if r.id not in ended])
     assert one.poll() == []
     assert one._cached == 0
     for finished in (change for change in changes if isinstance(change, Finished)):
@@ -258,9 +258,9 @@ def test_memory_is_never_overdrawn_and_every_request_ends_once(
 def test_a_run_with_little_memory_trains_on_everything_that_fits() -> None:
     result = run("partial", [8, 3, 12, 5, 9, 2], slots=4, rollouts_per_update=2, prompt_tokens=(2,), kv_tokens=20)
     assert sum(result.sizes) == 6
-    assert result.figures.preemptions > 0
-    assert result.figures.bubble_parts["kv_limited"] > 0
-    assert result.figures.re_prefill_tokens > 0
+    assert result.run_metrics.preemptions > 0
+    assert result.run_metrics.bubble_parts["kv_limited"] > 0
+    assert result.run_metrics.re_prefill_tokens > 0
 
 
 # Scores in virtual time

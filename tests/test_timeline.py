@@ -1,4 +1,4 @@
-"""The timeline: every stay in a slot is in one slice, and slices add up to the figures of the same log."""
+"""The timeline: every stay in a slot is in one slice, and slices add up to the metrics of the same log."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scenarios import MODES, Run, Scenario, peaceful, run, troubled
 from sortedrl.core.events import (
+    Aborted,
     Event,
     Failed,
     Finished,
@@ -18,12 +19,11 @@ from sortedrl.core.events import (
     Loaded,
     Preempted,
     Published,
-    Redone,
+    Regenerated,
     Rejected,
     RolledBack,
     RunBegan,
     Started,
-    Stopped,
     Submitted,
     Updated,
 )
@@ -34,8 +34,8 @@ RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(Hea
 
 
 def busy_slot_seconds(log: list[Event]) -> float:
-    figures = Metrics().fold(log).figures()
-    return figures.slots * figures.seconds * (1 - figures.bubble)
+    run_metrics = Metrics().fold(log).run_metrics()
+    return run_metrics.slots * run_metrics.seconds * (1 - run_metrics.bubble)
 
 
 def slot_seconds(found: list[Slice]) -> float:
@@ -56,11 +56,11 @@ def assert_adds_up(log: list[Event]) -> None:
 
 def assert_tokens_agree(log: list[Event]) -> None:
     """Slices have the tokens of the log: in all, of each update, and by version."""
-    figures = Metrics().fold(log).figures()
+    run_metrics = Metrics().fold(log).run_metrics()
     found = slices(log)
-    assert sum(s.made for s in found) == figures.generated_tokens
-    assert sum(s.made for s in found if s.update is not None) == figures.trained_tokens
-    assert sum(s.made for s in found if s.outcome == "dropped") <= figures.dropped_tokens
+    assert sum(s.made for s in found) == run_metrics.generated_tokens
+    assert sum(s.made for s in found if s.update is not None) == run_metrics.trained_tokens
+    assert sum(s.made for s in found if s.outcome == "dropped") <= run_metrics.dropped_tokens
     by_rollout: defaultdict[int, list[Slice]] = defaultdict(list)
     for s in found:
         if s.made and s.update is not None:
@@ -139,16 +139,16 @@ def updated(at: float, rollout: int, length: int) -> Updated:
 
 def test_each_way_out_of_a_slot_has_its_outcome() -> None:
     finished = [*begun(), Finished(1.0, 0, 3, 3, False)]
-    stopped = [*begun(), Stopped(1.0, 0, 3, 3, 0)]
+    stopped = [*begun(), Aborted(1.0, 0, 3, 3, 0)]
     assert outcomes(*finished, updated(2.0, 0, 3)) == ["trained"]
     assert outcomes(*finished) == ["kept"]
     assert outcomes(*stopped) == ["kept"]
     assert outcomes(*begun()) == ["running"]
     assert outcomes(*begun(), Preempted(1.0, 0, 4)) == ["preempted"]
     assert outcomes(*begun(), Failed(1.0, 0, 3, 0, "lost")) == ["failed"]
-    assert outcomes(*begun(), Stopped(1.0, 0, 3, 3, 3)) == ["dropped"]
-    assert outcomes(*begun(), Stopped(1.0, 0, 0, 0, 0)) == ["dropped"]
-    assert outcomes(*finished, Redone(2.0, 0, 3, "late score")) == ["dropped"]
+    assert outcomes(*begun(), Aborted(1.0, 0, 3, 3, 3)) == ["dropped"]
+    assert outcomes(*begun(), Aborted(1.0, 0, 0, 0, 0)) == ["dropped"]
+    assert outcomes(*finished, Regenerated(2.0, 0, 3, "late score")) == ["dropped"]
     assert outcomes(*stopped, Rejected(2.0, 0, 3, "no reward")) == ["dropped"]
     assert outcomes(*stopped, *begun(2.0, kept=3), Failed(3.0, 0, 1, 4, "lost")) == ["dropped", "failed"]
     assert outcomes(*stopped, *begun(2.0, kept=3), Finished(3.0, 0, 1, 4, False), updated(4.0, 0, 4)) == [
@@ -158,7 +158,7 @@ def test_each_way_out_of_a_slot_has_its_outcome() -> None:
 
 
 def test_a_redo_does_not_void_the_attempt_that_is_trained_on() -> None:
-    first = [*begun(), Finished(1.0, 0, 3, 3, False), Redone(1.0, 0, 3, "late score")]
+    first = [*begun(), Finished(1.0, 0, 3, 3, False), Regenerated(1.0, 0, 3, "late score")]
     second = [Submitted(2.0, 0, 1, 1, 0, 5.0), Started(2.0, 0, 0), Finished(3.0, 0, 5, 5, False)]
     found = slices([RunBegan(0.0, 2, "on-policy", {}), Loaded(0.0, 0, 0, 1, ("a",)), *first, *second, updated(4, 0, 5)])
     assert [(s.attempt, s.outcome, s.made, s.update) for s in found] == [(0, "dropped", 3, None), (1, "trained", 5, 0)]
@@ -173,7 +173,7 @@ def test_a_slice_knows_its_version_and_harvest_and_what_it_made_before_a_preempt
             *begun(kept=2),
             Preempted(1.0, 0, 1 + 2 + 4),  # prompt, kept, made
             Started(2.0, 0, 1),
-            Stopped(3.0, 0, 9, 11, 0),
+            Aborted(3.0, 0, 9, 11, 0),
             Published(3.0, 1),
             HarvestBegan(3.0, 1, 1),
             *begun(4.0, kept=11),
@@ -191,7 +191,7 @@ def test_weights_that_are_published_within_a_harvest_count_from_then_on() -> Non
             HarvestBegan(0.0, 0, 3),
             *begun(),
             Published(1.0, 4),
-            Stopped(1.0, 0, 2, 2, 0),
+            Aborted(1.0, 0, 2, 2, 0),
             *begun(1.0, kept=2),
             Finished(2.0, 0, 1, 3, False),
         ]
@@ -200,6 +200,6 @@ def test_weights_that_are_published_within_a_harvest_count_from_then_on() -> Non
 
 
 def test_what_was_rolled_back_is_in_no_slice() -> None:
-    void = [*begun(), Stopped(1.0, 0, 3, 3, 0)]
+    void = [*begun(), Aborted(1.0, 0, 3, 3, 0)]
     log: list[Event] = [RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b"))]
     assert [s.start for s in slices([*log, *void, RolledBack(1.0, len(void)), *begun(5.0)])] == [4.0]

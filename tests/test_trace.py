@@ -26,7 +26,12 @@ from sortedrl.observe.trace import COLOURS, COUNTERS, trace_events
 from trace_rules import assert_valid_trace, logged_run, written_trace
 
 RANDOM = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-SMALL: dict[str, Any] = {"rollouts_per_update": 4, "prompts_per_cohort": 8, "learner_seconds": 2.0, "load_seconds": 0.5}
+SMALL: dict[str, Any] = {
+    "rollouts_per_update": 4,
+    "prompts_per_cohort": 8,
+    "learner_seconds": 2.0,
+    "weight_update_seconds": 0.5,
+}
 LENGTHS = [3, 20, 5, 9, 2, 14, 8, 30, 4, 11, 6, 17, 2, 2, 25, 7]
 
 
@@ -74,8 +79,8 @@ def test_a_slice_tells_its_outcome_in_its_name_and_what_it_made() -> None:
     slices = [e for e in written_trace(found.events) if e["ph"] == "X" and "rollout" in e.get("args", {})]
     assert {e["name"].split()[0] for e in slices} == {"trained", "dropped"}
     assert all(e["name"] == f"{e['cat']} #{e['args']['rollout']}" and e["cname"] == COLOURS[e["cat"]] for e in slices)
-    assert sum(e["args"]["tokens"] for e in slices) == found.figures.generated_tokens
-    assert sum(e["args"]["tokens"] for e in slices if e["cat"] == "dropped") == found.figures.dropped_tokens
+    assert sum(e["args"]["tokens"] for e in slices) == found.run_metrics.generated_tokens
+    assert sum(e["args"]["tokens"] for e in slices if e["cat"] == "dropped") == found.run_metrics.dropped_tokens
 
 
 def test_the_learner_and_the_phases_take_the_time_that_the_figures_say() -> None:
@@ -84,12 +89,12 @@ def test_the_learner_and_the_phases_take_the_time_that_the_figures_say() -> None
     learner = [e for e in trace if e["ph"] == "X" and e.get("cat") == "update"]
     assert len(learner) == len(found.batches)
     assert [e["args"]["rollouts"] for e in learner] == found.sizes
-    wall = found.figures.wall_seconds * 1e6
+    wall = found.run_metrics.wall_seconds * 1e6
     shares = {"learner": 0.0, "weights": 0.0}
     for event in trace:
         if event["ph"] == "X" and event.get("cat") == "phase" and event["name"] in shares:
             shares[event["name"]] += event["dur"] / wall
-    assert shares == pytest.approx({phase: found.figures.idle_parts[phase] for phase in shares})
+    assert shares == pytest.approx({phase: found.run_metrics.idle_parts[phase] for phase in shares})
     assert sum(e["dur"] for e in learner) / wall == pytest.approx(shares["learner"])
 
 

@@ -325,9 +325,9 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     from trace_rules import assert_valid_trace
 
     folder = tmp_path / "run"
-    words = f"""-m sortedrl train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --scoring at-once --out {folder}
-        --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8 --rollouts-per-prompt 4 --max-response-tokens 40
-        --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
+    words = f"""-m sortedrl train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
+        --scoring at-once --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8 --rollouts-per-prompt 4
+        --max-response-tokens 40 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
         --tracker tensorboard --prometheus-port 0"""
     environment = os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "PYTHONUNBUFFERED": "1"}
     run = Scraper([sys.executable, *words.split()], environment)
@@ -354,15 +354,15 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     for event in read_events(folder / "events.jsonl"):
         metrics(event)
         if isinstance(event, Phase) and event.phase == "weights":  # a line is written after its weight update
-            figures, line = metrics.figures(), updates[done]
+            run_metrics, line = metrics.run_metrics(), updates[done]
             done += 1
             for name in ("bubble", "idle", "goodput", "waste", "rejected"):
-                assert getattr(figures, name) == line[name], (name, done)
-            assert figures.staleness_mean == line["run_staleness_mean"]
+                assert getattr(run_metrics, name) == line[name], (name, done)
+            assert run_metrics.staleness_mean == line["run_staleness_mean"]
     assert done == len(updates)
-    whole = json.loads(json.dumps(asdict(metrics.figures())))
-    assert whole == summary["figures"] == json.loads((folder / "summary.json").read_text())["figures"]
+    whole = json.loads(json.dumps(asdict(metrics.run_metrics())))
+    assert whole == summary["metrics"] == json.loads((folder / "summary.json").read_text())["metrics"]
     assert summary["score_after"]["value"] == tracked(lines[-1])["held_out_score"]
     for name in ("bubble", "goodput", "waste", "rejected"):
-        assert summary["figures"][name] == updates[-1][name], name
-    assert summary["figures"]["staleness_mean"] == updates[-1]["run_staleness_mean"]
+        assert summary["metrics"][name] == updates[-1][name], name
+    assert summary["metrics"]["staleness_mean"] == updates[-1]["run_staleness_mean"]

@@ -79,9 +79,9 @@ def test_a_run_leaves_everything_behind_and_its_figures_can_be_rebuilt(model: Pa
     assert summary["updates"] == 4
     for name in ("config.json", "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "summary.json", "model/config.json"):
         assert (run / name).exists(), name
-    figures = Metrics().fold(read_events(run / "events.jsonl")).figures()
-    assert json.loads(json.dumps(figures.staleness_mean)) == summary["figures"]["staleness_mean"]
-    assert 0 <= figures.bubble <= figures.idle <= 1
+    run_metrics = Metrics().fold(read_events(run / "events.jsonl")).run_metrics()
+    assert json.loads(json.dumps(run_metrics.staleness_mean)) == summary["metrics"]["staleness_mean"]
+    assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if "reward" in line] == [1, 2, 3, 4]
     assert all(line["mismatch_max_abs"] < 1e-3 for line in lines if "mismatch_max_abs" in line)
@@ -163,10 +163,13 @@ def assert_nothing_lost_or_trained_twice(run: Path) -> None:
     loaded = {e.first + i for e in log if isinstance(e, events.Loaded) for i in range(e.rollouts)}
     assert times.keys() <= loaded
     assert [e.update for e in log if isinstance(e, events.Updated)] == list(range(len(logged_updates(run))))
-    figures = Metrics().fold(log).figures()
-    assert 0 <= figures.bubble <= figures.idle <= 1 + 1e-9
-    assert figures.generated_tokens == figures.trained_tokens + figures.dropped_tokens + figures.cached_tokens
-    assert figures.cached_tokens >= 0
+    run_metrics = Metrics().fold(log).run_metrics()
+    assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1 + 1e-9
+    assert (
+        run_metrics.generated_tokens
+        == run_metrics.trained_tokens + run_metrics.dropped_tokens + run_metrics.cached_tokens
+    )
+    assert run_metrics.cached_tokens >= 0
     for update in (e for e in log if isinstance(e, events.Updated)):
         for length, segments in zip(update.lengths, update.segments, strict=True):
             assert length == sum(tokens for _, tokens in segments) <= 40
@@ -176,7 +179,7 @@ def assert_nothing_lost_or_trained_twice(run: Path) -> None:
 def test_a_reward_that_raises_is_counted_and_stops_nothing(model: Path, tmp_path: Path) -> None:
     summary = trained(model, tmp_path / "run", "--task", "toy:RaisesSometimes", "--updates", "3")
     assert summary["updates"] == 3
-    assert summary["figures"]["rejected"] > 0
+    assert summary["metrics"]["rejected"] > 0
     reasons = [e.reason for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, events.Rejected)]
     assert all("judge out of order" in reason for reason in reasons)
 

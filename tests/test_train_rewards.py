@@ -66,7 +66,7 @@ def test_a_run_with_every_fault_in_it_goes_to_its_end(model: Path, tmp_path: Pat
     assert done.returncode == 2, "every response has a fault"
     done = ran(*words("train", model, "reward_faults:Faults", *options("each", 2), *more, "--out", f"{run}-2"))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["figures"]["rejected"] > 0
+    assert json.loads(done.stdout)["metrics"]["rejected"] > 0
     reasons = {e.reason for e in read_events(Path(f"{run}-2/events.jsonl")) if isinstance(e, events.Rejected)}
     assert len(reasons) > 10
 

@@ -28,7 +28,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.embedded import EmbeddedEngine
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
-from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_sets, rows_needed
+from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
 from sortedrl.integrations.trl.trainer import plain_weights
 from sortedrl.models import BUILT_IN_MODEL
@@ -137,7 +137,7 @@ def rollout(number: int, tokens: int = 3) -> Rollout:
 
 
 def test_sets_stand_together_and_a_missing_member_is_filled_up_without_training() -> None:
-    rows = rows_in_sets([rollout(n) for n in (5, 0, 4, 1, 2, 7, 3)], SIBLINGS)  # 6 was rejected
+    rows = rows_in_groups([rollout(n) for n in (5, 0, 4, 1, 2, 7, 3)], SIBLINGS)  # 6 was rejected
     assert [row.rollout.id for row in rows] == [5, 4, 7, 5, 0, 1, 2, 3]
     assert [row.trains for row in rows] == [True] * 3 + [False] + [True] * 4
     padded = filled_up(rows, rows_needed(len(rows), SIBLINGS, 3))
@@ -220,27 +220,27 @@ AWAY_FROM_DEFAULT: dict[str, Any] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_field_that_nothing_would_honour_is_refused_by_name(name: str, tmp_path: Path) -> None:
     args = config(tmp_path)
-    check_fields(args, stale_tokens="plain", engine="embedded")
+    check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
     setattr(args, name, AWAY_FROM_DEFAULT[name] if name in AWAY_FROM_DEFAULT else not getattr(args, name))
     with pytest.raises(ConfigurationError) as refused:
-        check_fields(args, stale_tokens="plain", engine="vllm")
+        check_fields(args, off_policy_correction="ppo_clip", engine="vllm")
     assert refused.value.key == name
 
 
 @pytest.mark.parametrize("fields", [{"vllm_max_model_length": 64}, {"vllm_enable_sleep_mode": True}])
 def test_fields_of_vllm_need_vllm(fields: dict[str, Any], tmp_path: Path) -> None:
     args = config(tmp_path, **fields)
-    check_fields(args, stale_tokens="plain", engine="vllm")
+    check_fields(args, off_policy_correction="ppo_clip", engine="vllm")
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
-        check_fields(args, stale_tokens="plain", engine="embedded")
+        check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
 
 
 @pytest.mark.parametrize(
-    ("fields", "stale_tokens", "key"),
+    ("fields", "off_policy_correction", "key"),
     [
         ({"vllm_importance_sampling_mode": "token_truncate"}, "plain", "vllm_importance_sampling_mode"),
         ({"vllm_importance_sampling_correction": False}, "decoupled", "vllm_importance_sampling_correction"),
-        ({}, "squared", "stale_tokens"),
+        ({}, "squared", "off_policy_correction"),
         ({"temperature": 0.0}, "plain", "temperature"),
         ({"max_completion_length": None}, "plain", "max_completion_length"),
         ({"steps_per_generation": 3}, "plain", "steps_per_generation"),
@@ -248,11 +248,11 @@ def test_fields_of_vllm_need_vllm(fields: dict[str, Any], tmp_path: Path) -> Non
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_by_name(
-    fields: dict[str, Any], stale_tokens: str, key: str, tmp_path: Path
+    fields: dict[str, Any], off_policy_correction: str, key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError) as refused:
         args = config(tmp_path, **{"per_device_train_batch_size": 8} | fields)
-        check_fields(args, stale_tokens=stale_tokens, engine="embedded")
+        check_fields(args, off_policy_correction=off_policy_correction, engine="embedded")
     assert refused.value.key == key
 
 
@@ -333,21 +333,21 @@ def test_every_mode_trains_and_its_log_tells_what_the_rewards_were(mode: str, to
     for event, rewards in zip(updates, recorder.rewards, strict=True):
         assert sorted(event.rewards) == sorted(rewards)
         assert list(event.lengths) == sorted(event.lengths)
-    figures = Metrics().fold(events_in(tmp_path)).figures()
-    assert (figures.mode, figures.slots, figures.trained) == (mode, 8, len(handed_out))
-    assert 0 <= figures.bubble <= figures.idle <= 1
+    run_metrics = Metrics().fold(events_in(tmp_path)).run_metrics()
+    assert (run_metrics.mode, run_metrics.slots, run_metrics.trained) == (mode, 8, len(handed_out))
+    assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1
     if strategy_named(mode).on_policy:
-        assert figures.staleness_max == 0
+        assert run_metrics.staleness_max == 0
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert history[0]["sortedrl/mismatch"] < 1e-4
     assert all(entry.get("sortedrl/mismatch", 0.0) < 1e-4 for entry in history)  # none where all tokens are stale
-    assert history[-1]["sortedrl/bubble"] == pytest.approx(figures.bubble, abs=1e-3)
+    assert history[-1]["sortedrl/bubble"] == pytest.approx(run_metrics.bubble, abs=1e-3)
 
 
 def test_a_staleness_bound_holds(tokenizer: Any, tmp_path: Path) -> None:
     schedule = Schedule(mode="partial+elevator", max_staleness=1)
     trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=8), schedule=schedule, slots=16).train()
-    assert Metrics().fold(events_in(tmp_path)).figures().staleness_max == 1
+    assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max == 1
 
 
 @pytest.mark.slow
@@ -404,12 +404,12 @@ def test_the_loss_compares_with_what_the_engine_sampled_with(tokenizer: Any, tmp
 
     trainer_for(tmp_path, tokenizer, Watched, schedule="partial").train()
     assert len(compared) == 24 and all(compared)
-    assert Metrics().fold(events_in(tmp_path)).figures().staleness_max > 0  # else nothing was at stake
+    assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max > 0  # else nothing was at stake
 
 
 def test_stale_tokens_can_be_treated_as_decoupled_ppo_by_trl_itself(tokenizer: Any, tmp_path: Path) -> None:
     args = config(tmp_path, vllm_importance_sampling_mode="token_truncate", max_steps=4)
-    trainer, _ = trained(tmp_path, tokenizer, "partial+elevator", args=args, stale_tokens="decoupled")
+    trainer, _ = trained(tmp_path, tokenizer, "partial+elevator", args=args, off_policy_correction="decoupled")
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     ratios = [entry["sampling/importance_sampling_ratio/max"] for entry in history]
     assert ratios[0] == pytest.approx(1.0, abs=1e-3)  # nothing is stale yet
@@ -418,8 +418,8 @@ def test_stale_tokens_can_be_treated_as_decoupled_ppo_by_trl_itself(tokenizer: A
 
 def test_an_engine_that_does_not_follow_the_weights_ends_the_run(tokenizer: Any, tmp_path: Path) -> None:
     class Deaf(EmbeddedEngine):
-        def load(self, weights: Any, version: int) -> None:
-            super().load(None, version)
+        def update_weights(self, weights: Any, version: int) -> None:
+            super().update_weights(None, version)
 
     other = model()
     with torch.no_grad():
@@ -523,7 +523,7 @@ def test_evaluation_samples_with_the_engine_under_the_weights_of_the_moment(toke
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     assert entries[0]["step"] == 2 and entries[0]["eval_completions/mean_length"] > 1
-    assert Metrics().fold(events_in(tmp_path)).figures().idle_parts["evaluation"] > 0
+    assert Metrics().fold(events_in(tmp_path)).run_metrics().idle_parts["evaluation"] > 0
     assert "eval_reward" in trainer.evaluate()  # after the run, too
 
 
@@ -560,7 +560,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
     expected = weights_of(whole)
     for name, value in weights_of(again).items():
         assert torch.equal(value, expected[name]), name
-    assert Metrics().fold(events_in(tmp_path)).figures().updates == 5
+    assert Metrics().fold(events_in(tmp_path)).run_metrics().updates == 5
 
 
 @pytest.mark.slow
@@ -655,8 +655,8 @@ def test_two_processes_schedule_their_own_prompts_and_share_the_gradient(mode: s
     assert {n % 2 for call in second["numbers"] for n in call} == {1}
     logs = [without_rolled_back(read_events(tmp_path / name)) for name in ("events.jsonl", "events-1.jsonl")]
     for log in logs:
-        figures = Metrics().fold(log).figures()
-        assert figures.updates == 4 and figures.trained >= 32
+        run_metrics = Metrics().fold(log).run_metrics()
+        assert run_metrics.updates == 4 and run_metrics.trained >= 32
     whole = first["checksum"]
     resumed, _ = run_two_processes(tmp_path, mode, steps=4, resume=str(tmp_path / "checkpoint-2"))
     assert resumed["checksum"] == pytest.approx(whole, rel=1e-9)

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from sortedrl.core.events import Event
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, normal
@@ -28,8 +28,8 @@ class BimodalLengths:
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
         number = int(prompt.payload)
-        is_long = _uniform(mixed(number, 2, seed)) < 0.6 * _uniform(mixed(number, 1))
-        return min(8192, round((4000 if is_long else 300) * math.exp(0.3 * normal(mixed(number, 3, seed)))))
+        is_long = _uniform(derive_seed(number, 2, seed)) < 0.6 * _uniform(derive_seed(number, 1))
+        return min(8192, round((4000 if is_long else 300) * math.exp(0.3 * normal(derive_seed(number, 3, seed)))))
 
 
 def _uniform(bits: int) -> float:
@@ -44,13 +44,13 @@ def known_and_estimated(mode: str, lengths: LengthOf, group: int, seed: int, *, 
     schedule = Schedule(
         mode=mode,
         rollouts_per_prompt=group,
-        compare_siblings=whole,
+        whole_groups=whole,
         rollouts_per_update=128,
         prompts_per_cohort=512 // group,
         seed=seed,
     )
     known = run(Workload(lengths=lengths, prompts=ROLLOUTS // group), schedule, log.append).length_bias
-    estimated = Metrics().fold(log).figures().length_bias
+    estimated = Metrics().fold(log).run_metrics().length_bias
     assert known is not None and estimated is not None
     return known, estimated
 

@@ -82,8 +82,8 @@ def test_watching_a_growing_run_prints_its_lines_until_it_ends(model: Path, tmp_
     assert lines == [line for line in trained.splitlines() if line.startswith("update ")][-len(lines) :]
     assert len(lines) > 1, "it saw the end only"
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    figures = [progress_line(line, None).rpartition("ETA")[0] for line in written if "reward" in line]
-    assert [line.rpartition("ETA")[0] for line in trained.splitlines() if line.startswith("update ")] == figures
+    run_metrics = [progress_line(line, None).rpartition("ETA")[0] for line in written if "reward" in line]
+    assert [line.rpartition("ETA")[0] for line in trained.splitlines() if line.startswith("update ")] == run_metrics
     score = next(line for line in trained.splitlines() if line.startswith("score "))
     assert seen.stdout.splitlines()[-1].startswith("ended: " + score.split(":")[0])
 
@@ -92,13 +92,13 @@ def test_a_finished_run_shows_its_final_state_in_a_terminal_and_as_json(resumed:
     session = in_terminal(watch_command(str(resumed)), ENVIRONMENT, columns=80)
     assert session.code == 0, session.output
     panel = panel_of(session)
-    figures = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).figures()
+    run_metrics = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).run_metrics()
     assert panel["update"].startswith("12/12")
-    assert f"run {figures.bubble:.1%}" in panel["bubble"]
+    assert f"run {run_metrics.bubble:.1%}" in panel["bubble"]
     assert session.screen.lines[-2].startswith("ended: score ")
     state = json.loads(watched(str(resumed), "--json").stdout)
     assert state["outcome"] == "ended"
-    assert state["glance"]["goodput"] == figures.goodput
+    assert state["glance"]["goodput"] == run_metrics.goodput
     assert state["updates"] == state["updates_in_all"] == 12
 
 
@@ -159,8 +159,8 @@ def test_a_log_that_grows_byte_by_byte_and_is_rolled_back_gives_the_view_of_the_
     at_once = PlainConsole(said.append)
     Follower(resumed, at_once)
     assert rows_of(console) == rows_of(at_once)
-    figures = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).figures()
-    assert console.state.metrics.figures() == figures
+    run_metrics = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).run_metrics()
+    assert console.state.metrics.run_metrics() == run_metrics
     assert follower.watched(1e9).outcome == watch.RUNS  # no summary is there
     shutil.copy(resumed / "summary.json", run)
     assert follower.watched(1e9).outcome == watch.ENDED

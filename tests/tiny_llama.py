@@ -58,19 +58,19 @@ def shake(model: Any, seed: int) -> None:
 
 
 def parted_after_a_load(engine: Engine, learner: Any) -> float:
-    """How far a response that is resumed under new weights is from the learner, in nats a token.
+    """How far a response that is resumed under new weights is from the learner, in nats per token.
 
-    The engine keeps old keys: the check after the load must pass all the same, for its probes were made before it.
+    The engine keeps stale KV: the check after the load must pass all the same, for its probes were made before it.
     """
     checked, ledger = CheckedWeights(engine, logprobs_of(learner), PROBES), Ledger(engine)
-    checked.load(dict(learner.named_parameters()), 1)
-    first = Request(0, Prompt("long", PROBES[0]), (), 60, 0, Sampling(ignore_end=True))
-    ledger.submit([first, Request(1, Prompt("short", [5]), (), 20, 0, Sampling(ignore_end=True))])
+    checked.update_weights(dict(learner.named_parameters()), 1)
+    first = Request(0, Prompt("long", PROBES[0]), (), 60, 0, Sampling(ignore_eos=True))
+    ledger.submit([first, Request(1, Prompt("short", [5]), (), 20, 0, Sampling(ignore_eos=True))])
     ledger.run_until_first_end()
-    ledger.stop([0])
+    ledger.abort([0])
     kept = list(ledger.segments[0])
     shake(learner, seed=11)
-    checked.load(dict(learner.named_parameters()), 2)
+    checked.update_weights(dict(learner.named_parameters()), 2)
     ledger.submit([resumed(first, kept)])
     ledger.run()
     expected = logprobs_of(learner)([*PROBES[0], *(token for part in kept for token in part.tokens)], ledger.tokens(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 
 WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c", "d", *(f"q{i}" for i in range(40))]
 
@@ -48,19 +48,19 @@ class SayA:
     def held_out(self) -> Sequence[Problem]:
         return [Problem(f"held-out-{i}", f"q{i % 40} q9", "a") for i in range(40)]
 
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         words = response.split()
         share = words.count(problem.answer) / len(words) if words else 0.0
-        return Verdict(share, correct=share > 0.5)
+        return Reward(share, correct=share > 0.5)
 
 
 class RaisesSometimes(SayA):
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         if int(problem.id[-1]) % 3 == 0:
             raise RuntimeError("judge out of order")
         return super().score(problem, response)
 
 
 class RaisesAlways(SayA):
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         raise RuntimeError("judge out of order")

@@ -125,8 +125,8 @@ def _enclosing(by_start: dict[int, tuple[int, Json]], time: int) -> Json:
 def assert_slot_time_is_the_log_s(
     timed: list[Json], tracks: dict[Track, list[tuple[int, int, Json]]], log: list[Event]
 ) -> None:
-    figures = Metrics().fold(log).figures()
-    busy = figures.slots * figures.seconds * (1 - figures.bubble)
+    run_metrics = Metrics().fold(log).run_metrics()
+    busy = run_metrics.slots * run_metrics.seconds * (1 - run_metrics.bubble)
     stays = [(start, end) for track in tracks.values() for start, end, event in track if "rollout" in event_args(event)]
     starts = sum(isinstance(event, Started) for event in log)
     assert len(stays) == starts
@@ -135,7 +135,7 @@ def assert_slot_time_is_the_log_s(
     running = [
         (nanoseconds(e["ts"]), e["args"]["rollouts"]) for e in timed if e["ph"] == "C" and e["name"] == "running"
     ]
-    assert all(0 <= count <= figures.slots for _, count in running)
+    assert all(0 <= count <= run_metrics.slots for _, count in running)
     ended = nanoseconds(max(e["ts"] + e.get("dur", 0) for e in timed)) if timed else 0
     area = sum(count * (after - at) for (at, count), (after, _) in pairwise([*running, (ended, 0)]))
     assert area / 1e9 == pytest.approx(busy, rel=1e-9, abs=rounding), "the counter says the same"

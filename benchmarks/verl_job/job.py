@@ -4,7 +4,7 @@
 
 All settings share model, data, seed, learner and rollout servers; they differ in the lines of `SETTINGS` alone. The
 job's folder gets verl's metrics (metrics.jsonl), SortedRL's event log (events.jsonl) and result.json: wall-clock per
-trained rollout, bubble and reward; `--summarise` makes it from the files of a job that was cut off. `--cpu` needs
+trained rollout, bubble and reward; `--summarize` makes it from the files of a job that was cut off. `--cpu` needs
 tests/with_verl on the path: see there for what it adds to verl.
 """
 
@@ -121,7 +121,7 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
 def result(asked: argparse.Namespace) -> dict[str, Any]:
     """From verl's metrics and, in every setting, from the starts and ends of requests at the servers.
 
-    Lists have an entry for each step. Figures of the whole job leave the first step out: it compiles and warms up.
+    Lists have an entry for each step. RunMetrics of the whole job leave the first step out: it compiles and warms up.
     """
     lines = whole_lines([asked.out / "metrics.jsonl"])
     steps = [line["data"] for line in lines if "training/global_step" in line["data"]]
@@ -154,7 +154,7 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
     found["reward_mean"] = sum(count * reward for count, reward in rewarded) / trained
     if (asked.out / "events.jsonl").exists():
         log = without_rolled_back(read_events(asked.out / "events.jsonl"))
-        found["bubble_parts_of_event_log"] = Metrics().fold(log).figures().bubble_parts
+        found["bubble_parts_of_event_log"] = Metrics().fold(log).run_metrics().bubble_parts
     return found | {name: value for name, value in steps[-1].items() if name.startswith("sortedrl/")}
 
 
@@ -174,12 +174,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--summarise", action="store_true", help="run nothing: only write result.json")
+    parser.add_argument("--summarize", action="store_true", help="run nothing: only write result.json")
     parser.add_argument("--override", nargs="*", default=[], help="more of verl's own settings")
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
     (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)
-    if not asked.summarise:
+    if not asked.summarize:
         for old in [asked.out / "metrics.jsonl", asked.out / "result.json", *asked.out.glob("occupancy/*")]:
             old.unlink(missing_ok=True)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(asked), f"hydra.run.dir={asked.out}/hydra"]

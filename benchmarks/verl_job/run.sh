@@ -22,7 +22,7 @@ for setting in "${settings[@]}"; do
   job=(python3 "$here/job.py" "$setting" --model "$out/model" --data "$out/data" --out "$out/$setting" --steps "$steps")
   timeout "${LIMIT:-600}" "${job[@]}" > "$out/$setting.log" 2>&1 || {
     echo "$setting failed or was cut off: see $out/$setting.log"
-    "${job[@]}" --summarise > /dev/null 2>> "$out/$setting.log"
+    "${job[@]}" --summarize > /dev/null 2>> "$out/$setting.log"
   }
 done
 python3 - "$out" "${settings[@]}" <<'PY'
@@ -31,7 +31,7 @@ out = pathlib.Path(sys.argv[1])
 for path in (out / setting / "result.json" for setting in sys.argv[2:]):
     if path.exists():
         r = json.loads(path.read_text())
-        print(f"{r['setting']:>15}: {r['step_seconds_per_trained_rollout'] * 1000:7.1f} ms a trained rollout, "
+        print(f"{r['setting']:>15}: {r['step_seconds_per_trained_rollout'] * 1000:7.1f} ms per trained rollout, "
               f"{r['generation_seconds_per_trained_rollout'] * 1000:7.1f} of them generation, "
               f"bubble {r['bubble_at_servers']:.1%}, reward {r['reward'][0]:+.2f} -> {r['reward'][-1]:+.2f}")
 PY

@@ -23,7 +23,7 @@ from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
@@ -38,7 +38,6 @@ from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.models import response_logprobs
-from sortedrl.materials import Materials, Say, end_tokens, read_materials
 from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
@@ -47,11 +46,12 @@ from sortedrl.observe.report_repair import consistent
 from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers, open_tracker, require_login
 from sortedrl.observe.watch import kept_readable
+from sortedrl.resources import Log, Resources, eos_token_ids, read_resources
 from sortedrl.rewards import EvaluationScores, Rewards, unscored_notice
 from sortedrl.run_folder import RunFolder, cannot_write, locked
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
 
-SHARE_OF_GPU_FOR_VLLM = 0.45  # where learner and engine share one: the learner needs the rest
+VLLM_GPU_MEMORY_FRACTION = 0.45  # where learner and engine share one: the learner needs the rest
 EVALUATION_WORTH = 64  # responses after which `sortedrl eval` gives up on a reward that fails on all of them
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
 PROBE_TOKENS = 16
@@ -66,7 +66,7 @@ def evaluate(
     scorer: Scorer,
     *,
     samples: int,
-    budget: int,
+    max_new_tokens: int,
     sampling: Sampling,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -77,11 +77,11 @@ def evaluate(
     A response without a score counts as wrong; `watch` counts them, and raises where they are too many.
     """
     rollouts = {
-        i * samples + j: Rollout(i * samples + j, prompt, j, 0, mixed(seed, i, j), 0)
+        i * samples + j: Rollout(i * samples + j, prompt, j, 0, derive_seed(seed, i, j), 0)
         for i, prompt in enumerate(prompts)
         for j in range(samples)
     }
-    engine.submit([Request(r.id, r.prompt, (), budget, r.seed, sampling) for r in rollouts.values()])
+    engine.submit([Request(r.id, r.prompt, (), max_new_tokens, r.seed, sampling) for r in rollouts.values()])
     scores = EvaluationScores(scorer, watch or RejectionWatch(EVALUATION_WORTH))
     left = len(rollouts)
     while left:
@@ -98,24 +98,24 @@ def evaluate(
         tuple(i * samples + j in found and found[i * samples + j].correct for j in range(samples))
         for i in range(len(prompts))
     )
-    rewards = tuple(found[id].reward for id in sorted(found))
+    rewards = tuple(found[id].value for id in sorted(found))
     return Evaluation(tuple(prompt.id for prompt in prompts), correct, rewards)
 
 
-def engine_for(settings: ModelSettings, materials: Materials, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
+def engine_for(settings: ModelSettings, resources: Resources, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
     """The engine that the settings ask for. `model` is what the embedded one decodes with."""
     if settings.engine == "embedded":
-        return embedded_engine(settings, model, materials.tokenizer)
-    ends = end_tokens(materials.model, materials.tokenizer)
+        return embedded_engine(settings, model, resources.tokenizer)
+    ends = eos_token_ids(resources.model, resources.tokenizer)
     if settings.engine != "vllm":
         vocabulary = int(model.config.get_text_config().vocab_size)
-        return server_engine(settings, eos_token_ids=ends, tokenizer=materials.tokenizer, vocabulary=vocabulary)
+        return server_engine(settings, eos_token_ids=ends, tokenizer=resources.tokenizer, vocabulary=vocabulary)
     engine: Engine = vllm_engine(
         settings,
         model_named(settings.model),
         eos_token_ids=ends,
         max_length=settings.max_prompt_tokens + settings.max_response_tokens,
-        tokenizer=materials.tokenizer,
+        tokenizer=resources.tokenizer,
         dtype=str(settings.torch_dtype()).removeprefix("torch."),
         **vllm_defaults,
     )
@@ -129,7 +129,7 @@ def embedded_engine(
         return EmbeddedEngine(
             model,
             slots=settings.slots,
-            eos_token_ids=end_tokens(model, tokenizer),
+            eos_token_ids=eos_token_ids(model, tokenizer),
             max_length=settings.max_prompt_tokens + settings.max_response_tokens,
             tokenizer=tokenizer,
         )
@@ -157,19 +157,19 @@ class NothingLearnt(RuntimeError):
 
 
 class TrainingRun:
-    def __init__(self, settings: Train, folder: RunFolder, materials: Materials, console: RunConsole) -> None:
+    def __init__(self, settings: Train, folder: RunFolder, resources: Resources, console: RunConsole) -> None:
         self.settings = settings
         self.folder = folder
-        self.materials = materials
+        self.resources = resources
         self.console = console
         self.metrics = Metrics()
         self.sampling = Sampling(temperature=settings.temperature)
-        self.rewards = Rewards(settings, materials, settings.scoring)  # first: its workers start meanwhile
+        self.rewards = Rewards(settings, resources, settings.scoring)  # first: its workers start meanwhile
         embedded = settings.engine == "embedded"
         self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
         self.engine_shares_model = embedded and not self.has_plain_copy
-        self.plain_model = copy.deepcopy(materials.model) if self.has_plain_copy else materials.model
-        self.learner = Learner(materials.model, settings.learner_settings())
+        self.plain_model = copy.deepcopy(resources.model) if self.has_plain_copy else resources.model
+        self.learner = Learner(resources.model, settings.learner_settings())
         self.engine = self._engine()
         self.rewards.require_ready()
         self.scorer = self._scorer()
@@ -178,7 +178,7 @@ class TrainingRun:
         self.log = EventLog(self.batched)
         self.controller = Controller(
             self.engine,
-            Prompts(materials.train, epochs=settings.epochs, seed=settings.seed),
+            Prompts(resources.train, epochs=settings.epochs, seed=settings.seed),
             self.scorer,
             settings.schedule(),
             sampling=self.sampling,
@@ -192,28 +192,28 @@ class TrainingRun:
         self.saved: tuple[Any, ...] | None = None  # the progress that the newest checkpoint holds
         self.seconds_before = 0.0  # of earlier parts of a resumed run
         self.began = time.perf_counter()
-        self.trackers = Trackers(console.say)
+        self.trackers = Trackers(console.log)
         require_login(settings.tracker)
         if settings.prometheus_port is not None:
             endpoint = Endpoint(settings.prometheus_port)
             self.trackers.add(endpoint)
-            console.say(f"metrics at {endpoint.url}")
+            console.log(f"metrics at {endpoint.url}")
 
     def _engine(self) -> Engine:
         """An engine outside of our own model is given the weights, and checked against the learner at every load."""
-        settings, materials = self.settings, self.materials
-        defaults = {"gpu_memory_utilization": SHARE_OF_GPU_FOR_VLLM, "seed": settings.seed}
-        engine = engine_for(settings, materials, self.plain_model, **defaults)
+        settings, resources = self.settings, self.resources
+        defaults = {"gpu_memory_utilization": VLLM_GPU_MEMORY_FRACTION, "seed": settings.seed}
+        engine = engine_for(settings, resources, self.plain_model, **defaults)
         if settings.engine == "embedded":
             return engine
-        checked = checked_engine(engine, settings, materials.train, self.learner.logprobs_of)
-        checked.load(self.learner.weights(), 0)
+        checked = checked_engine(engine, settings, resources.train, self.learner.logprobs_of)
+        checked.update_weights(self.learner.weights(), 0)
         return checked
 
     def close(self) -> None:
         """End what the run has outside of its own process and memory."""
         try:
-            self.batched.settle()
+            self.batched.flush()
         finally:
             self.folder.close()
             self.rewards.close()
@@ -228,26 +228,26 @@ class TrainingRun:
         return RejectionWatch(
             self.controller.schedule.rollouts_needed,
             max_fraction=self.settings.max_rejected_fraction,
-            log=self.console.say,
+            log=self.console.log,
         )
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint: later events stay in the log behind a mark, and no figure counts them."""
-        state, say = saved.controller, self.console.say
+        state, log = saved.controller, self.console.log
         mark = CheckpointMark.of(state)
-        log = self.folder.recover_events(mark, self.controller.first_event(), say)
+        recovered = self.folder.recover_events(mark, self.controller.first_event(), log)
         self.learner.load_state_dict(saved.learner)
-        self.engine.load(self._weights(), state["version"])
-        for event in consistent(log.events):
+        self.engine.update_weights(self._weights(), state["version"])
+        for event in consistent(recovered.events):
             for sink in self.log.sinks:
                 sink(event)
         write = self._write_events()
-        write(RolledBack(log.last_time, log.void))
-        self.folder.drop_lines_after("metrics.jsonl", state["updates"], say)
-        self.folder.drop_lines_after("rollouts.jsonl", state["updates"], say)
+        write(RolledBack(recovered.last_time, recovered.void))
+        self.folder.drop_lines_after("metrics.jsonl", state["updates"], log)
+        self.folder.drop_lines_after("rollouts.jsonl", state["updates"], log)
         for line in filter(is_metrics_line, self.folder.lines("metrics.jsonl")):
             self.console.line(line, old=True)
-        self.controller.restore(state, last_time=log.last_time)
+        self.controller.restore(state, last_time=recovered.last_time)
         self.before = Evaluation(tuple(saved.notes["before_ids"]), tuple(map(tuple, saved.notes["before"])))
         self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
         self.seconds_before = saved.notes["seconds"]
@@ -264,7 +264,7 @@ class TrainingRun:
         with _interruptible(self.controller) as signals:
             for batch in self.controller:
                 self._update(batch)
-            done = self.controller.situation.updates
+            done = self.controller.scheduler_state.updates
             try:
                 signals.interrupt_at_once()
                 return self._finish(done)
@@ -289,7 +289,10 @@ class TrainingRun:
             self.controller.update_engine()
         if self.controller.engine_is_behind or not isinstance(self.engine, CheckedWeights):
             return {}
-        return {"load_seconds": self.engine.load_seconds, "load_difference": self.engine.last_difference}
+        return {
+            "weight_update_seconds": self.engine.weight_update_seconds,
+            "weight_difference": self.engine.last_difference,
+        }
 
     def _step(self, batch: Batch) -> dict[str, float]:
         def step() -> dict[str, float]:
@@ -299,7 +302,7 @@ class TrainingRun:
         if self.settings.overlap:
             return self.controller.carry_on_during(step)
         if isinstance(self.engine, CheckedWeights):
-            self.engine.rest()
+            self.engine.sleep()
         return step()
 
     def _weights(self) -> Any:
@@ -308,7 +311,7 @@ class TrainingRun:
     def _finish(self, done: int) -> dict[str, Any]:
         if not done:
             raise NothingLearnt(
-                f"no update was made: {self.metrics.figures().rejected} rollouts were rejected, "
+                f"no update was made: {self.metrics.run_metrics().rejected} rollouts were rejected, "
                 f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )
         self.folder.require_in_place()
@@ -327,7 +330,7 @@ class TrainingRun:
             "score_before": mean_at_k(self.before.correct)._asdict(),
             "score_after": mean_at_k(after.correct)._asdict(),
             "gain": difference._asdict(),
-            "figures": asdict(self.metrics.figures()),
+            "metrics": asdict(self.metrics.run_metrics()),
         }
         self.folder.write("summary.json", summary)
         return summary
@@ -341,7 +344,7 @@ class TrainingRun:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             self.plain_model.save_pretrained(temporary)
-            self.materials.tokenizer.save_pretrained(temporary)
+            self.resources.tokenizer.save_pretrained(temporary)
             checkpoint.put_in_place(temporary, target)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -352,7 +355,7 @@ class TrainingRun:
     def _write_events(self) -> JsonLines:
         stream = self.folder.stream("events.jsonl")
         write = JsonLines(stream)
-        self.batched.settle()  # what was read from the file is not written again
+        self.batched.flush()  # what was read from the file is not written again
         self.batched.sinks += [write, kept_readable(stream)]
         return write
 
@@ -363,21 +366,21 @@ class TrainingRun:
         """Held-out score of the weights after `done` updates, whatever the engine held until now."""
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
-        held_out = self.materials.held_out[: self.settings.eval_problems]
+        held_out = self.resources.held_out[: self.settings.eval_problems]
         watch = self._rejection_watch()
         found = evaluate(
             self.engine,
             held_out,
             self.evaluation_scorer,
             samples=self.settings.eval_samples,
-            budget=self.settings.max_response_tokens,
+            max_new_tokens=self.settings.max_response_tokens,
             sampling=self.sampling,
             seed=self.settings.eval_seed,
             on_progress=self.console.evaluating,
             watch=watch,
         )
         if notice := unscored_notice(watch):
-            self.console.say(notice)
+            self.console.log(notice)
         score = mean_at_k(found.correct)
         line: dict[str, Any] = {"update": done, "seconds": self._seconds(), "held_out": score._asdict()}
         if self.settings.eval_samples > 1:
@@ -385,7 +388,7 @@ class TrainingRun:
         self.folder.append("metrics.jsonl", line)
         self.trackers.line(line)
         self.console.line(line)
-        self.console.say(
+        self.console.log(
             f"held-out score after {done} updates: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
             f" ({len(held_out)} problems)"
         )
@@ -394,8 +397,8 @@ class TrainingRun:
 
     def _record(self, batch: Batch, stats: dict[str, float]) -> None:
         self.folder.require_in_place()
-        self.batched.settle()
-        figures = self.metrics.glance()
+        self.batched.flush()
+        run_metrics = self.metrics.snapshot()
         done = batch.update + 1
         rewards = [rollout.reward or 0.0 for rollout in batch]
         line = {
@@ -408,9 +411,9 @@ class TrainingRun:
             "reward": fmean(rewards),
             "correct": fmean(float((rollout.detail or {}).get("correct", False)) for rollout in batch),
             "length": batch.tokens / len(batch),
-            **{name: getattr(figures, name) for name in ("bubble", "idle", "goodput", "waste")},
-            "run_staleness_mean": figures.staleness_mean,
-            "rejected": figures.rejected,
+            **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
+            "run_staleness_mean": run_metrics.staleness_mean,
+            "rejected": run_metrics.rejected,
             **stats,
         }
         self.folder.append("metrics.jsonl", line)
@@ -422,7 +425,7 @@ class TrainingRun:
         wanted = max(1, min(self.settings.save_rollouts, len(batch)))
         for place in range(wanted if self.settings.save_rollouts else 0):
             rollout = batch.rollouts[place * (len(batch) - 1) // max(1, wanted - 1)]
-            response = str(self.materials.tokenizer.decode(rollout.tokens))
+            response = str(self.resources.tokenizer.decode(rollout.tokens))
             self.folder.append(
                 "rollouts.jsonl",
                 {
@@ -442,10 +445,10 @@ class TrainingRun:
     def _segment_ends(self, rollout: Rollout, response: str) -> list[int]:
         """Where each segment ends in the response, in characters."""
         inner = accumulate(map(len, rollout.segments[:-1]))
-        return [*(len(self.materials.tokenizer.decode(rollout.tokens[:end])) for end in inner), len(response)]
+        return [*(len(self.resources.tokenizer.decode(rollout.tokens[:end])) for end in inner), len(response)]
 
     def total_updates(self) -> int:
-        rollouts = len(self.materials.train) * self.settings.epochs * self.settings.rollouts_per_prompt
+        rollouts = len(self.resources.train) * self.settings.epochs * self.settings.rollouts_per_prompt
         possible = updates_left(rollouts, self.settings.rollouts_per_update)
         return possible if self.settings.updates is None else min(possible, self.settings.updates)
 
@@ -453,7 +456,7 @@ class TrainingRun:
         """Write a checkpoint, unless the one that is there says the same."""
         self.controller.mark_phase("checkpoint")
         self._note_best(done)
-        self.batched.settle()
+        self.batched.flush()
         self.folder.flush()
         if self.saved == self._progress():
             return
@@ -472,7 +475,7 @@ class TrainingRun:
 
     def _progress(self) -> tuple[Any, ...]:
         """All that changes what a checkpoint holds: without a harvest or an update nothing else does."""
-        s = self.controller.situation
+        s = self.controller.scheduler_state
         return s.updates, s.version, s.harvests, self.best
 
     def _note_best(self, done: int) -> None:
@@ -509,7 +512,7 @@ class ShuffledRewards:
         if scored.reward is None:
             return scored
         self._seen = [*self._seen[-self._pool :], scored.reward]
-        other = mixed(self._seed, scored.rollout_id, scored.attempt) % len(self._seen)
+        other = derive_seed(self._seed, scored.rollout_id, scored.attempt) % len(self._seen)
         return scored._replace(reward=self._seen[other])
 
 
@@ -564,31 +567,31 @@ def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
         torch.set_num_threads(threads_here(model.num_parameters()))
 
 
-def train(settings: Train, say: Say, console: RunConsole | None = None) -> dict[str, Any]:
+def train(settings: Train, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one it says a line for each update."""
     torch.manual_seed(settings.seed)
     folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
     with closing(folder):
-        return _train_in(folder, settings, say, console or PlainConsole(say))
+        return _train_in(folder, settings, log, console or PlainConsole(log))
 
 
-def _train_in(folder: RunFolder, settings: Train, say: Say, console: RunConsole) -> dict[str, Any]:
+def _train_in(folder: RunFolder, settings: Train, log: Log, console: RunConsole) -> dict[str, Any]:
     resumed: checkpoint.Checkpoint | None = None
     if settings.resume is not None:
-        folder.open_to_resume(settings, say)
+        folder.open_to_resume(settings, log)
         for place in (folder.path, folder.checkpoints):
             checkpoint.clean_up(place)
-        resumed = checkpoint.load_newest_intact(folder.checkpoints, say)
-    materials = read_materials(settings, say)
-    set_threads(settings, materials.model)
-    run = TrainingRun(settings, folder, materials, console)
+        resumed = checkpoint.load_newest_intact(folder.checkpoints, log)
+    resources = read_resources(settings, log)
+    set_threads(settings, resources.model)
+    run = TrainingRun(settings, folder, resources, console)
     if resumed is None:
-        folder.create(settings, say)
-    say(f"run folder {folder.path}")
-    say(f"{len(materials.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
+        folder.create(settings, log)
+    log(f"run folder {folder.path}")
+    log(f"{len(resources.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
     if resumed is not None:
         run.resume(resumed)
-        say(f"resumed after {resumed.controller['updates']} updates, from {resumed.path}")
+        log(f"resumed after {resumed.controller['updates']} updates, from {resumed.path}")
     for name in settings.tracker:
         run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
     try:
@@ -598,42 +601,42 @@ def _train_in(folder: RunFolder, settings: Train, say: Say, console: RunConsole)
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
 
 
-def compare(settings: Compare, say: Say, console: RunConsole | None = None) -> list[dict[str, Any]]:
+def compare(settings: Compare, log: Log, console: RunConsole | None = None) -> list[dict[str, Any]]:
     """One run for each mode and seed; modes alternate, so that a slow spell of the machine meets them all."""
     folder = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     summaries = []
-    with locked(folder, say):
+    with locked(folder, log):
         for seed in settings.seeds:
             for mode in settings.modes:
-                say(f"--- {mode}, seed {seed}")
-                summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), say, console))
+                log(f"--- {mode}, seed {seed}")
+                summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), log, console))
                 if summaries[-1]["interrupted"]:
                     raise KeyboardInterrupt
     return summaries
 
 
 def evaluate_model(
-    settings: Evaluate, say: Say, on_progress: Callable[[int, int], None] = lambda done, total: None
+    settings: Evaluate, log: Log, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    materials = read_materials(settings, say)
-    set_threads(settings, materials.model)
-    rewards = Rewards(settings, materials)
-    held_out = materials.held_out[: settings.eval_problems]
+    resources = read_resources(settings, log)
+    set_threads(settings, resources.model)
+    rewards = Rewards(settings, resources)
+    held_out = resources.held_out[: settings.eval_problems]
     with closing(rewards):
-        engine = engine_for(settings, materials, materials.model)
+        engine = engine_for(settings, resources, resources.model)
         if settings.engine in SERVERS:  # whatever a server was started with or last given
-            logprobs_of = partial(response_logprobs, materials.model)
+            logprobs_of = partial(response_logprobs, resources.model)
             engine = checked_engine(engine, settings, held_out, logprobs_of)
-            engine.load(materials.model.state_dict(), 0)
+            engine.update_weights(resources.model.state_dict(), 0)
         rewards.require_ready()
-        watch = RejectionWatch(EVALUATION_WORTH, log=say)
+        watch = RejectionWatch(EVALUATION_WORTH, log=log)
         began = time.perf_counter()
         found = evaluate(
             engine,
             held_out,
             rewards.scorer(),
             samples=settings.eval_samples,
-            budget=settings.max_response_tokens,
+            max_new_tokens=settings.max_response_tokens,
             sampling=Sampling(temperature=settings.temperature),
             seed=settings.eval_seed,
             on_progress=on_progress,
@@ -641,7 +644,7 @@ def evaluate_model(
         )
     watch.require_some_scored()
     if notice := unscored_notice(watch):
-        say(notice)
+        log(notice)
     return {
         "model": settings.model,
         "task": settings.task,

@@ -19,10 +19,10 @@ from sortedrl.models import model_named
 from sortedrl.studies import bench, profile
 from sortedrl.studies.workload import limit as simulated_limit
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
+def run_bench(settings: Bench, log: Log) -> dict[str, Any]:
     cases, schedule = settings.cases(), settings.schedule()
     workload = settings.workload(settings.cohorts)
     max_length = settings.prompt_tokens + settings.response_limit()
@@ -31,7 +31,7 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
     if settings.events is not None:
         _make_folder("events", settings.events)
     engine, vocabulary = bare_engine(settings, max_length)
-    say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     bench.warm_up(engine, vocabulary, max_length)
     limit = None
     if settings.limit == "measured":
@@ -43,7 +43,7 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
     began = time.perf_counter()
 
     def on_update(case: bench.Case, done: int) -> None:
-        say(f"{case.name}: update {done} after {time.perf_counter() - began:.0f} s")
+        log(f"{case.name}: update {done} after {time.perf_counter() - began:.0f} s")
 
     with ExitStack() as files:
 
@@ -53,7 +53,7 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
             path = settings.events / f"{case.name}.jsonl"
             return [JsonLines(files.enter_context(path.open("w", encoding="utf-8")))]
 
-        for name, figures in bench.bench(
+        for name, run_metrics in bench.bench(
             engine,
             cases,
             workload,
@@ -65,16 +65,16 @@ def run_bench(settings: Bench, say: Say) -> dict[str, Any]:
             sinks=sinks,
             on_update=on_update,
         ):
-            found["modes"][name] = figures
+            found["modes"][name] = run_metrics
             _write(settings.out, {**found, "settings": as_json(settings)})
-            say(f"{name}: kept {figures['kept']:,.0f} tok/s, bubble {figures['bubble']:.1%}")
+            log(f"{name}: kept {run_metrics['kept']:,.0f} tok/s, bubble {run_metrics['bubble']:.1%}")
     return found
 
 
-def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
+def run_profile(settings: ProfileSettings, log: Log) -> profile.Profile:
     _make_folder("out", settings.out.parent)
     engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
-    say(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     bench.warm_up(engine, vocabulary, settings.max_context_tokens)
     kv_tokens = getattr(engine, "kv_tokens", None)
     room = kv_tokens or engine.slots * settings.max_context_tokens
@@ -84,12 +84,12 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
         vocabulary,
         steps=settings.steps,
         repeats=settings.repeats,
-        on_cell=lambda cell: say(
+        on_cell=lambda cell: log(
             f"{cell.running:4d} running, contexts of {cell.context:5d}: {1e3 * cell.step_seconds:8.3f} ms a step, "
             f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us a token"
         ),
     )
-    load_seconds = _measured_load(engine, settings, say)
+    weight_update_seconds = _measured_weight_update(engine, settings, log)
     found = profile.Profile(
         engine=settings.engine,
         model=settings.model,
@@ -98,26 +98,26 @@ def run_profile(settings: ProfileSettings, say: Say) -> profile.Profile:
         prefill_seconds_per_token=profile.prefill_of(cells),
         prefill_tokens_per_step=getattr(engine, "prefill_tokens_per_step", None),
         kv_tokens=kv_tokens,
-        load_seconds=load_seconds,
+        weight_update_seconds=weight_update_seconds,
         machine=machine(),
     )
     found.write(settings.out)
     fitted = found.step_time()
-    say(
+    log(
         f"fit: {1e3 * fitted.at(1):.3f} ms with 1 running, {1e3 * fitted.at(engine.slots):.3f} ms with all, "
         f"{1e9 * fitted.per_cached_token:.3g} ns a cached token, worst error {found.fit_error():.1%}"
     )
     return found
 
 
-def _measured_load(engine: Any, settings: ProfileSettings, say: Say) -> float | None:
+def _measured_weight_update(engine: Any, settings: ProfileSettings, log: Log) -> float | None:
     """Seconds to load new weights, the second time: the first one allocates. None where there is nothing to load."""
     for version in (1, 2):
         if (weights := _weights_for(settings)) is None:
             return None
-        engine.load(weights, version)
-    say(f"weights load in {engine.load_seconds:.2f} s")
-    return float(engine.load_seconds)
+        engine.update_weights(weights, version)
+    log(f"weights load in {engine.weight_update_seconds:.2f} s")
+    return float(engine.weight_update_seconds)
 
 
 def _weights_for(settings: ProfileSettings) -> Any:

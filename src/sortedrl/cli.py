@@ -101,7 +101,7 @@ def _simulate(words: Sequence[str]) -> int:
 
 def _run_simulate(settings: Any) -> int:
     from sortedrl.config import as_json
-    from sortedrl.studies import simulate, tables, verdict
+    from sortedrl.studies import answer, simulate, tables
 
     workload, schedule = settings.workload(settings.cohorts), settings.schedule()
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
@@ -120,8 +120,8 @@ def _run_simulate(settings: Any) -> int:
         f"{_workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s{source}\n", highlight=False
     )
     tables.show(console, [tables.answer_table(modes)])
-    console.print(f"\n{verdict.verdict(rows, modes)}", style="bold", highlight=False)
-    console.print(verdict.spread(rows, modes, len(settings.seeds), settings.cohorts), highlight=False)
+    console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
+    console.print(answer.spread(rows, modes, len(settings.seeds), settings.cohorts), highlight=False)
     if settings.details:
         tables.show(console, ["", tables.gain_table(modes), tables.cost_table(modes), tables.bubble_table(modes)])
     return 0
@@ -166,7 +166,7 @@ def _run_train(settings: Any) -> int:
         return _print_train_plan(settings)
     app = _needs_train_extra()
     console = _run_console(settings, ends_with_reader=False)
-    summary = app.train(settings, console.say, console)
+    summary = app.train(settings, console.log, console)
     with _reader_may_be_gone():
         _print_outcome(settings, summary)
     return 130 if summary["interrupted"] else 0
@@ -214,7 +214,7 @@ def _run_eval(settings: Any) -> int:
         return 0
     app = _needs_train_extra()
     with _Progress("evaluating", quiet=settings.json_output) as progress:
-        result = app.evaluate_model(settings, _say(settings), progress)
+        result = app.evaluate_model(settings, _log(settings), progress)
     if settings.json_output:
         print(json.dumps(result))
         return 0
@@ -240,7 +240,7 @@ def _run_compare(settings: Any) -> int:
         return _print_train_plan(settings)
     app = _needs_train_extra()
     console = _run_console(settings, ends_with_reader=False)
-    summaries = app.compare(settings, console.say, console)
+    summaries = app.compare(settings, console.log, console)
     if settings.json_output:
         print(json.dumps({"runs": summaries}))
     else:
@@ -263,7 +263,7 @@ def _run_bench(settings: Any) -> int:
         return _print_dry_run(settings, schedule, settings.cohorts * settings.prompts_per_cohort)
     from sortedrl.bench_run import run_bench
 
-    found = run_bench(settings, _say(settings))
+    found = run_bench(settings, _log(settings))
     if settings.json_output:
         print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))
         return 0
@@ -285,7 +285,7 @@ def _run_profile(settings: Any) -> int:
         return 0
     from sortedrl.bench_run import run_profile
 
-    profile = run_profile(settings, _say(settings))
+    profile = run_profile(settings, _log(settings))
     if settings.json_output:
         print(json.dumps(asdict(profile)))
     else:
@@ -325,7 +325,7 @@ def _run_watch(settings: Any) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print(watch.verdict(folder, watched))
+    print(watch.outcome_line(folder, watched))
     return int(watched.outcome == watch.STOPPED)
 
 
@@ -360,7 +360,7 @@ def _run_report(settings: Any) -> int:
         written = str(page) if settings.out is not None else None
         print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))
         return 0
-    print(report.as_json(runs)["verdict"])
+    print(report.as_json(runs)["conclusion"])
     for run in runs:
         for notice in run.notices:
             print(f"{run.name}: {notice}", file=sys.stderr)
@@ -461,7 +461,7 @@ def _print_train_plan(settings: Any) -> int:
         "rollouts_per_cohort": per_cohort,
         "updates_per_cohort": updates_left(per_cohort, settings.rollouts_per_update),
         "update_size_over_slots": settings.rollouts_per_update / settings.slots,
-        "whole_sibling_sets": settings.compares_siblings(),
+        "whole_groups": settings.wants_whole_groups(),
         "staleness_bound_versions": settings.max_staleness,
         "context_tokens": settings.max_prompt_tokens + settings.max_response_tokens,
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
@@ -480,7 +480,7 @@ def _needs_train_extra() -> Any:
     return app
 
 
-def _say(settings: Any) -> Callable[[str], None]:
+def _log(settings: Any) -> Callable[[str], None]:
     """Progress lines: to stdout, or to stderr where stdout is JSON."""
     stream = sys.stderr if settings.json_output else sys.stdout
     return lambda line: print(line, file=stream, flush=True)
@@ -536,8 +536,8 @@ def _workload_line(settings: Any) -> str:
         else f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
         f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
     )
-    seconds = settings.resolved_weights_seconds()
-    more = (f", {seconds:.3g} s to load weights" if seconds else "") + (", old keys kept" * settings.keep_old_keys)
+    seconds = settings.resolved_weight_update_seconds()
+    more = (f", {seconds:.3g} s to load weights" if seconds else "") + (", stale KV kept" * settings.reuse_kv_cache)
     return (
         f"lengths: {lengths}\nslots {settings.slots}, updates of {settings.rollouts_per_update}, cohorts of "
         f"{settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "

@@ -20,7 +20,7 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.registry import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
@@ -86,13 +86,13 @@ class WorkloadSettings(Settings):
     rollouts_per_update: Annotated[int, Field(ge=1)] = 128
     prompts_per_cohort: Annotated[int, Field(ge=1)] = 512
     rollouts_per_prompt: Annotated[int, Field(ge=1)] = 1
-    compare_siblings: Annotated[bool, Field(description="update on whole sibling sets, as GRPO and RLOO need")] = False
+    whole_groups: Annotated[bool, Field(description="update on whole groups, as GRPO and RLOO need")] = False
     oversubscribe: Annotated[
         float | None, Field(description="cap on what is started, as a multiple of the need; default: the mode's own")
     ] = None
     max_staleness: Annotated[int | None, Field(description="bound in versions, partial modes; kept by waiting")] = None
     overlap: Annotated[bool, Field(description="the engine goes on while the learner steps: partial modes")] = False
-    keep_seed: Annotated[bool, Field(description="a redo draws the length of the attempt that was cut")] = False
+    keep_seed: Annotated[bool, Field(description="a regenerate draws the length of the attempt that was cut")] = False
     step_time: Annotated[
         str,
         Field(
@@ -103,10 +103,10 @@ class WorkloadSettings(Settings):
     kv_tokens: Annotated[
         int | None, Field(ge=1, description="KV memory in tokens; beyond it requests are preempted")
     ] = None
-    keep_old_keys: Annotated[
+    reuse_kv_cache: Annotated[
         bool, Field(description="resumes reuse the keys of what was kept, made under older weights: no prefill")
     ] = False
-    weights_seconds: Annotated[
+    weight_update_seconds: Annotated[
         float | None, Field(ge=0, description="to load weights into the engine; default: what the profile found, or 0")
     ] = None
     learner_seconds_per_update: Annotated[float, Field(ge=0)] = 0.0
@@ -115,13 +115,13 @@ class WorkloadSettings(Settings):
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
 
     def schedule(self) -> Schedule:
-        """All that was set; `with_mode` gives it to another mode, less what that one cannot honour."""
+        """All that was set; `with_mode` gives it to another mode, less what that one cannot honor."""
         return Schedule(
             mode="partial+elevator",
             rollouts_per_update=self.rollouts_per_update,
             prompts_per_cohort=self.prompts_per_cohort,
             rollouts_per_prompt=self.rollouts_per_prompt,
-            compare_siblings=self.compare_siblings,
+            whole_groups=self.whole_groups,
             oversubscribe=self.oversubscribe,
             max_staleness=self.max_staleness,
             overlap=self.overlap,
@@ -139,8 +139,8 @@ class WorkloadSettings(Settings):
             prompts=cohorts * self.prompts_per_cohort,
             prompt_tokens=self.prompt_tokens,
             kv_tokens=self.resolved_kv_tokens(),
-            keep_old_keys=self.keep_old_keys,
-            weights_seconds=self.resolved_weights_seconds(),
+            reuse_kv_cache=self.reuse_kv_cache,
+            weight_update_seconds=self.resolved_weight_update_seconds(),
             learner_seconds_per_update=self.learner_seconds_per_update,
             learner_seconds_per_token=self.learner_seconds_per_token,
             score_seconds=self.score_seconds,
@@ -192,10 +192,14 @@ class WorkloadSettings(Settings):
         profile = self._profile()
         return profile.kv_tokens if self.kv_tokens is None and profile is not None else self.kv_tokens
 
-    def resolved_weights_seconds(self) -> float:
+    def resolved_weight_update_seconds(self) -> float:
         """What is set, or what the profile found."""
         profile = self._profile()
-        found = profile.load_seconds if self.weights_seconds is None and profile is not None else self.weights_seconds
+        found = (
+            profile.weight_update_seconds
+            if self.weight_update_seconds is None and profile is not None
+            else self.weight_update_seconds
+        )
         return found or 0.0
 
     def _profile(self) -> Profile | None:
@@ -277,7 +281,7 @@ SCORE_WAIT_SECONDS = Schedule().score_wait_seconds
 
 
 # Of our engines: any text would count as yes.
-_SWITCHES = {"keep_old_keys", "rests", "seeded", "weights_readable_by_all"}
+_SWITCHES = {"reuse_kv_cache", "rests", "seeded", "weights_readable_by_all"}
 
 
 class EngineChoice(Settings):
@@ -390,23 +394,23 @@ class Train(ModelSettings):
         bool, Field(description="the engine goes on while the learner steps: partial modes, servers of their own GPUs")
     ] = False
     algorithm: Literal["reinforce++", "grpo", "rloo", "ppo"] = "grpo"
-    baseline: Annotated[
-        Literal["siblings", "previous_cohorts", "cohort_so_far", "batch"] | None,
+    advantage_baseline: Annotated[
+        Literal["group", "previous_cohorts", "cohort_so_far", "batch"] | None,
         Field(description="what a reward is measured against; default: the algorithm's own"),
     ] = None
-    stale_tokens: Annotated[
-        Literal["plain", "truncated", "masked", "decoupled"] | None,
-        Field(description="correction of stale tokens; default: decoupled, truncated in on-policy modes"),
+    off_policy_correction: Annotated[
+        Literal["ppo_clip", "tis", "mask", "decoupled"] | None,
+        Field(description="correction of stale tokens; default: decoupled, tis in on-policy modes"),
     ] = None
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     warmup_updates: Annotated[int, Field(ge=0)] = 2
     clip_low: Annotated[
-        float, Field(gt=0, lt=1, description="plain, masked, and decoupled with several steps; see docs/learner.md")
+        float, Field(gt=0, lt=1, description="ppo_clip, mask, and decoupled with several steps; see docs/learner.md")
     ] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    steps_per_update: Annotated[int, Field(ge=1, description="optimiser steps per update")] = 1
+    steps_per_update: Annotated[int, Field(ge=1, description="optimizer steps per update")] = 1
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16_384
     gradient_checkpointing: bool = False
     lora_rank: Annotated[int, Field(ge=0, description="0: train all weights")] = 0
@@ -447,7 +451,7 @@ class Train(ModelSettings):
             rollouts_per_update=self.rollouts_per_update,
             prompts_per_cohort=self.prompts_per_cohort,
             rollouts_per_prompt=self.rollouts_per_prompt,
-            compare_siblings=self.compares_siblings(),
+            whole_groups=self.wants_whole_groups(),
             oversubscribe=self.oversubscribe,
             max_staleness=self.max_staleness,
             overlap=self.overlap,
@@ -456,21 +460,23 @@ class Train(ModelSettings):
             seed=self.seed,
         )
 
-    def compares_siblings(self) -> bool:
-        return self.baseline == "siblings" or (self.baseline is None and self.algorithm in ("grpo", "rloo"))
+    def wants_whole_groups(self) -> bool:
+        return self.advantage_baseline == "group" or (
+            self.advantage_baseline is None and self.algorithm in ("grpo", "rloo")
+        )
 
     def updates_per_cohort(self) -> int:
         return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
 
     def learner_settings(self) -> Any:
-        from sortedrl.learner.settings import LearnerSettings, stale_tokens_for
+        from sortedrl.learner.settings import LearnerSettings, off_policy_correction_for
 
         try:
             return LearnerSettings(
                 algorithm=self.algorithm,
-                baseline=self.baseline,
-                stale_tokens=self.stale_tokens or stale_tokens_for(self.mode),
-                normaliser_tokens=self.rollouts_per_update * self.max_response_tokens,
+                advantage_baseline=self.advantage_baseline,
+                off_policy_correction=self.off_policy_correction or off_policy_correction_for(self.mode),
+                normalizer_tokens=self.rollouts_per_update * self.max_response_tokens,
                 clip_low=self.clip_low,
                 clip_high=self.clip_high,
                 kl_coefficient=self.kl_coefficient,
@@ -493,7 +499,7 @@ class Train(ModelSettings):
         strategy_named(self.mode).check(schedule)
         if self.overlap:
             self._check_overlap()
-        if self.compares_siblings() and self.rollouts_per_prompt < 2:
+        if self.wants_whole_groups() and self.rollouts_per_prompt < 2:
             raise ConfigurationError(
                 "rollouts_per_prompt",
                 self.rollouts_per_prompt,
@@ -593,25 +599,30 @@ class Bench(WorkloadSettings, EngineChoice):
     def resolved_step_time(self) -> StepTime:
         return super().resolved_step_time() if self.step_time else PRESETS["memory-bound"]
 
-    def resolved_weights_seconds(self) -> float:
+    def resolved_weight_update_seconds(self) -> float:
         """No weights are loaded between the updates of a bench."""
         return 0.0
 
     def workload(self, cohorts: int) -> Workload:
         """What is predicted has the engine's own option."""
-        keeps = bool(self.resolved_engine_options().get("keep_old_keys"))
-        return replace(super().workload(cohorts), keep_old_keys=keeps)
+        keeps = bool(self.resolved_engine_options().get("reuse_kv_cache"))
+        return replace(super().workload(cohorts), reuse_kv_cache=keeps)
 
     def check(self) -> None:
         for case in self.cases():
             strategy_named(case.mode).check(case.schedule(self.schedule()))
         self.check_engine()
         self.check_context_fits()
-        if self.keep_old_keys:
+        if self.reuse_kv_cache:
             raise ConfigurationError(
-                "keep_old_keys", True, "it is an option of the engine here", "--engine-options keep_old_keys True"
+                "reuse_kv_cache", True, "it is an option of the engine here", "--engine-options reuse_kv_cache True"
             )
-        for name in ("weights_seconds", "learner_seconds_per_update", "learner_seconds_per_token", "score_seconds"):
+        for name in (
+            "weight_update_seconds",
+            "learner_seconds_per_update",
+            "learner_seconds_per_token",
+            "score_seconds",
+        ):
             if getattr(self, name):
                 reason = "a bench has no learner, no rewards and no new weights"
                 raise ConfigurationError(name, getattr(self, name), reason, "Leave it out, or use simulate.")

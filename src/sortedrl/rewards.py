@@ -9,10 +9,10 @@ from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scorer
-from sortedrl.materials import Materials
-from sortedrl.tasks.catalogue import is_built_in
-from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, judge, reward_workers
-from sortedrl.tasks.task import Verdict
+from sortedrl.resources import Resources
+from sortedrl.tasks.registry import is_built_in
+from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
+from sortedrl.tasks.task import Reward
 from sortedrl.tasks.workers import WorkerError, WorkerPool
 
 Scoring = Literal["at-once", "background"]
@@ -24,19 +24,19 @@ class Rewards:
     """Rewards of built-in tasks run in this process; those of an import path in `reward_workers` processes, so that
     nothing that they do can end or block the run."""
 
-    def __init__(self, settings: ModelSettings, materials: Materials, scoring: Scoring | None = None) -> None:
+    def __init__(self, settings: ModelSettings, resources: Resources, scoring: Scoring | None = None) -> None:
         built_in = is_built_in(settings.task)
         self._settings = settings
         self._scoring = scoring or ("at-once" if built_in else "background")
-        self._pool = None if built_in or not settings.reward_workers else self._started_pool(materials)
-        self._score = judge(materials.task, materials.tokenizer, pool=self._pool)
+        self._pool = None if built_in or not settings.reward_workers else self._started_pool(resources)
+        self._score = reward_function(resources.task, resources.tokenizer, pool=self._pool)
         self._scorers: list[BackgroundScorer] = []
 
-    def _started_pool(self, materials: Materials) -> WorkerPool:
+    def _started_pool(self, resources: Resources) -> WorkerPool:
         settings = self._settings
         try:
             pool = reward_workers(
-                materials.task, workers=settings.reward_workers, limit_seconds=settings.score_limit_seconds
+                resources.task, workers=settings.reward_workers, limit_seconds=settings.score_limit_seconds
             )
         except ValueError as error:
             raise ConfigurationError(
@@ -87,13 +87,13 @@ class EvaluationScores:
     def __init__(self, scorer: Scorer, watch: RejectionWatch) -> None:
         self._scorer = scorer
         self._watch = watch
-        self._found: dict[int, Verdict] = {}
+        self._found: dict[int, Reward] = {}
 
     def submit(self, rollout: Rollout) -> None:
         self._scorer.submit(rollout)
         self._collect()
 
-    def all(self) -> dict[int, Verdict]:
+    def all(self) -> dict[int, Reward]:
         """Waits until all are scored; by rollout id, those without a score left out."""
         while self._scorer.pending:
             self._scorer.wait(SECONDS_BETWEEN_LOOKS)
@@ -106,7 +106,7 @@ class EvaluationScores:
                 self._watch.count_rejected(scored.error or "no reward", "a response of the evaluation")
                 continue
             self._watch.count_scored()
-            self._found[scored.rollout_id] = Verdict(scored.reward, **scored.detail)
+            self._found[scored.rollout_id] = Reward(scored.reward, **scored.detail)
 
 
 def unscored_notice(watch: RejectionWatch) -> str | None:

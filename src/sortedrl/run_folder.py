@@ -31,7 +31,7 @@ from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.run_lock import FolderLock, refuse_if_in_use
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class RunFolderError(RuntimeError):
@@ -59,7 +59,7 @@ class RunFolder:
             raise _exists_already(path)
         return cls(path)
 
-    def create(self, settings: Train, say: Say) -> None:
+    def create(self, settings: Train, log: Log) -> None:
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:  # made by another process since `unused`
@@ -68,24 +68,24 @@ class RunFolder:
         except OSError as error:
             reason = f"the run folder cannot be made ({error.strerror})"
             raise ConfigurationError("out", str(self.path), reason, "Name a folder that you may write to.") from None
-        self._take_lock(say)
+        self._take_lock(log)
         self.write("config.json", as_json(settings))
 
-    def open_to_resume(self, settings: Train, say: Say) -> None:
+    def open_to_resume(self, settings: Train, log: Log) -> None:
         """Take the lock, remove what a killed run left half-written, and write down the settings, which may extend
         those of the run."""
-        self._take_lock(say)
+        self._take_lock(log)
         for leftover in self.path.glob(".*.json*"):
             leftover.unlink()
-        refuse_changes(settings, self, say)
+        refuse_changes(settings, self, log)
 
-    def _take_lock(self, say: Say) -> None:
+    def _take_lock(self, log: Log) -> None:
         try:
             self._lock = FolderLock(self.path)
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written to: {error.strerror}") from error
         if self._lock.warning:
-            say(self._lock.warning)
+            log(self._lock.warning)
 
     def require_in_place(self) -> None:
         """What is written to a folder that was removed is lost: better to stop."""
@@ -134,26 +134,26 @@ class RunFolder:
             if self._lock is not None:
                 self._lock.release()
 
-    def recover_events(self, mark: CheckpointMark, first: RunBegan, say: Say) -> RecoveredLog:
+    def recover_events(self, mark: CheckpointMark, first: RunBegan, log: Log) -> RecoveredLog:
         """The event log up to a checkpoint (core/log_recovery.py).
 
         A damaged log is copied, and a log of what is intact takes its place.
         """
         path = self.path / "events.jsonl"
-        log = recover(path, mark, first)
-        if log.is_damaged:
+        recovered = recover(path, mark, first)
+        if recovered.is_damaged:
             copy = self._copy_of_damaged(path)
-            self._replace(path.name, written(log.events))
+            self._replace(path.name, written(recovered.events))
             what = f"the damaged log is now {copy.name}" if copy else "the log was missing"
-            lost = f"{log.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
-            say(f"{path}: {lost}; {what}")
-        return log
+            lost = f"{recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
+            log(f"{path}: {lost}; {what}")
+        return recovered
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines that can be read."""
         return [line for line in map(_line_or_none, _text_lines(self.path / name)) if line is not None]
 
-    def drop_lines_after(self, name: str, update: int, say: Say) -> None:
+    def drop_lines_after(self, name: str, update: int, log: Log) -> None:
         """Forget what a roll-back made void in a file whose lines carry their update, and what cannot be read."""
         path = self.path / name
         _cut_torn_line(path)
@@ -164,7 +164,7 @@ class RunFolder:
         unreadable = sum(line is None for _, line in found)
         if unreadable:
             copy = self._copy_of_damaged(path)
-            say(f"{path}: {unreadable:,} lines cannot be read and are left out; the damaged file is now {copy}")
+            log(f"{path}: {unreadable:,} lines cannot be read and are left out; the damaged file is now {copy}")
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
 
     def _copy_of_damaged(self, path: Path) -> Path | None:
@@ -238,7 +238,7 @@ class _LogBytes(io.FileIO):
 
 
 @contextmanager
-def locked(folder: Path, say: Say) -> Iterator[None]:
+def locked(folder: Path, log: Log) -> Iterator[None]:
     """Make a folder that holds several runs, and keep other processes out of it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,7 +247,7 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
         reason = f"the folder cannot be written to ({error.strerror})"
         raise ConfigurationError("out", str(folder), reason, "Name a folder that you may write to.") from None
     if lock.warning:
-        say(lock.warning)
+        log(lock.warning)
     try:
         yield
     finally:
@@ -262,11 +262,11 @@ def cannot_write(path: Path, error: Exception) -> RunFolderError:
     )
 
 
-def refuse_changes(settings: Train, folder: RunFolder, say: Say) -> None:
+def refuse_changes(settings: Train, folder: RunFolder, log: Log) -> None:
     """A run goes on with the settings that it began with, apart from those that only extend it."""
     saved, notice = saved_settings(folder.path)
     if notice:
-        say(notice)
+        log(notice)
     defaults = as_json(type(settings)())  # of a run that an older version began, without this setting
     changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
     refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}

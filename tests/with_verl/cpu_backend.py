@@ -225,7 +225,7 @@ class EmbeddedServer:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         self._rejects = reject_request
         self._is_open.clear()
-        self._apply(self.engine.stop(list(self._answers)))
+        self._apply(self.engine.abort(list(self._answers)))
         for answer in self._answers.values():
             answer.set_result("aborted")
         self._answers.clear()
@@ -236,7 +236,7 @@ class EmbeddedServer:
 
     async def update_weights(self, weights: dict[str, Any], version: int) -> None:
         state = {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
-        self.engine.load(state or None, version)
+        self.engine.update_weights(state or None, version)
         self.global_steps = version
 
     async def counts(self) -> dict[str, int]:

@@ -107,10 +107,10 @@ class DrivenEngine(VerlEngine):
 
     stack: Stack
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         ray.get(self.stack.server.update_weights.remote({}, version))
         self.version = version
-        super().load(weights, version)
+        super().update_weights(weights, version)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_resumed_rollout_goes_on_from_its_tokens(stack: Stack) -> None:
     ledger.submit(first)
     changes = engine.poll()
     ledger.apply(changes)
-    ledger.stop(ledger.open_ids)
+    ledger.abort(ledger.open_ids)
     stopped = [request for request in first if request.id not in ledger.finished]
     parts = {request.id: list(ledger.segments[request.id]) for request in stopped}
     ledger.submit([resumed(request, parts[request.id]) for request in stopped])
@@ -181,7 +181,7 @@ def test_a_stop_right_after_a_submit_leaves_nothing_behind(stack: Stack) -> None
     for _ in range(5):
         engine = stack.engine(SLOTS)
         engine.submit(requests([100] * 8))
-        engine.stop(list(range(8)))
+        engine.abort(list(range(8)))
         engine.wake()
         served = ray.get(stack.server.counts.remote())["served"]
         assert engine.poll(engine.now() + 0.3) == []
@@ -193,7 +193,7 @@ def test_late_arrivals_at_a_server_that_parks_them_are_stopped(stack: Stack, mon
     monkeypatch.setattr(stack.control, "abort_replicas", lambda reject_request: _abort_and_park(stack))
     engine = stack.engine(SLOTS)
     engine.submit(requests([100] * 4))
-    engine.stop(list(range(4)))
+    engine.abort(list(range(4)))
     engine.wake()
     assert engine.poll(engine.now() + 0.3) == []
 
@@ -253,7 +253,7 @@ def test_on_policy_runs_agent_loops_of_several_turns_and_starts_stopped_ones_ane
     first = requests([40, 40, 40], first=TWO_TURNS)
     ledger.submit(first)
     ledger.apply(engine.poll())
-    ledger.stop(ledger.open_ids)
+    ledger.abort(ledger.open_ids)
     ledger.submit([request for request in first if request.id not in ledger.finished])
     ledger.run()
     assert sorted(ledger.finished) == [request.id for request in first]

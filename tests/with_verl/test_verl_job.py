@@ -55,12 +55,12 @@ def check_log(folder: Path, updates: int) -> list[events.Event]:
     for event in found:
         assert list(event.lengths) == sorted(event.lengths)
         sets = Counter(rollout // SIBLINGS for rollout in event.rollouts)
-        assert set(sets.values()) == {SIBLINGS}, "GRPO is given whole sibling sets"
+        assert set(sets.values()) == {SIBLINGS}, "GRPO is given whole groups"
     metrics = Metrics()
     metrics.fold(log)
-    figures = metrics.figures()
-    assert 0 <= figures.bubble <= figures.idle <= 1
-    assert figures.updates == updates
+    run_metrics = metrics.run_metrics()
+    assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1
+    assert run_metrics.updates == updates
     return log
 
 
@@ -78,9 +78,9 @@ def test_on_policy_trains_on_tokens_of_the_learners_version_only(data: Path, tmp
     result = run("on-policy", data, tmp_path / "run")
     log = check_log(tmp_path / "run", updates=4)
     assert staleness(log) == {0}
-    assert any(isinstance(event, events.Stopped) and event.dropped for event in log)
-    redone = [event for event in log if isinstance(event, events.Submitted) and event.attempt]
-    assert redone and all(event.kept == 0 for event in redone)
+    assert any(isinstance(event, events.Aborted) and event.dropped for event in log)
+    regenerated = [event for event in log if isinstance(event, events.Submitted) and event.attempt]
+    assert regenerated and all(event.prefix == 0 for event in regenerated)
     assert len(result["rollouts"]) == 4 and len(result["reward"]) == 4
     assert max(result["probability_difference_max"]) < 1e-5, "the servers sample from the learner's weights"
     assert sum(result["rollouts"]) == sum(len(e.rollouts) for e in log if isinstance(e, events.Updated))
@@ -91,7 +91,7 @@ def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path
     run("partial", data, folder, "--save-every", "2", "--override", "trainer.test_freq=2", TWO_MINI_BATCHES, steps=4)
     before = check_log(folder, updates=4)
     assert max(staleness(before)) <= 4
-    assert any(isinstance(event, events.Submitted) and event.kept for event in before), "stopped rollouts are resumed"
+    assert any(isinstance(event, events.Submitted) and event.prefix for event in before), "stopped rollouts are resumed"
     (folder / "latest_checkpointed_iteration.txt").write_text("2")  # as if the job was killed in its third step
     trained = {
         rollout

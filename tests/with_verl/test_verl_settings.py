@@ -1,4 +1,4 @@
-"""From verl's configuration to a schedule; what cannot be honoured is refused by name."""
+"""From verl's configuration to a schedule; what cannot be honored is refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_what_verl_knows_is_read() -> None:
     settings = settings_of(compose("on-policy", prompts=6, siblings=4))
     schedule = settings.schedule
     assert (schedule.mode, schedule.rollouts_per_update, schedule.rollouts_per_prompt) == ("on-policy", 24, 4)
-    assert schedule.compare_siblings
+    assert schedule.whole_groups
     assert schedule.prompts_per_cohort == 24
     assert (schedule.max_prompt_tokens, schedule.max_response_tokens) == (64, 128)
     assert settings.slots is None
@@ -39,7 +39,7 @@ def test_the_keys_of_the_mode() -> None:
 
 def test_reinforce_plus_plus_compares_no_siblings() -> None:
     config = compose("partial", "algorithm.adv_estimator=reinforce_plus_plus")
-    assert not settings_of(config).schedule.compare_siblings
+    assert not settings_of(config).schedule.whole_groups
 
 
 @pytest.mark.parametrize(

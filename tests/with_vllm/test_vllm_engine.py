@@ -48,14 +48,14 @@ class TestVllm(EngineContract):
         self._shared = shared_engines
         yield
         for engine in shared_engines.values():
-            engine.stop(list(engine._name_of))
+            engine.abort(list(engine._name_of))
             assert engine.poll() == []
 
     def make_engine(self, slots: int) -> Engine:
         if slots not in self._shared:
             self._shared[slots] = engine_of(BUILT_IN_MODEL, slots)
         engine = self._shared[slots]
-        engine.stop(list(engine._name_of))
+        engine.abort(list(engine._name_of))
         return engine
 
     def test_stops_do_not_change_the_tokens(self) -> None:
@@ -67,7 +67,7 @@ class TestVllm(EngineContract):
         ledger.run_until_first_end()
         first = {id: list(ledger.segments[id]) for id in requests}
         left = ledger.open_ids
-        ledger.stop(left)
+        ledger.abort(left)
         first |= {id: list(ledger.segments[id]) for id in left}
         ledger.submit([resumed(requests[id], first[id]) for id in left])
         ledger.run()
@@ -77,7 +77,9 @@ class TestVllm(EngineContract):
 
 
 def _greedy(request: Request) -> Request:
-    return Request(request.id, request.prompt, request.kept, request.budget, request.seed, Sampling(temperature=0.0))
+    return Request(
+        request.id, request.prompt, request.prefix, request.max_new_tokens, request.seed, Sampling(temperature=0.0)
+    )
 
 
 class TestWeights:
@@ -94,34 +96,34 @@ class TestWeights:
         assert CheckedWeights(engine, logprobs_of(model), PROBES).difference() < TOLERANCE
 
     def test_a_load_changes_every_weight_and_forgets_old_keys(self, pair: Any) -> None:
-        """Both traps at once: a tied output layer that stays behind, and a prefix cache of old keys."""
+        """Both traps at once: a tied output layer that stays behind, and a prefix cache of stale KV."""
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
         checked.difference()  # fills the prefix cache with keys of the old weights
         for version in (1, 2):
             shake(model, seed=version)
-            checked.load(dict(model.named_parameters()), version)
+            checked.update_weights(dict(model.named_parameters()), version)
             assert checked.last_difference < TOLERANCE
 
     def test_a_forgotten_load_is_noticed(self, pair: Any) -> None:
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
         shake(model, seed=7)
-        with pytest.raises(WeightsDiffer, match="nats a token"):
-            checked.load(None, 3)
-        checked.load(dict(model.named_parameters()), 4)
+        with pytest.raises(WeightsDiffer, match="nats per token"):
+            checked.update_weights(None, 3)
+        checked.update_weights(dict(model.named_parameters()), 4)
 
     def test_without_the_emptied_cache_vllm_serves_old_keys(self, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The trap itself, so that a vLLM which has mended it shows here."""
+        """The trap itself, so that a vLLM which has fixed it shows here."""
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
         checked.difference()
         shake(model, seed=8)
         monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: True)
         with pytest.raises(WeightsDiffer):
-            checked.load(dict(model.named_parameters()), 5)
+            checked.update_weights(dict(model.named_parameters()), 5)
         monkeypatch.undo()
-        checked.load(dict(model.named_parameters()), 6)
+        checked.update_weights(dict(model.named_parameters()), 6)
 
     def test_a_load_that_fails_halfway_ends_the_engine(self, tmp_path: Path) -> None:
         model = tiny_model(tmp_path, tied=False)
@@ -133,7 +135,7 @@ class TestWeights:
             raise OSError("the connection broke")
 
         with pytest.raises(EngineDied, match=r"loaded in part: .*connection broke"):
-            engine.load(torn(), 1)
+            engine.update_weights(torn(), 1)
         engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
         with pytest.raises(EngineDied, match="loaded in part"):
             engine.poll()
@@ -149,8 +151,8 @@ def test_without_the_named_output_layer_a_tied_model_goes_wrong_or_is_mended(tmp
     engine._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     engine._core.reset_prefix_cache()
     difference = CheckedWeights(engine, logprobs_of(model), PROBES).difference()
-    print(f"tied output layer not named: {difference:.3f} nats a token off")
-    engine.load(weights, 1)
+    print(f"tied output layer not named: {difference:.3f} nats per token off")
+    engine.update_weights(weights, 1)
     assert CheckedWeights(engine, logprobs_of(model), PROBES).difference() < TOLERANCE
     engine.close()
 
@@ -164,12 +166,12 @@ def test_built_in_model_loads_and_agrees_with_transformers() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("keep_old_keys", [False, True])
-def test_kept_keys_serve_the_responses_that_were_made_with_them_only(tmp_path: Path, *, keep_old_keys: bool) -> None:
+@pytest.mark.parametrize("reuse_kv_cache", [False, True])
+def test_kept_keys_serve_the_responses_that_were_made_with_them_only(tmp_path: Path, *, reuse_kv_cache: bool) -> None:
     model = tiny_model(tmp_path, tied=False)
-    engine = engine_of(tmp_path, 4, keep_old_keys=keep_old_keys)
+    engine = engine_of(tmp_path, 4, reuse_kv_cache=reuse_kv_cache)
     apart = parted_after_a_load(engine, model)
-    assert apart > 0.1 if keep_old_keys else apart < TOLERANCE
+    assert apart > 0.1 if reuse_kv_cache else apart < TOLERANCE
     engine.close()
 
 
@@ -194,7 +196,7 @@ def test_preemptions_are_reported_and_nothing_is_lost(tmp_path: Path) -> None:
     seen: list[Any] = []
     apply = ledger.apply
     ledger.apply = lambda changes: (seen.extend(changes), apply(changes))[1]  # type: ignore[method-assign]
-    ledger.submit([Request(i, Prompt(str(i), [3 + i] * 100), (), 100, i, Sampling(ignore_end=True)) for i in range(8)])
+    ledger.submit([Request(i, Prompt(str(i), [3 + i] * 100), (), 100, i, Sampling(ignore_eos=True)) for i in range(8)])
     ledger.run()
     assert all(len(ledger.tokens(i)) == 100 for i in range(8))
     assert any(isinstance(change, Preempted) for change in seen)
@@ -217,15 +219,15 @@ def test_what_vllm_cannot_take_fails_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.skipif(not ON_GPU, reason="sleeping needs a GPU's memory to give away")
 def test_rest_gives_memory_away_and_comes_back(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, tied=True)
-    engine = engine_of(tmp_path, 4, rests=True)
+    engine = engine_of(tmp_path, 4, enable_sleep_mode=True)
     checked = CheckedWeights(engine, logprobs_of(model), PROBES)
     assert checked.difference() < TOLERANCE
     free_before = torch.cuda.mem_get_info()[0]
-    engine.rest()
+    engine.sleep()
     assert torch.cuda.mem_get_info()[0] > free_before + (1 << 30)
     shake(model, seed=3)
-    checked.load(dict(model.named_parameters()), 1)
+    checked.update_weights(dict(model.named_parameters()), 1)
     assert checked.last_difference < TOLERANCE
-    engine.rest()
+    engine.sleep()
     assert checked.difference() < TOLERANCE, "it wakes for what is submitted"
     engine.close()

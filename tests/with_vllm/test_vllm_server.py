@@ -102,7 +102,7 @@ class TestServer(ServerTests):
         def hits_of_a_repeated_prompt(version: int | None) -> float:
             before = prefix_cache_hits(server)
             if version is not None:
-                ledger.engine.load(None, version)
+                ledger.engine.update_weights(None, version)
             ledger.submit([Request(next(ids), Prompt("same", [7] * 150), (), 2, 0)])
             ledger.run()
             return prefix_cache_hits(server) - before
@@ -167,11 +167,11 @@ def test_training_with_a_server(
         monkeypatch.setenv(VARIABLE, "sk-a-b")
         assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "load_difference" in line]
+    updates = [line for line in lines if "weight_difference" in line]
     assert len(updates) == 4
-    assert all(update["load_difference"] < 1e-2 and abs(update.get("mismatch_kl", 0.0)) < 1e-3 for update in updates)
-    figures = json.loads((tmp_path / "run" / "summary.json").read_text())["figures"]
-    assert ("learner" in figures["idle_parts"]) != bool(flags)
+    assert all(update["weight_difference"] < 1e-2 and abs(update.get("mismatch_kl", 0.0)) < 1e-3 for update in updates)
+    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert ("learner" in run_metrics["idle_parts"]) != bool(flags)
 
 
 def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:
     with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--max-model-len", "400") as server:
         at = ["--engine", "vllm-server", "--engine-urls", server.url, "--out", str(out)]
         assert main(["profile", *at, *sizes]) == 0
-        assert json.loads(out.read_text())["load_seconds"] is None  # which weights it serves was not said
+        assert json.loads(out.read_text())["weight_update_seconds"] is None  # which weights it serves was not said
         assert main(["profile", *at, *sizes, "--model", str(BUILT_IN_MODEL)]) == 0
-        assert json.loads(out.read_text())["load_seconds"] > 0.01
+        assert json.loads(out.read_text())["weight_update_seconds"] > 0.01
 
 
 class TestEnds(ServerEnds):

@@ -1,6 +1,5 @@
 """The scheduler: the algorithm of the paper and what we add to it. Standard library only."""
 
-from sortedrl.core.catalogue import STRATEGIES, strategy_named
 from sortedrl.core.controller import Batch, Controller, StaleTokens
 from sortedrl.core.engine import (
     Change,
@@ -17,11 +16,12 @@ from sortedrl.core.engine import (
 from sortedrl.core.events import Event, EventLog, JsonLines, read_events
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.registry import STRATEGIES, strategy_named
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
-from sortedrl.core.strategy import Situation, Strategy
+from sortedrl.core.strategy import SchedulerState, Strategy
 
 __all__ = [
     "STRATEGIES",
@@ -45,12 +45,12 @@ __all__ = [
     "Rollout",
     "Sampling",
     "Schedule",
+    "SchedulerState",
     "ScoreAtOnce",
     "Scored",
     "Scorer",
     "Segment",
     "SensedLengths",
-    "Situation",
     "StaleTokens",
     "Started",
     "State",

@@ -9,7 +9,7 @@ from typing import ClassVar
 from sortedrl.core.buffer import Key
 from sortedrl.core.paper import OnPolicy, Partial
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategy import Situation, cohort_prompts, prompts_closing_epoch, updates_left
+from sortedrl.core.strategy import SchedulerState, cohort_prompts, prompts_closing_epoch, updates_left
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class PlannedOnPolicy(OnPolicy):
     """Shortest expected first, and no more started than the update needs.
 
     At the default of exactly 1.0 the members of a batch are fixed before sampling: nothing is stopped, nothing is
-    wasted, and short responses are not favoured.
+    wasted, and short responses are not favored.
     """
 
     reorders: ClassVar[bool] = True
     oversubscribe: ClassVar[float | None] = 1.0
 
-    def key(self, rollout: Rollout, s: Situation) -> Key:
-        return (s.expected(rollout), s.buffer.set_of(rollout).id, rollout.id)
+    def key(self, rollout: Rollout, s: SchedulerState) -> Key:
+        return (s.expected(rollout), s.buffer.group_of(rollout).id, rollout.id)
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class PlannedPartial(Partial):
 
     reorders: ClassVar[bool] = True
 
-    def place(self, rollout: Rollout, s: Situation) -> Key:
-        return (s.expected(rollout), s.buffer.set_of(rollout).id)
+    def place(self, rollout: Rollout, s: SchedulerState) -> Key:
+        return (s.expected(rollout), s.buffer.group_of(rollout).id)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LookaheadPartial(Partial):
     the current cohort's updates end in time.
     """
 
-    def to_load(self, s: Situation) -> int:
+    def to_load(self, s: SchedulerState) -> int:
         may_look_ahead = (
             s.free_slots > 0 and s.buffer.waiting == 0 and s.buffer.last_gate == s.buffer.gate and self._in_time(s)
         )
@@ -53,13 +53,13 @@ class LookaheadPartial(Partial):
             return 0
         return prompts_closing_epoch(s, cohort_prompts(s))
 
-    def may_start(self, rollout: Rollout, s: Situation) -> bool:
-        ahead = s.buffer.set_of(rollout).gate != s.buffer.gate
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
+        ahead = s.buffer.group_of(rollout).gate != s.buffer.gate
         if ahead and not rollout.segments and not self._in_time(s):
             return False
         return super().may_start(rollout, s)
 
-    def _in_time(self, s: Situation) -> bool:
+    def _in_time(self, s: SchedulerState) -> bool:
         bound = s.schedule.max_staleness
         return bound is None or updates_left(s.left, s.schedule.rollouts_needed) + s.learning <= bound
 
@@ -69,17 +69,17 @@ class ElevatorPartial(Partial):
     """No cohort is drained. Freed slots are refilled from a window of waiting prompts, in a sweep
     short -> long -> short by expected length; what has waited too many updates comes first.
 
-    Admission is gated, not training: a batch is the first `rollouts_per_update` to finish, and since neighbours in
+    Admission is gated, not training: a batch is the first `rollouts_per_update` to finish, and since neighbors in
     the sweep finish together, batches stay sorted and young.
     """
 
     gated: ClassVar[bool] = False
     reorders: ClassVar[bool] = True
 
-    def to_load(self, s: Situation) -> int:
+    def to_load(self, s: SchedulerState) -> int:
         return max(0, cohort_prompts(s) - s.buffer.never_started // s.schedule.rollouts_per_prompt)
 
-    def place(self, rollout: Rollout, s: Situation) -> Key:
+    def place(self, rollout: Rollout, s: SchedulerState) -> Key:
         if s.updates - rollout.loaded_at_update >= _longest_wait_updates(s):
             return (0,)
         expected = s.expected(rollout)
@@ -87,13 +87,13 @@ class ElevatorPartial(Partial):
         rising = sweep % 2 == 0
         if expected < position if rising else expected > position:
             sweep, rising = sweep + 1, not rising
-        return (1, sweep, expected if rising else -expected, s.buffer.set_of(rollout).id)
+        return (1, sweep, expected if rising else -expected, s.buffer.group_of(rollout).id)
 
     def sweep_after(self, key: Key) -> tuple[int, float] | None:
         return (int(key[3]), abs(key[4])) if key[1:3] == (2, 1) else None
 
 
-def _longest_wait_updates(s: Situation) -> int:
+def _longest_wait_updates(s: SchedulerState) -> int:
     """The elevator's bound on waiting: two full sweeps of the window (up, down, up, down) unless set."""
     if s.schedule.max_wait_updates is not None:
         return s.schedule.max_wait_updates

@@ -4,13 +4,13 @@ Owns all state moves:
 
     load -> WAITING -> start -> RUNNING -> finish -> FINISHED -> score -> READY -> train -> TRAINED
                ^                   |                     |           |
-               +---- stop / fail --+------- redo --------+-----------+          any but TRAINED -> reject
+               +---- stop / fail --+------- regenerate --------+-----------+          any but TRAINED -> reject
 
 What holds after every move: loaded = waiting + running + finished + ready + trained + rejected, and each rollout
 is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so its size is that of the
 live rollouts.
 
-The unit of a harvest is the sibling set: all members where siblings are compared, else each rollout is a set of one.
+The unit of a harvest is the group: all members where siblings are compared, else each rollout is a set of one.
 A set is ready with its last member. Sets stand behind a gate, the number of their cohort (0 for all without a cohort
 gate): a harvest takes from the lowest gate that has untrained rollouts.
 """
@@ -27,8 +27,8 @@ from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 Key = tuple[float, ...]
 
 
-class SiblingSet:
-    """Rollouts that are trained on together. `missing` members are not ready yet, `waiting` ones of them not begun."""
+class Group:
+    """Rollouts that are trained on together. `missing` of them are not ready, `waiting` of these not started."""
 
     __slots__ = ("gate", "id", "members", "missing", "waiting")
 
@@ -60,11 +60,11 @@ class Buffer:
         self.gate: int | None = None  # the lowest with untrained rollouts
         self._queue: list[tuple[Key, int, Rollout]] = []
         self._finished: dict[int, Rollout] = {}
-        self._sets: dict[int, SiblingSet] = {}  # by member id
-        self._ready: dict[int, dict[int, SiblingSet]] = {}  # by gate, first completed first
+        self._groups: dict[int, Group] = {}  # by member id
+        self._ready: dict[int, dict[int, Group]] = {}  # by gate, first completed first
         self._ready_members: dict[int, int] = {}
         self._untrained: dict[int, int] = {}  # by gate
-        self._begun: dict[int, int] = {}  # by gate, rollouts in sets of which no member waits
+        self._begun: dict[int, int] = {}  # by gate, rollouts in groups of which no member waits
 
     # What a strategy may ask
 
@@ -94,23 +94,23 @@ class Buffer:
         return self._untrained.get(gate, 0)
 
     def begun_at(self, gate: int) -> int:
-        """Rollouts behind this gate in sets of which no member waits."""
+        """Rollouts behind this gate in groups of which no member waits."""
         return self._begun.get(gate, 0)
 
     def ready_at(self, gate: int) -> int:
-        """Rollouts in complete sets behind this gate."""
+        """Rollouts in complete groups behind this gate."""
         return self._ready_members.get(gate, 0)
 
-    def ready_sets(self, gate: int) -> Iterable[SiblingSet]:
+    def ready_groups(self, gate: int) -> Iterable[Group]:
         """Complete sets behind this gate, first completed first."""
         return self._ready.get(gate, {}).values()
 
-    def set_of(self, rollout: Rollout) -> SiblingSet:
-        return self._sets[rollout.id]
+    def group_of(self, rollout: Rollout) -> Group:
+        return self._groups[rollout.id]
 
-    def sets(self) -> Iterator[SiblingSet]:
+    def groups(self) -> Iterator[Group]:
         """All live sets, oldest first."""
-        return (group for member, group in self._sets.items() if group.members[0].id == member)
+        return (group for member, group in self._groups.items() if group.members[0].id == member)
 
     def unscored(self) -> list[Rollout]:
         return list(self._finished.values())
@@ -132,7 +132,7 @@ class Buffer:
     def _count_waiting(self, rollout: Rollout, change: int) -> None:
         if _is_new(rollout):
             self.never_started += change
-        group = self._sets[rollout.id]
+        group = self._groups[rollout.id]
         was_begun = not group.waiting
         group.waiting += change
         if was_begun:
@@ -144,10 +144,10 @@ class Buffer:
 
     def load(self, siblings: list[Rollout], gate: int, *, compare: bool, key: Callable[[Rollout], Key]) -> None:
         for members in [siblings] if compare else [[rollout] for rollout in siblings]:
-            group = SiblingSet(members[0].id, gate, members)
+            group = Group(members[0].id, gate, members)
             for rollout in members:
                 self.live[rollout.id] = rollout
-                self._sets[rollout.id] = group
+                self._groups[rollout.id] = group
         self.loaded += len(siblings)
         self._begun[gate] = self._begun.get(gate, 0) + len(siblings)
         self._untrained[gate] = self._untrained.get(gate, 0) + len(siblings)
@@ -169,29 +169,29 @@ class Buffer:
         rollout.state = State.FINISHED
         self._finished[rollout.id] = rollout
 
-    def stop(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
+    def put_back(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
         """Back to waiting, with or without its tokens; returns how many were dropped."""
         self._leave_engine(rollout)
         return self._wait_again(rollout, keep=keep, key=key)
 
-    def redo(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
+    def regenerate(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
         """A finished or ready rollout is thrown away and waits again; returns how many tokens were dropped."""
         self._unfinish(rollout)
         return self._wait_again(rollout, keep=False, key=key)
 
     def awaiting_score(self, rollout_id: int, attempt: int) -> Rollout | None:
-        """None when the rollout no longer waits for the score of this attempt: it is redone, or gone."""
+        """None when the rollout no longer waits for the score of this attempt: it is regenerated, or gone."""
         rollout = self._finished.get(rollout_id)
         return rollout if rollout is not None and rollout.attempt == attempt else None
 
     def score(self, rollout: Rollout, reward: float, detail: Any) -> None:
         del self._finished[rollout.id]
         rollout.state, rollout.reward, rollout.detail = State.READY, reward, detail
-        group = self._sets[rollout.id]
+        group = self._groups[rollout.id]
         group.missing -= 1
         self._note_if_complete(group)
 
-    def train(self, group: SiblingSet) -> None:
+    def train(self, group: Group) -> None:
         del self._ready[group.gate][group.id]
         self._ready_members[group.gate] -= len(group.members)
         self._begun[group.gate] -= len(group.members)
@@ -202,7 +202,7 @@ class Buffer:
 
     def reject(self, rollout: Rollout) -> int:
         """For good; its set goes on without it. Returns how many tokens were dropped."""
-        group = self._sets[rollout.id]
+        group = self._groups[rollout.id]
         if rollout.state is State.RUNNING:
             self._leave_engine(rollout)
         elif rollout.state is State.WAITING:
@@ -233,21 +233,21 @@ class Buffer:
 
     def _unfinish(self, rollout: Rollout) -> None:
         if self._finished.pop(rollout.id, None) is None:
-            group = self._sets[rollout.id]
+            group = self._groups[rollout.id]
             if not group.missing:
                 del self._ready[group.gate][group.id]
                 self._ready_members[group.gate] -= len(group.members)
             group.missing += 1
         rollout.reward = rollout.detail = None
 
-    def _note_if_complete(self, group: SiblingSet) -> None:
+    def _note_if_complete(self, group: Group) -> None:
         if group.missing == 0:
             self._ready.setdefault(group.gate, {})[group.id] = group
             self._ready_members[group.gate] = self._ready_members.get(group.gate, 0) + len(group.members)
 
     def _release(self, rollout: Rollout, gate: int) -> None:
         del self.live[rollout.id]
-        del self._sets[rollout.id]
+        del self._groups[rollout.id]
         self._untrained[gate] -= 1
         if not self._untrained[gate]:
             del self._untrained[gate]
@@ -263,28 +263,28 @@ class Buffer:
             raise RuntimeError(f"{len(self.running)} rollouts are in the engine: stop them before a checkpoint")
         return {
             "counts": [self.loaded, self.trained, self.rejected],
-            "sets": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.sets()],
-            "ready": [set_id for groups in self._ready.values() for set_id in groups],
+            "sets": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.groups()],
+            "ready": [group_id for groups in self._ready.values() for group_id in groups],
         }
 
     def restore(self, state: dict[str, Any], prompts: dict[str, Prompt], key: Callable[[Rollout], Key]) -> None:
         self.loaded, self.trained, self.rejected = state["counts"]
-        by_id: dict[int, SiblingSet] = {}
-        for set_id, gate, members in state["sets"]:
+        by_id: dict[int, Group] = {}
+        for group_id, gate, members in state["sets"]:
             rollouts = [_restored(fields, prompts) for fields in members]
-            group = SiblingSet(set_id, gate, rollouts)
+            group = Group(group_id, gate, rollouts)
             group.missing = sum(rollout.state is not State.READY for rollout in rollouts)
             by_id[group.id] = group
             self._begun[gate] = self._begun.get(gate, 0) + len(rollouts)
             self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
             for rollout in rollouts:
                 self.live[rollout.id] = rollout
-                self._sets[rollout.id] = group
+                self._groups[rollout.id] = group
                 if rollout.state is State.FINISHED:
                     self._finished[rollout.id] = rollout
         self.gate = next(iter(self._untrained), None)
-        for set_id in state["ready"]:
-            self._note_if_complete(by_id[set_id])
+        for group_id in state["ready"]:
+            self._note_if_complete(by_id[group_id])
         for rollout in self.live.values():  # after all sets stand: keys look at siblings
             if rollout.state is State.WAITING:
                 self._enqueue(rollout, key(rollout))
@@ -296,7 +296,7 @@ def _is_new(rollout: Rollout) -> bool:
 
 _PLAIN_FIELDS = (
     "id",
-    "sibling",
+    "index_in_group",
     "cohort",
     "seed",
     "loaded_at_update",

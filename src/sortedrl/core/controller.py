@@ -30,18 +30,18 @@ from typing import Any, TypeVar
 
 from sortedrl.core import engine as engine_changes
 from sortedrl.core import events
-from sortedrl.core.buffer import Buffer, Key, SiblingSet
-from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.hashing import mixed, mixing
+from sortedrl.core.hashing import derive_seed, mixing
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.registry import strategy_named
 from sortedrl.core.rejections import NO_REWARD
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer, as_reward
-from sortedrl.core.strategy import Situation, Strategy, is_overdue
+from sortedrl.core.strategy import SchedulerState, Strategy, is_overdue
 
 OPEN, DRAIN, HELD_BACK = "open", "drain", "held back"
 CARRY_ON_SECONDS = 0.05  # between two looks at a learner that steps beside the engine
@@ -96,7 +96,7 @@ class Controller:
         self.strategy.check(schedule)
         self.log = log or EventLog()
         self.sampling = sampling or Sampling()
-        self.situation = Situation(
+        self.scheduler_state = SchedulerState(
             schedule=schedule,
             slots=engine.slots,
             buffer=Buffer(),
@@ -135,7 +135,7 @@ class Controller:
                 if self._has_more():
                     self._batches_left = len(batches) - place
                     yield self._hand_out(groups)
-        self._stop_running()
+        self._abort_running()
         self.mark_phase("end")
 
     def _begin_run(self) -> None:
@@ -146,10 +146,10 @@ class Controller:
 
     def first_event(self) -> events.RunBegan:
         """What every log of this run begins with."""
-        return events.RunBegan(self._now(), self.situation.slots, self.strategy.name, asdict(self.schedule))
+        return events.RunBegan(self._now(), self.scheduler_state.slots, self.strategy.name, asdict(self.schedule))
 
     def _has_more(self) -> bool:
-        s = self.situation
+        s = self.scheduler_state
         at_end = self._max_updates is not None and s.updates >= self._max_updates
         return not (at_end or self._is_interrupted) and bool(s.prompts.remaining or s.buffer.untrained)
 
@@ -161,13 +161,13 @@ class Controller:
         They reach the engine when the next harvest begins (at once with `overlap`), so several updates on one harvest
         cost one weight update. Whoever uses the engine before that, such as an evaluation, calls `update_engine` first.
         """
-        self.situation.version += 1
-        self.situation.learning = False
-        self._weights = (weights, self.situation.version)
-        self.log.append(events.Published(self._now(), self.situation.version))
+        self.scheduler_state.version += 1
+        self.scheduler_state.learning = False
+        self._weights = (weights, self.scheduler_state.version)
+        self.log.append(events.Published(self._now(), self.scheduler_state.version))
         if self.schedule.overlap:
             self.update_engine()
-        return self.situation.version
+        return self.scheduler_state.version
 
     def update_engine(self) -> bool:
         """Give the engine the newest published weights now; False: it has them already, and nothing was done.
@@ -176,10 +176,10 @@ class Controller:
         """
         if self._weights is None:
             return False
-        self._stop_running()
+        self._abort_running()
         self.mark_phase("weights")
         weights, version = self._weights
-        self.engine.load(weights, version)
+        self.engine.update_weights(weights, version)
         self._weights = None
         if self.schedule.overlap:
             self._gate = OPEN  # what was stopped waits for its slots
@@ -236,28 +236,28 @@ class Controller:
 
     # One harvest
 
-    def _harvest(self) -> list[list[SiblingSet]]:
-        s = self.situation
+    def _harvest(self) -> list[list[Group]]:
+        s = self.scheduler_state
         self._begin_harvest()
         while not self._has_enough():
             self._fill()
             if self._is_interrupted:
-                self._stop_running()
+                self._abort_running()
                 return []
             if not s.buffer.untrained:  # all that was left has been rejected
                 return []
             if not (self._has_enough() or self._gave_up_on_late_scores()):
                 self._advance()
         if not self.schedule.overlap:
-            self._stop_running()
-        self._settle_scores()
+            self._abort_running()
+        self._wait_for_scores()
         return self.strategy.take(s)
 
     def _has_enough(self) -> bool:
-        return self.situation.buffer.untrained > 0 and self.strategy.enough(self.situation)
+        return self.scheduler_state.buffer.untrained > 0 and self.strategy.enough(self.scheduler_state)
 
     def _begin_harvest(self) -> None:
-        s = self.situation
+        s = self.scheduler_state
         self.update_engine()
         self._load_prompts()
         self.mark_phase("harvest")
@@ -267,15 +267,15 @@ class Controller:
         s.learning = False
         s.must_finish = {
             group.id
-            for group in (s.buffer.sets() if self.schedule.max_staleness is not None else ())
+            for group in (s.buffer.groups() if self.schedule.max_staleness is not None else ())
             if group.missing and group.gate == s.buffer.gate and is_overdue(group, s)
         }
-        if self.strategy.reorders or s.must_finish or self.schedule.compare_siblings:
+        if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
             s.buffer.rekey(self._key)
 
     def _fill(self) -> None:
         """Give every free slot work, in the strategy's order."""
-        s = self.situation
+        s = self.scheduler_state
         requests: list[Request] = []
         why = OPEN
         while len(s.buffer.running) < s.slots:
@@ -297,7 +297,7 @@ class Controller:
             self.engine.submit(requests)
 
     def _start(self) -> Request:
-        s = self.situation
+        s = self.scheduler_state
         rollout, key = s.buffer.start()
         s.last_key = key
         s.sweep = self.strategy.sweep_after(key) or s.sweep
@@ -312,17 +312,17 @@ class Controller:
         return Request(
             id=rollout.id,
             prompt=rollout.prompt,
-            kept=tuple([segment.copy() for segment in rollout.segments])
+            prefix=tuple([segment.copy() for segment in rollout.segments])
             if kept
             else (),  # the rollout's own go on growing
-            budget=self.schedule.max_response_tokens - kept,
+            max_new_tokens=self.schedule.max_response_tokens - kept,
             seed=self._seed_of(rollout),
             sampling=self.sampling,
         )
 
     def _advance(self, until: float | None = None) -> None:
         """Wait for the engine, or for a score where the engine has nothing to do."""
-        if self.situation.buffer.running:
+        if self.scheduler_state.buffer.running:
             self._apply(self.engine.poll(self._next_look_at_scores(until)))
         elif self.scorer.pending:
             self._wait_for_score(self.schedule.score_wait_seconds if until is None else until - self.engine.now())
@@ -331,7 +331,7 @@ class Controller:
         else:
             raise RuntimeError(
                 f"mode {self.strategy.name}: nothing runs, nothing is being scored, and the strategy starts nothing "
-                f"although {self.situation.buffer.untrained} rollouts are left"
+                f"although {self.scheduler_state.buffer.untrained} rollouts are left"
             )
         self._collect_scores()
 
@@ -345,20 +345,20 @@ class Controller:
     def _wait_for_score(self, seconds: float) -> None:
         self.scorer.wait(seconds if self._scorer_wakes_engine else min(seconds, SCORE_WAIT_STEP_SECONDS))
 
-    def _stop_running(self) -> None:
-        s = self.situation
+    def _abort_running(self) -> None:
+        s = self.scheduler_state
         if not s.buffer.running:
             return
-        self._apply(self.engine.stop(list(s.buffer.running)))
+        self._apply(self.engine.abort(list(s.buffer.running)))
         now = self._now()
         for rollout in list(s.buffer.running.values()):
             made, length = self._leave_slot(rollout), len(rollout)
-            dropped = s.buffer.stop(rollout, keep=self.strategy.keeps_tokens, key=self._key)
-            self.log.append(events.Stopped(now, rollout.id, made, length, dropped))
+            dropped = s.buffer.put_back(rollout, keep=self.strategy.keeps_tokens, key=self._key)
+            self.log.append(events.Aborted(now, rollout.id, made, length, dropped))
 
-    def _settle_scores(self) -> None:
-        """What is finished and not scored: partial leaves it for later; on-policy waits for it, then redoes it."""
-        s = self.situation
+    def _wait_for_scores(self) -> None:
+        """What is finished and not scored: partial leaves it for later; on-policy waits for it, then regenerates it."""
+        s = self.scheduler_state
         self._collect_scores()
         if self.strategy.keeps_tokens:
             return
@@ -371,15 +371,15 @@ class Controller:
                 self._wait_for_score(deadline - self._now())
                 self._collect_scores()
             for rollout in s.buffer.unscored():
-                self._redo(rollout, "no score in time")
-        for group in list(s.buffer.sets()):
+                self._regenerate(rollout, "no score in time")
+        for group in list(s.buffer.groups()):
             if group.missing:
                 for rollout in group.members:
                     if rollout.reward is not None:
-                        self._redo(rollout, "unfinished siblings")
+                        self._regenerate(rollout, "unfinished members of its group")
 
-    def _hand_out(self, groups: list[SiblingSet]) -> Batch:
-        s = self.situation
+    def _hand_out(self, groups: list[Group]) -> Batch:
+        s = self.scheduler_state
         rollouts = sorted((m for group in groups for m in group.members), key=lambda m: (len(m), m.id))
         self._check_staleness(rollouts)
         batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts))
@@ -399,7 +399,7 @@ class Controller:
         for group in groups:
             s.buffer.train(group)
         per_prompt = self.schedule.rollouts_per_prompt
-        if per_prompt == 1 or self.schedule.compare_siblings:
+        if per_prompt == 1 or self.schedule.whole_groups:
             for rollout in rollouts:
                 if s.prompts.is_in_last_epoch(rollout.id // per_prompt):
                     s.expectation.forget(rollout.prompt.id)
@@ -409,7 +409,7 @@ class Controller:
         return batch
 
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
-        version, bound = self.situation.version, self.schedule.max_staleness
+        version, bound = self.scheduler_state.version, self.schedule.max_staleness
         if self.strategy.on_policy:
             bound = 0
         if bound is None:
@@ -429,7 +429,7 @@ class Controller:
         engine is told to stop the request, and the rollout fails without its tokens."""
         broken: dict[int, str] = {}
         for change in changes:
-            if change.id not in self.situation.buffer.running:
+            if change.id not in self.scheduler_state.buffer.running:
                 self._note_ignored(change, "it does not run")
             elif change.id not in broken:
                 reason = self._applied(change, self._stamp(change.at))
@@ -437,14 +437,16 @@ class Controller:
                     broken[change.id] = reason
         if not broken:
             return
-        later = self.engine.stop(list(broken))
+        later = self.engine.abort(list(broken))
         self._apply([change for change in later if change.id not in broken])
         for id, reason in broken.items():
-            self._fail(self.situation.buffer.running[id], self._now(), f"the engine reported {reason}", keep=False)
+            self._fail(
+                self.scheduler_state.buffer.running[id], self._now(), f"the engine reported {reason}", keep=False
+            )
 
     def _applied(self, change: engine_changes.Change, at: float) -> str | None:
         """Take one change in; what is wrong with it, if it must not be."""
-        rollout = self.situation.buffer.running[change.id]
+        rollout = self.scheduler_state.buffer.running[change.id]
         slot = self._slot_of.get(rollout.id)
         if isinstance(change, engine_changes.Tokens):
             fault = self._fault_of(rollout, change.segment)
@@ -486,7 +488,7 @@ class Controller:
             _log.warning("%s of request %d is ignored: %s", type(change).__name__, change.id, reason)
 
     def _finish(self, rollout: Rollout, at: float, truncated: bool) -> None:
-        s = self.situation
+        s = self.scheduler_state
         made = self._leave_slot(rollout)
         s.buffer.finish(rollout, truncated=truncated)
         self.log.append(events.Finished(at, rollout.id, made, len(rollout), truncated))
@@ -495,17 +497,17 @@ class Controller:
             self.scorer.submit(rollout)
 
     def _fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool = True) -> None:
-        s = self.situation
+        s = self.scheduler_state
         made = self._leave_slot(rollout)
         rollout.failures += 1
         can_go_on = len(rollout) < self.schedule.max_response_tokens
-        dropped = s.buffer.stop(rollout, keep=keep and can_go_on and self.strategy.keeps_tokens, key=self._key)
+        dropped = s.buffer.put_back(rollout, keep=keep and can_go_on and self.strategy.keeps_tokens, key=self._key)
         self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
         if rollout.failures > self.schedule.max_retries:
             self._reject(rollout, f"failed {rollout.failures} times, last: {reason}")
 
     def _collect_scores(self) -> None:
-        buffer = self.situation.buffer
+        buffer = self.scheduler_state.buffer
         for scored in self.scorer.collect():
             rollout = buffer.awaiting_score(scored.rollout_id, scored.attempt)
             if rollout is None:
@@ -519,47 +521,47 @@ class Controller:
                 continue
             buffer.score(rollout, reward, scored.detail)
             self.log.append(events.Scored(self._now(), rollout.id, reward))
-            self._note_if_complete(buffer.set_of(rollout))
+            self._note_if_complete(buffer.group_of(rollout))
 
-    def _redo(self, rollout: Rollout, reason: str) -> None:
-        dropped = self.situation.buffer.redo(rollout, self._key)
-        self.log.append(events.Redone(self._now(), rollout.id, dropped, reason))
+    def _regenerate(self, rollout: Rollout, reason: str) -> None:
+        dropped = self.scheduler_state.buffer.regenerate(rollout, self._key)
+        self.log.append(events.Regenerated(self._now(), rollout.id, dropped, reason))
 
     def _reject(self, rollout: Rollout, reason: str) -> None:
-        s = self.situation
-        group = s.buffer.set_of(rollout)
+        s = self.scheduler_state
+        group = s.buffer.group_of(rollout)
         dropped = s.buffer.reject(rollout)
         self.log.append(events.Rejected(self._now(), rollout.id, dropped, reason))
         self._note_if_complete(group)
 
-    def _note_if_complete(self, group: SiblingSet) -> None:
+    def _note_if_complete(self, group: Group) -> None:
         if not group.missing:
-            self.situation.must_finish.discard(group.id)
+            self.scheduler_state.must_finish.discard(group.id)
 
     def _gave_up_on_late_scores(self) -> bool:
         """The last resort of a harvest that can only wait for scores, because nothing runs or because only those that
         the staleness bound wants in this update are missing: when none of them has come for long enough, these
         rollouts are restarted, and one that was restarted before is rejected."""
-        s = self.situation
+        s = self.scheduler_state
         if not (s.buffer.finished or self._late_scores):
             return False
         late: list[Rollout] = []
         if s.ready >= self.strategy.need(s):
-            late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).id in s.must_finish]
+            late = [r for r in s.buffer.unscored() if s.buffer.group_of(r).id in s.must_finish]
         elif not s.buffer.running:
-            late = [r for r in s.buffer.unscored() if s.buffer.set_of(r).gate == s.buffer.gate]
+            late = [r for r in s.buffer.unscored() if s.buffer.group_of(r).gate == s.buffer.gate]
         ids = [rollout.id for rollout in late]
         if ids != self._late_scores:
             self._late_scores, self._late_since = ids, self._now()
         if not late or self._now() < self._late_since + self.schedule.score_wait_seconds:
             return False
         for rollout in late:
-            group = s.buffer.set_of(rollout)
-            if rollout.restarts:
+            group = s.buffer.group_of(rollout)
+            if rollout.forced_regenerations:
                 self._reject(rollout, "no score in time, twice")
                 continue
-            rollout.restarts += 1
-            self._redo(rollout, "no score in time, and the harvest cannot end without it")
+            rollout.forced_regenerations += 1
+            self._regenerate(rollout, "no score in time, and the harvest cannot end without it")
             if not is_overdue(group, s):
                 s.must_finish.discard(group.id)
         s.buffer.rekey(self._key)
@@ -568,7 +570,7 @@ class Controller:
     # Loading
 
     def _load_prompts(self) -> bool:
-        s = self.situation
+        s = self.scheduler_state
         count = self.strategy.to_load(s) if s.prompts.remaining else 0
         if count <= 0:
             return False
@@ -581,16 +583,16 @@ class Controller:
             events.Loaded(self._now(), cohort, self._next_id, len(prompts) * per_prompt, tuple(p.id for p in prompts))
         )
         for prompt in prompts:
-            self._load_siblings(prompt, cohort)
+            self._load_group(prompt, cohort)
         return True
 
     def _nominal_cohort(self) -> int:
         """Without a gate, prompts are numbered into cohorts as they come, for statistics over cohorts."""
-        size = self.schedule.prompts_per_cohort or len(self.situation.prompts.dataset)
+        size = self.schedule.prompts_per_cohort or len(self.scheduler_state.prompts.dataset)
         return self._prompts_loaded // size
 
-    def _load_siblings(self, prompt: Prompt, cohort: int) -> None:
-        s = self.situation
+    def _load_group(self, prompt: Prompt, cohort: int) -> None:
+        s = self.scheduler_state
         ids = range(self._next_id, self._next_id + self.schedule.rollouts_per_prompt)
         siblings = [
             Rollout(id, prompt, sibling, cohort, mixing(self._seed_state, id) >> 1, s.updates)
@@ -598,7 +600,7 @@ class Controller:
         ]
         self._next_id += len(siblings)
         gate = cohort if self.strategy.gated else 0
-        s.buffer.load(siblings, gate, compare=self.schedule.compare_siblings, key=self._key)
+        s.buffer.load(siblings, gate, compare=self.schedule.whole_groups, key=self._key)
         limit = self.schedule.max_prompt_tokens
         if limit is not None and len(prompt.tokens) > limit:
             for rollout in list(siblings):  # the set's own list, which shrinks with every member that is rejected
@@ -608,7 +610,7 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """All that a later controller needs to go on: JSON-ready. Not while anything runs in the engine."""
-        s = self.situation
+        s = self.scheduler_state
         return {
             "mode": self.strategy.name,
             "buffer": s.buffer.state(),
@@ -629,7 +631,7 @@ class Controller:
 
         The engine must hold the weights of `state["version"]`, under that version.
         """
-        s = self.situation
+        s = self.scheduler_state
         if state["mode"] != self.strategy.name:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
         self._clock_offset = last_time - self.engine.now()
@@ -656,10 +658,10 @@ class Controller:
             self.log.append(events.Phase(self._now(), phase))
 
     def _key(self, rollout: Rollout) -> Key:
-        return self.strategy.key(rollout, self.situation)
+        return self.strategy.key(rollout, self.scheduler_state)
 
     def _seed_of(self, rollout: Rollout) -> int:
-        return rollout.seed if self.schedule.keep_seed else mixed(rollout.seed, rollout.attempt)
+        return rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
 
     def _leave_slot(self, rollout: Rollout) -> int:
         """Free its slot, if it has one; returns the tokens that it made since it was submitted."""

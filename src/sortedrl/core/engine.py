@@ -42,7 +42,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_strings: tuple[str, ...] = ()
-    ignore_end: bool = False  # go on to the budget, whatever is sampled: for measurements with forced lengths
+    ignore_eos: bool = False  # go on to the max_new_tokens, whatever is sampled: for measurements with forced lengths
 
 
 class Request(NamedTuple):
@@ -50,18 +50,18 @@ class Request(NamedTuple):
 
     id: int
     prompt: Prompt
-    kept: tuple[Segment, ...]
-    budget: int
+    prefix: tuple[Segment, ...]
+    max_new_tokens: int
     seed: int
     sampling: Sampling = Sampling()
 
     @property
-    def kept_length(self) -> int:
-        return sum(map(len, self.kept))
+    def prefix_length(self) -> int:
+        return sum(map(len, self.prefix))
 
     @property
-    def kept_tokens(self) -> list[int]:
-        return [token for segment in self.kept for token in segment.tokens]
+    def prefix_tokens(self) -> list[int]:
+        return [token for segment in self.prefix for token in segment.tokens]
 
 
 class Started(NamedTuple):
@@ -111,11 +111,11 @@ class Engine(Protocol):
         With nothing submitted and no `until` it returns an empty list at once.
         """
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         """Take the requests out; what happened up to now, undelivered tokens included.
 
         A request that finished before it could be stopped is reported as Finished, not as stopped.
         """
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         """Continue under these weights. Called only while nothing is submitted."""

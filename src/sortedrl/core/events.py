@@ -59,7 +59,7 @@ class Submitted(NamedTuple):
     rollout: int
     attempt: int
     prompt_tokens: int
-    kept: int
+    prefix: int
     expected: float
 
 
@@ -94,7 +94,7 @@ class Finished(NamedTuple):
     truncated: bool
 
 
-class Stopped(NamedTuple):
+class Aborted(NamedTuple):
     """`dropped` tokens were thrown away (0 in partial mode)."""
 
     at: float
@@ -112,7 +112,7 @@ class Failed(NamedTuple):
     reason: str
 
 
-class Redone(NamedTuple):
+class Regenerated(NamedTuple):
     """Tokens of a rollout outside the engine were thrown away, and it waits again."""
 
     at: float
@@ -180,9 +180,9 @@ Event = (
     | Started
     | Preempted
     | Finished
-    | Stopped
+    | Aborted
     | Failed
-    | Redone
+    | Regenerated
     | Scored
     | Rejected
     | Updated
@@ -204,9 +204,9 @@ _TYPES: dict[str, type] = {
         Started,
         Preempted,
         Finished,
-        Stopped,
+        Aborted,
         Failed,
-        Redone,
+        Regenerated,
         Scored,
         Rejected,
         Updated,
@@ -223,7 +223,7 @@ def _template(kind: type) -> str:
     return f'{{"event":"{kind.__name__}",{fields}}}\n'
 
 
-_OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Stopped)}
+_OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Aborted)}
 _SCORED = _template(Scored)
 _FINISHED = _template(Finished).removesuffix("%r}\n")
 
@@ -256,9 +256,9 @@ class Batched:
         self._waiting.append(event)
         if type(event) is Phase or event.at >= self._due or len(self._waiting) >= self._most:
             self._due = event.at + self._seconds
-            self.settle()
+            self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Hand on what waits."""
         waiting, self._waiting = self._waiting, []
         for sink in self.sinks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def mixed(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """63 well-mixed bits of the numbers, in order (splitmix64's finaliser)."""
     return mixing(0, *numbers) >> 1
 

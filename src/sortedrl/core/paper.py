@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sortedrl.core.buffer import Key, SiblingSet
+from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategy import (
-    Situation,
+    SchedulerState,
     Strategy,
     cohort_prompts,
-    completes_a_set,
+    completes_a_group,
     need,
     prompts_closing_epoch,
     prompts_per_update,
@@ -29,13 +29,13 @@ class Baseline(Strategy):
     on_policy: ClassVar[bool] = True
     longest_first: bool = False
 
-    def to_load(self, s: Situation) -> int:
+    def to_load(self, s: SchedulerState) -> int:
         return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
 
-    def key(self, rollout: Rollout, s: Situation) -> Key:
+    def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (-s.expected(rollout), rollout.id) if self.longest_first else (rollout.id,)
 
-    def need(self, s: Situation) -> int:
+    def need(self, s: SchedulerState) -> int:
         return self.left(s)
 
 
@@ -49,13 +49,13 @@ class CohortAtOnce(Baseline):
     on_policy: ClassVar[bool] = False
     sort: bool = False
 
-    def to_load(self, s: Situation) -> int:
+    def to_load(self, s: SchedulerState) -> int:
         return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
 
-    def take(self, s: Situation) -> list[list[SiblingSet]]:
+    def take(self, s: SchedulerState) -> list[list[Group]]:
         assert s.buffer.gate is not None
-        ready = sorted(s.buffer.ready_sets(s.buffer.gate), key=self._place)
-        batches: list[list[SiblingSet]] = []
+        ready = sorted(s.buffer.ready_groups(s.buffer.gate), key=self._place)
+        batches: list[list[Group]] = []
         left = sum(len(group.members) for group in ready)
         missing = 0
         for group in ready:
@@ -67,17 +67,17 @@ class CohortAtOnce(Baseline):
             left -= len(group.members)
         return batches
 
-    def _place(self, group: SiblingSet) -> float:
+    def _place(self, group: Group) -> float:
         return max(map(len, group.members)) if self.sort else group.id
 
 
 @dataclass(frozen=True)
 class OnPolicy(Strategy):
-    """The paper's fully on-policy mode: what is stopped loses its tokens and is redone under the new weights."""
+    """The paper's fully on-policy mode: what is stopped loses its tokens and is regenerated under the new weights."""
 
     on_policy: ClassVar[bool] = True
 
-    def key(self, rollout: Rollout, s: Situation) -> Key:
+    def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (rollout.attempt > 0, rollout.id)
 
 
@@ -94,16 +94,16 @@ class Partial(Strategy):
 
     keeps_tokens: ClassVar[bool] = True
 
-    def key(self, rollout: Rollout, s: Situation) -> Key:
-        group = s.buffer.set_of(rollout)
+    def key(self, rollout: Rollout, s: SchedulerState) -> Key:
+        group = s.buffer.group_of(rollout)
         if group.id in s.must_finish:
             return (-1, rollout.id)
         if rollout.segments:
             return (group.gate, 0, -len(rollout), rollout.id)
-        if len(group.members) > 1 and completes_a_set(rollout, s):
+        if len(group.members) > 1 and completes_a_group(rollout, s):
             return (group.gate, 1, rollout.id)
         return (group.gate, 2, *self.place(rollout, s), rollout.id)
 
-    def place(self, rollout: Rollout, s: Situation) -> Key:
+    def place(self, rollout: Rollout, s: SchedulerState) -> Key:
         """The order among rollouts that have no tokens yet."""
         return ()

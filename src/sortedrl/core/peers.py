@@ -13,7 +13,7 @@ from sortedrl.core.buffer import Key
 from sortedrl.core.paper import OnPolicy, Partial
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.strategy import Situation, completes_a_set
+from sortedrl.core.strategy import SchedulerState, completes_a_group
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TailBatching(OnPolicy):
     reorders: ClassVar[bool] = True
     surplus: ClassVar[float] = 1.25
 
-    def to_load(self, s: Situation) -> int:
+    def to_load(self, s: SchedulerState) -> int:
         in_long_round = bool(s.last_key[1]) if s.last_key else self._long_round(s)
         if in_long_round:
             wanted = self.need(s) - s.buffer.untrained  # above 0 only where members were rejected
@@ -40,30 +40,30 @@ class TailBatching(OnPolicy):
             wanted = math.ceil(self.surplus * self.need(s)) - (s.buffer.untrained - self._set_aside(s))
         return max(0, -(-wanted // s.schedule.rollouts_per_prompt))
 
-    def key(self, rollout: Rollout, s: Situation) -> Key:
-        redo = rollout.attempt > 0
-        return (redo != self._long_round(s), redo, s.buffer.set_of(rollout).id, rollout.id)
+    def key(self, rollout: Rollout, s: SchedulerState) -> Key:
+        regenerate = rollout.attempt > 0
+        return (regenerate != self._long_round(s), regenerate, s.buffer.group_of(rollout).id, rollout.id)
 
-    def may_start(self, rollout: Rollout, s: Situation) -> bool:
-        if self.left(s) <= self.need(s) or completes_a_set(rollout, s):
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
+        if self.left(s) <= self.need(s) or completes_a_group(rollout, s):
             return True
-        redo = rollout.attempt > 0
-        redo_round = bool(s.last_key[1]) if s.last_key else redo
-        if redo != redo_round:  # none of the round's own kind waits
+        regenerate = rollout.attempt > 0
+        regenerating_round = bool(s.last_key[1]) if s.last_key else regenerate
+        if regenerate != regenerating_round:  # none of the round's own kind waits
             return s.in_hand < self.need(s)
-        surplus = 1.0 if redo else self.surplus
+        surplus = 1.0 if regenerate else self.surplus
         return s.in_hand < math.ceil(surplus * self.need(s))
 
-    def _long_round(self, s: Situation) -> bool:
+    def _long_round(self, s: SchedulerState) -> bool:
         return self._set_aside(s) >= self.need(s)
 
-    def _set_aside(self, s: Situation) -> int:
+    def _set_aside(self, s: SchedulerState) -> int:
         return s.buffer.waiting - s.buffer.never_started
 
 
 @dataclass(frozen=True)
 class AsyncPool(Partial):
-    """An asynchronous pool as in AReaL: the engine never rests, and a rollout is begun only while the number begun
+    """An asynchronous pool as in AReaL: the engine never rests, and a rollout is started only while the number started
     stays within `max_staleness` updates of what was trained on. Needs `overlap`."""
 
     gated: ClassVar[bool] = False
@@ -78,9 +78,9 @@ class AsyncPool(Partial):
                 "Set overlap = true and max_staleness, for example 4.",
             )
 
-    def may_start(self, rollout: Rollout, s: Situation) -> bool:
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         assert s.schedule.max_staleness is not None
-        if rollout.segments or rollout.attempt or completes_a_set(rollout, s):
+        if rollout.segments or rollout.attempt or completes_a_group(rollout, s):
             return True
         begun_and_untrained = s.buffer.untrained - s.buffer.never_started
         return begun_and_untrained < (s.schedule.max_staleness + 1) * s.schedule.rollouts_needed

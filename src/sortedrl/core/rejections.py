@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from sortedrl.core.events import Event, Failed, Finished, Redone, Rejected, Scored
+from sortedrl.core.events import Event, Failed, Finished, Regenerated, Rejected, Scored
 
 MIN_FIRST = 8  # a few unlucky rollouts are no reason to stop, however small an update is
 MIN_WINDOW = 32
@@ -60,7 +60,7 @@ class RejectionWatch:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Finished | Failed):
             self._ended.add(event.rollout)
-        elif isinstance(event, Redone):
+        elif isinstance(event, Regenerated):
             self._ended.discard(event.rollout)
         elif isinstance(event, Scored):
             self._ended.discard(event.rollout)

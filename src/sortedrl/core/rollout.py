@@ -35,7 +35,7 @@ class Prompt:
 class State(StrEnum):
     """The lifecycle of a rollout. Exactly one state at a time; the buffer owns the moves."""
 
-    WAITING = "waiting"  # not in the engine: never started, to be redone, or resumable
+    WAITING = "waiting"  # not in the engine: never started, to be regenerated, or resumable
     RUNNING = "running"  # in the engine, in a slot or in its queue
     FINISHED = "finished"  # complete, its score is not known yet
     READY = "ready"  # finished and scored
@@ -87,15 +87,15 @@ class Rollout:
 
     id: int
     prompt: Prompt
-    sibling: int  # 0 .. rollouts_per_prompt - 1
+    index_in_group: int  # 0 .. rollouts_per_prompt - 1
     cohort: int
     seed: int
     loaded_at_update: int
     state: State = State.WAITING
     segments: list[Segment] = field(default_factory=list)
-    attempt: int = 0  # how often it was begun anew
+    attempt: int = 0  # how often it was started again
     failures: int = 0
-    restarts: int = 0  # attempts that the staleness bound forced
+    forced_regenerations: int = 0  # attempts that the staleness bound forced
     reached: int = 0  # the length at which it was last stopped
     truncated: bool = False  # ended by the token budget
     reward: float | None = None
@@ -115,7 +115,7 @@ class Rollout:
 
         The members' ids follow each other. A prompt that is loaded again, in the next epoch, begins another group.
         """
-        return self.id - self.sibling
+        return self.id - self.index_in_group
 
     @property
     def resumable(self) -> bool:

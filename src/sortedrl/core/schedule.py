@@ -25,13 +25,13 @@ class Schedule:
     rollouts_per_update: int = 128
     prompts_per_cohort: int | None = 512  # None: one cohort holds the whole epoch
     rollouts_per_prompt: int = 1
-    compare_siblings: bool = False  # the algorithm compares siblings, so it gets whole sibling sets
+    whole_groups: bool = False  # the algorithm compares siblings, so it gets whole groups
     oversubscribe: float | None = None  # cap on what is started, as a multiple of what the update needs
     max_staleness: int | None = None  # in versions
     max_response_tokens: int = 8192
     max_prompt_tokens: int | None = None  # a longer prompt is rejected at load
     max_wait_updates: int | None = None  # elevator: a rollout that waited this long is started next
-    keep_seed: bool = False  # a redo samples with the seed of the attempt that was cut
+    keep_seed: bool = False  # a regenerate samples with the seed of the attempt that was cut
     overlap: bool = False  # the engine goes on while the learner steps
     max_retries: int = 2
     score_wait_seconds: float = 60.0
@@ -75,8 +75,8 @@ class Schedule:
 
     @property
     def rollouts_needed(self) -> int:
-        """For one update: rounded up to whole sibling sets where siblings are compared."""
-        if not self.compare_siblings:
+        """For one update: rounded up to whole groups where siblings are compared."""
+        if not self.whole_groups:
             return self.rollouts_per_update
         return math.ceil(self.rollouts_per_update / self.rollouts_per_prompt) * self.rollouts_per_prompt
 

@@ -16,7 +16,7 @@ MAX_REASON_CHARACTERS = 300
 class Scored(NamedTuple):
     """`error` says why there is no reward: the scorer raised or ran out of time.
 
-    `attempt` is the rollout's when it was submitted: a score that comes after the rollout was redone is void.
+    `attempt` is the rollout's when it was submitted: a score that comes after the rollout was regenerated is void.
     """
 
     rollout_id: int

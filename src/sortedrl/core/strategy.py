@@ -1,13 +1,13 @@
 """The one interface of all schedules: what to load, what to start and in which order, when to harvest, what to keep.
 
-A strategy is a value: it holds settings only and answers from the `Situation`. The controller asks it, at every
+A strategy is a value: it holds settings only and answers from the `SchedulerState`. The controller asks it, at every
 change, these questions in this order:
 
     to_load     how many prompts to load now
     key         where a waiting rollout stands in the queue (lowest starts first)
     may_start   may the head of the queue take the free slot?
     enough      is it time to harvest?
-    take        the update batches of this harvest, as lists of sibling sets
+    take        the update batches of this harvest, as lists of groups
 
 The base class answers with the rules that most schedules share: the cohort gate, load order, one update a harvest,
 and the staleness bound by waiting.
@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from sortedrl.core.buffer import Buffer, Key, SiblingSet
+from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.expectation import Expectation, expected_length
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
@@ -27,7 +27,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 
 
 @dataclass(slots=True)
-class Situation:
+class SchedulerState:
     """What a strategy may look at. The controller keeps it up to date; strategies do not change it."""
 
     schedule: Schedule
@@ -37,17 +37,17 @@ class Situation:
     expectation: Expectation
     version: int = 0  # of the learner
     updates: int = 0
-    harvests: int = 0  # begun
+    harvests: int = 0  # started
     learning: bool = False  # a batch is with the learner: with overlap, tokens sampled now are older by its update
     last_key: Key = ()  # of the rollout that was started last
     sweep: tuple[int, float] = (0, 0.0)  # the elevator's place: number of the sweep (even: rising), expected length
     must_finish: set[int] = field(default_factory=set)  # ids of sets that the staleness bound wants in this update
 
     def expected(self, rollout: Rollout) -> float:
-        """Expected length of its sibling set: the longest member's."""
-        if not self.schedule.compare_siblings:
+        """Expected length of its group: the longest member's."""
+        if not self.schedule.whole_groups:
             return expected_length(rollout, self.expectation)
-        return max(expected_length(member, self.expectation) for member in self.buffer.set_of(rollout).members)
+        return max(expected_length(member, self.expectation) for member in self.buffer.group_of(rollout).members)
 
     @property
     def free_slots(self) -> int:
@@ -55,7 +55,7 @@ class Situation:
 
     @property
     def in_hand(self) -> int:
-        """Rollouts that this harvest can have without starting more: running, finished or ready, in sets of which no
+        """Rollouts that this harvest can have without starting more: running, finished or ready, in groups of which no
         member waits, behind the current gate."""
         gate = self.buffer.gate
         return 0 if gate is None else self.buffer.begun_at(gate)
@@ -68,7 +68,7 @@ class Situation:
 
     @property
     def ready(self) -> int:
-        """Ready rollouts, in complete sets, behind the current gate."""
+        """Ready rollouts, in complete groups, behind the current gate."""
         gate = self.buffer.gate
         return 0 if gate is None else self.buffer.ready_at(gate)
 
@@ -83,7 +83,7 @@ class Strategy:
     oversubscribe: ClassVar[float | None] = None  # unless the schedule sets it; None: unlimited
 
     def check(self, schedule: Schedule) -> None:
-        """Raise a ConfigurationError for settings that this strategy cannot honour."""
+        """Raise a ConfigurationError for settings that this strategy cannot honor."""
         if self.keeps_tokens:
             return
         if schedule.max_staleness is not None:
@@ -101,31 +101,31 @@ class Strategy:
                 "Leave it out, or use a partial mode.",
             )
 
-    def to_load(self, s: Situation) -> int:
+    def to_load(self, s: SchedulerState) -> int:
         if self.gated:
             return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
         missing = s.free_slots - s.buffer.never_started
         return max(0, -(-missing // s.schedule.rollouts_per_prompt))
 
-    def key(self, rollout: Rollout, s: Situation) -> Key:
+    def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (rollout.id,)
 
-    def may_start(self, rollout: Rollout, s: Situation) -> bool:
-        """The oversubscribe cap. It is off for the last batch, and lets a set that was begun be completed."""
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
+        """The oversubscribe cap. It is off for the last batch, and lets a set that was started be completed."""
         cap = s.schedule.oversubscribe or self.oversubscribe
         if cap is None or s.in_hand < math.ceil(cap * self.need(s)) or self.left(s) <= self.need(s):
             return True
-        return completes_a_set(rollout, s) or s.buffer.set_of(rollout).id in s.must_finish
+        return completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
 
-    def enough(self, s: Situation) -> bool:
+    def enough(self, s: SchedulerState) -> bool:
         return s.ready >= self.need(s) and not s.must_finish
 
-    def take(self, s: Situation) -> list[list[SiblingSet]]:
+    def take(self, s: SchedulerState) -> list[list[Group]]:
         """One batch, first completed first. Overdue sets are in it in any case, and all that is ready on-policy."""
         assert s.buffer.gate is not None
-        batch: list[SiblingSet] = []
+        batch: list[Group] = []
         rollouts, wanted = 0, self.need(s)
-        for group in s.buffer.ready_sets(s.buffer.gate):
+        for group in s.buffer.ready_groups(s.buffer.gate):
             if self.on_policy or rollouts < wanted or is_overdue(group, s):
                 batch.append(group)
                 rollouts += len(group.members)
@@ -135,11 +135,11 @@ class Strategy:
         """The elevator's place once the rollout with this key was started; None if that does not move it."""
         return None
 
-    def left(self, s: Situation) -> int:
+    def left(self, s: SchedulerState) -> int:
         """Untrained rollouts that this and later harvests can reach before the next cohort."""
         return s.left if self.gated else s.left + s.prompts.remaining * s.schedule.rollouts_per_prompt
 
-    def need(self, s: Situation) -> int:
+    def need(self, s: SchedulerState) -> int:
         return need(self.left(s), s.schedule.rollouts_needed)
 
 
@@ -156,28 +156,28 @@ def updates_left(left: int, per_update: int) -> int:
     return count
 
 
-def cohort_prompts(s: Situation) -> int:
+def cohort_prompts(s: SchedulerState) -> int:
     return s.schedule.prompts_per_cohort or len(s.prompts.dataset)
 
 
-def prompts_per_update(s: Situation) -> int:
+def prompts_per_update(s: SchedulerState) -> int:
     return -(-s.schedule.rollouts_per_update // s.schedule.rollouts_per_prompt)
 
 
-def prompts_closing_epoch(s: Situation, count: int) -> int:
+def prompts_closing_epoch(s: SchedulerState, count: int) -> int:
     """`count`, or all that is left of the epoch where the rest would not fill half an update."""
     in_epoch = s.prompts.remaining_in_epoch or len(s.prompts.dataset)  # none left: the next epoch begins
     rest = (in_epoch - count) * s.schedule.rollouts_per_prompt
     return in_epoch if 0 < 2 * rest < s.schedule.rollouts_needed else count
 
 
-def completes_a_set(rollout: Rollout, s: Situation) -> bool:
-    """Is it a member of a sibling set that was begun? What there is of a set is of no use without the rest."""
-    group = s.buffer.set_of(rollout)
+def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:
+    """Is it a member of a group that was started? What there is of a set is of no use without the rest."""
+    group = s.buffer.group_of(rollout)
     return len(group.members) > 1 and group.begun
 
 
-def is_overdue(group: SiblingSet, s: Situation) -> bool:
+def is_overdue(group: Group, s: SchedulerState) -> bool:
     """Would the set exceed the staleness bound if the coming update went without it?"""
     bound, oldest = s.schedule.max_staleness, group.oldest_version
     return bound is not None and oldest is not None and s.version + 1 - oldest > bound

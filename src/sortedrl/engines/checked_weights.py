@@ -90,11 +90,11 @@ class CheckedWeights:
     def poll(self, until: float | None = None) -> list[Change]:
         return self.inner.poll(until)
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
-        return self.inner.stop(ids)
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        return self.inner.abort(ids)
 
-    def load(self, weights: Any, version: int) -> None:
-        self.inner.load(weights, version)
+    def update_weights(self, weights: Any, version: int) -> None:
+        self.inner.update_weights(weights, version)
         self.check(f"after the weight update to version {version}")
 
     def check(self, when: str) -> None:
@@ -105,20 +105,20 @@ class CheckedWeights:
             raise WeightsDiffer(f"{when} the check of the engine's weights failed: {error}") from None
         if self.last_difference > self._tolerance:
             raise WeightsDiffer(
-                f"{when} the engine's log-probabilities are {self.last_difference:.3g} nats a token away from the "
+                f"{when} the engine's log-probabilities are {self.last_difference:.3g} nats per token away from the "
                 f"learner's (allowed: {self._tolerance:g}): the engine does not sample from the weights that are "
                 "trained"
             )
 
     @property
-    def load_seconds(self) -> float:
+    def weight_update_seconds(self) -> float:
         """Of the last load, the check not counted."""
-        return float(getattr(self.inner, "load_seconds", 0.0))
+        return float(getattr(self.inner, "weight_update_seconds", 0.0))
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Lets an engine that can rest give its memory away until it is needed again."""
-        if hasattr(self.inner, "rest"):
-            self.inner.rest()
+        if hasattr(self.inner, "sleep"):
+            self.inner.sleep()
 
     def close(self) -> None:
         if hasattr(self.inner, "close"):
@@ -154,7 +154,7 @@ class CheckedWeights:
 
     def _answers(self) -> list[_Answer]:
         """One for each probe, when all have come. Nothing of the probes is left in the engine, whatever happens."""
-        sampling = Sampling(ignore_end=True)
+        sampling = Sampling(ignore_eos=True)
         answers = [
             _Answer(Request(_FIRST_PROBE_ID - i, Prompt(f"probe {i}", probe), (), self._tokens_per_probe, i, sampling))
             for i, probe in enumerate(self._probes)
@@ -171,7 +171,7 @@ class CheckedWeights:
                 for change in self.inner.poll(deadline):
                     self._take(change, awaited)
         except WeightsDiffer:
-            self.inner.stop(list(awaited))
+            self.inner.abort(list(awaited))
             raise
         return answers
 

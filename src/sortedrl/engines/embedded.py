@@ -42,7 +42,7 @@ class _Running:
 
     request: Request
     context: list[int]
-    budget: int
+    max_new_tokens: int
     stop_strings: StopStrings | None
     row: int = _NO_ROW  # until its prefill
     tokens: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Running:
         return len(self.context) + len(self.tokens)
 
     @property
-    def kept(self) -> list[int]:
+    def prefix(self) -> list[int]:
         return self.context[len(self.request.prompt.tokens) :]
 
 
@@ -121,7 +121,7 @@ class EmbeddedEngine:
             time.sleep(max(0.0, until - self.now()))
         return self._report()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         unwanted = set(ids)
         self._queue = deque(request for request in self._queue if request.id not in unwanted)
         stopped = [running for id, running in self._running.items() if id in unwanted]
@@ -130,7 +130,7 @@ class EmbeddedEngine:
         self._release(stopped)
         return self._report()
 
-    def load(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Copy the weights into the model. None: it is the learner's own module and holds them already."""
         if self._queue or self._running:
             raise RuntimeError(
@@ -146,11 +146,11 @@ class EmbeddedEngine:
         """Waiting requests take the free slots in the order of submission."""
         while self._queue and len(self._running) < self.slots:
             request = self._queue.popleft()
-            context = [*request.prompt.tokens, *request.kept_tokens]
+            context = [*request.prompt.tokens, *request.prefix_tokens]
             self._running[request.id] = _Running(
                 request=request,
                 context=context,
-                budget=min(request.budget, self._max_length - len(context)),
+                max_new_tokens=min(request.max_new_tokens, self._max_length - len(context)),
                 stop_strings=self._stop_watches.of(request),
             )
             self._unreported.append(Started(request.id, self.now()))
@@ -169,7 +169,7 @@ class EmbeddedEngine:
             running.tokens.append(tokens[running.row])
             running.logprobs.append(logprobs[running.row])
             ended = self._ended_by_itself(running)
-            if ended or len(running.tokens) == running.budget:
+            if ended or len(running.tokens) == running.max_new_tokens:
                 self._deliver(running)
                 self._unreported.append(Finished(running.request.id, self.now(), truncated=not ended))
                 finished.append(running)
@@ -208,12 +208,12 @@ class EmbeddedEngine:
         self._vacated = False
 
     def _ended_by_itself(self, running: _Running) -> bool:
-        if running.request.sampling.ignore_end:
+        if running.request.sampling.ignore_eos:
             return False
         if running.tokens[-1] in self._eos:
             return True
         watch = running.stop_strings
-        return watch is not None and watch.completed_by_last(running.kept, running.tokens)
+        return watch is not None and watch.completed_by_last(running.prefix, running.tokens)
 
     def _deliver(self, running: _Running) -> None:
         if running.tokens:
@@ -266,7 +266,7 @@ def _row_start(running: _Running) -> RowStart:
         row=running.row,
         last_token=running.context[-1],
         position=len(running.context) - 1,
-        drawn=request.kept_length,
+        drawn=request.prefix_length,
         seed=request.seed,
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,

@@ -163,7 +163,7 @@ class GeneralForward:
 
 
 class LlamaForward:
-    """The forward of Llama-shaped models (also with biases or normalised queries and keys), written out."""
+    """The forward of Llama-shaped models (also with biases or normalized queries and keys), written out."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
         self._kinds = _kinds_of_layers(model)
@@ -185,7 +185,7 @@ class LlamaForward:
 
     def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
         hidden = self._hidden(tokens, positions, masks)[:, -1]
-        return self._head(_normalised(hidden, self._trunk.norm))[0]
+        return self._head(_normalized(hidden, self._trunk.norm))[0]
 
     def _hidden(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
         hidden: Tensor = self._trunk.embed_tokens(tokens)
@@ -196,15 +196,15 @@ class LlamaForward:
         cosine = cosine[:, :, None]
         for index, layer in enumerate(self._layers):
             heads = (*tokens.shape, -1, layer.head_width)
-            query, key, value = layer.into_heads(_normalised(hidden, layer.input_norm))
+            query, key, value = layer.into_heads(_normalized(hidden, layer.input_norm))
             query, key, value = query.reshape(heads), key.reshape(heads), value.reshape(heads)
             if layer.query_norm is not None:
-                query, key = _normalised(query, layer.query_norm), _normalised(key, layer.key_norm)
+                query, key = _normalized(query, layer.query_norm), _normalized(key, layer.key_norm)
             query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
             keys, values = self._cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
             attended = _attend(query.transpose(1, 2), keys, values, masks[self._kinds[index]], layer.scaling)
             hidden = hidden + layer.out_of_heads(attended.transpose(1, 2).flatten(2))[0]
-            gate, up = layer.up(_normalised(hidden, layer.output_norm))
+            gate, up = layer.up(_normalized(hidden, layer.output_norm))
             hidden = hidden + layer.down(silu(gate).mul_(up))[0]
         return hidden
 
@@ -239,7 +239,7 @@ class _Projections:
         self._versions: list[int] | None = None
 
     def refresh(self, changed: bool) -> None:
-        """Copy anew what changed in place; changes that torch does not count (`.data`) must be announced."""
+        """Copy again what changed in place; changes that torch does not count (`.data`) must be announced."""
         if not self._copied:
             return
         versions = [parameter._version for layer in self._layers for parameter in layer.parameters()]
@@ -263,7 +263,7 @@ def _worth_a_copy(layer: Any) -> bool:
     return layer.in_features <= 512 and layer.weight.numel() <= 2**20
 
 
-def _normalised(hidden: Tensor, norm: Any) -> Tensor:
+def _normalized(hidden: Tensor, norm: Any) -> Tensor:
     return rms_norm(hidden, (hidden.shape[-1],), norm.weight, norm.variance_epsilon)
 
 

@@ -1,7 +1,7 @@
 """Sampling whose noise is a function of (seed, position in the response) and of nothing else.
 
 Each token is the argmax of scaled logits plus Gumbel noise, and the noise of a vocabulary entry is a hash of
-(seed, position, entry). Slot, neighbours and stops do not enter, so that a rollout's tokens follow from its
+(seed, position, entry). Slot, neighbors and stops do not enter, so that a rollout's tokens follow from its
 seed and the weights. Gumbel noise, rather than one uniform number per token, because it also couples runs
 under slightly different weights: two distributions draw different tokens about as rarely as they differ.
 """

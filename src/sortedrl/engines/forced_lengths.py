@@ -20,7 +20,7 @@ class ForcedLengths:
         self.inner = inner
         self.slots = inner.slots
         self._length_of = length_of
-        self._truncated: dict[int, bool] = {}  # by request id: ends by its budget, not by its forced length
+        self._truncated: dict[int, bool] = {}  # by request id: ends by its max_new_tokens, not by its forced length
 
     def now(self) -> float:
         return self.inner.now()
@@ -31,21 +31,21 @@ class ForcedLengths:
     def poll(self, until: float | None = None) -> list[Change]:
         return [self._told(change) for change in self.inner.poll(until)]
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
-        changes = [self._told(change) for change in self.inner.stop(ids)]
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        changes = [self._told(change) for change in self.inner.abort(ids)]
         for id in ids:
             self._truncated.pop(id, None)
         return changes
 
-    def load(self, weights: Any, version: int) -> None:
-        self.inner.load(weights, version)
+    def update_weights(self, weights: Any, version: int) -> None:
+        self.inner.update_weights(weights, version)
 
     def _forced(self, request: Request) -> Request:
         # A kept response that is as long as it should be already gets one token more: an engine cannot make none.
-        left = max(1, self._length_of(request) - request.kept_length)
-        self._truncated[request.id] = left >= request.budget
-        sampling = replace(request.sampling, ignore_end=True)
-        return request._replace(budget=min(left, request.budget), sampling=sampling)
+        left = max(1, self._length_of(request) - request.prefix_length)
+        self._truncated[request.id] = left >= request.max_new_tokens
+        sampling = replace(request.sampling, ignore_eos=True)
+        return request._replace(max_new_tokens=min(left, request.max_new_tokens), sampling=sampling)
 
     def _told(self, change: Change) -> Change:
         if isinstance(change, Finished):

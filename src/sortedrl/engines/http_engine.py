@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.api_key import ApiKey
-from sortedrl.engines.old_keys import OldKeys
+from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.server_connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.server_messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
@@ -52,7 +52,7 @@ class HttpEngine(ServerStreams):
         tokenizer: Any = None,
         vocabulary: int | None = None,
         seeded: bool = False,
-        keep_old_keys: bool = False,
+        reuse_kv_cache: bool = False,
         weights_folder: Path | None = None,
         weights_readable_by_all: bool = False,
         api_key: str | None = None,
@@ -67,9 +67,9 @@ class HttpEngine(ServerStreams):
         self.url = url.rstrip("/")
         self.slots = slots
         self.version = 0
-        self.load_seconds = 0.0  # of the last load
+        self.weight_update_seconds = 0.0  # of the last load
         self.max_length: int | None = None  # of prompt and response together, where the server tells
-        self.old_keys = OldKeys(keep=keep_old_keys)
+        self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self.api_key = ApiKey(api_key)
         self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         self._eos = sorted(set(eos_token_ids))
@@ -122,13 +122,13 @@ class HttpEngine(ServerStreams):
                 self._raise_if_dead()
             return self._outbox.take()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
-        self._result_of(self._stop(set(ids)))
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        self._result_of(self._abort(set(ids)))
         with self._outbox.news:
             self._outbox.inside -= set(ids)
             return self._outbox.take()
 
-    def load(self, weights: Weights | Path | None, version: int) -> None:
+    def update_weights(self, weights: Weights | Path | None, version: int) -> None:
         """Send the weights, under their Hugging Face names. If they do not arrive whole, the server is given up.
 
         A path is a folder with `model.safetensors`. None: they have not changed, only their version has; keys are
@@ -141,14 +141,14 @@ class HttpEngine(ServerStreams):
             )
         began = self.now()
         if weights is None or isinstance(weights, Path):
-            self._load_from(weights, version)
+            self._update_from(weights, version)
         else:
             with self.weight_files.written(weights, version) as folder:
-                self._load_from(folder, version)
+                self._update_from(folder, version)
         self.version = version
-        self.load_seconds = self.now() - began
+        self.weight_update_seconds = self.now() - began
 
-    def _load_from(self, folder: Path | None, version: int) -> None:
+    def _update_from(self, folder: Path | None, version: int) -> None:
         try:
             self._result_of(self._update_weights(folder, version))
         except Exception as error:  # whatever it is, old and new weights may be mixed in the server
@@ -202,7 +202,7 @@ class HttpEngine(ServerStreams):
                     raise Malformed(f"it is not the server of before: {before}, and it was {self._identity}")
                 if is_another:  # it restarted while nothing ran: the new weights make it the right one
                     await self.check_server()
-                tag = await self.load_folder(folder, version)
+                tag = await self.update_from_folder(folder, version)
                 after = await self.identity()
                 break
             except (Refused, *NOT_REACHED) as error:
@@ -233,9 +233,9 @@ class ServerPool(Pool):
         super().__init__(engines)
         self._weight_files = engines[0].weight_files
 
-    def load(self, weights: Weights | None, version: int) -> None:
+    def update_weights(self, weights: Weights | None, version: int) -> None:
         if weights is None:
-            super().load(None, version)
+            super().update_weights(None, version)
             return
         with self._weight_files.written(weights, version) as folder:
-            super().load(folder, version)
+            super().update_weights(folder, version)

@@ -1,7 +1,7 @@
 """Response lengths for the simulated engine: drawn, or replayed from a file of the user's own.
 
 A length depends on the prompt and the request's seed alone, as a real model's would: a resumed request keeps
-its length, a redo with another seed draws anew.
+its length, a regenerate with another seed draws again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import mixed, mixing
+from sortedrl.core.hashing import derive_seed, mixing
 from sortedrl.core.rollout import Prompt
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
@@ -53,7 +53,7 @@ class ReplayedLengths:
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
         lengths = self.by_prompt[_number(prompt) % len(self.by_prompt)]
-        return lengths[mixed(seed) % len(lengths)]
+        return lengths[derive_seed(seed) % len(lengths)]
 
     @property
     def count(self) -> int:

@@ -14,7 +14,7 @@ and its requests that are in no slot move to free slots elsewhere, behind the to
 A member is lost when a call raises `EngineDied`, or when it cannot load weights. The pool then goes on without it:
 - its requests return to the head of the queue and continue elsewhere behind the tokens that they delivered. The caller
   sees a preemption: no retry is used up, nothing that was delivered is lost, and no token is delivered twice;
-- its slots stay empty and still count in `slots`, so that the figures show the loss (as KV-limited or queued: there is
+- its slots stay empty and still count in `slots`, so that the metrics show the loss (as KV-limited or queued: there is
   work and no room for it), until another engine takes its place (`rejoin`), which works from the next `load` on;
 - when the last member is lost, `poll` and `load` raise `EngineDied`.
 """
@@ -61,11 +61,11 @@ class _Entry:
 
     @property
     def left(self) -> int:
-        return self.request.budget - len(self.tokens)
+        return self.request.max_new_tokens - len(self.tokens)
 
     @property
     def context_tokens(self) -> int:
-        return len(self.request.prompt.tokens) + self.request.kept_length + len(self.tokens)
+        return len(self.request.prompt.tokens) + self.request.prefix_length + len(self.tokens)
 
     def remaining(self, version: int) -> Request:
         """What is still to be made, as a request of its own."""
@@ -73,7 +73,7 @@ class _Entry:
         if not self.tokens:
             return request
         made = Segment(self.tokens[:], self.logprobs[:], version)
-        return Request(request.id, request.prompt, (*request.kept, made), self.left, request.seed, request.sampling)
+        return Request(request.id, request.prompt, (*request.prefix, made), self.left, request.seed, request.sampling)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class Pool:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.slots = sum(engine.slots for engine in engines)
-        self.load_seconds = 0.0  # of the last load, until the slowest member had it
+        self.weight_update_seconds = 0.0  # of the last load, until the slowest member had it
         self._lock = threading.Lock()  # guards all below
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}  # all that are in the pool
@@ -173,7 +173,7 @@ class Pool:
             self._raise_defect()
             return self._report()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         with self._lock:
             unwanted = {id: self._entries[id] for id in ids if id in self._entries}
             for entry in unwanted.values():
@@ -197,7 +197,7 @@ class Pool:
             self._dispatch()
             return self._report()
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         """Give all members these weights, at once. A member that cannot load them is lost."""
         if isinstance(weights, Iterator):
             weights = list(weights)  # one member would use it up
@@ -207,13 +207,13 @@ class Pool:
                 raise RuntimeError(f"load of version {version} while {len(self._entries)} requests are in the pool")
             self._version, self._has_loaded = version, True
             loading = [member for member in self._members if member.lost is None]
-            calls = [_Call(_load_of(weights, version), loses_on_any_error=True) for _ in loading]
+            calls = [_Call(_weight_update_of(weights, version), loses_on_any_error=True) for _ in loading]
             for member, call in zip(loading, calls, strict=True):
                 member.has_weights = True
                 self._call(member, call)
             self._wait_for(calls)
             self._raise_if_nobody_works(f"no engine could load the weights of version {version}: ")
-        self.load_seconds = self.now() - began
+        self.weight_update_seconds = self.now() - began
 
     # Members
 
@@ -431,12 +431,12 @@ def _advanced(engine: Engine, new: Sequence[Request], call: _Call | None) -> Seq
 
 
 def _stop_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
-    return lambda engine: engine.stop(ids)
+    return lambda engine: engine.abort(ids)
 
 
-def _load_of(weights: Any, version: int) -> Callable[[Engine], Sequence[Change]]:
+def _weight_update_of(weights: Any, version: int) -> Callable[[Engine], Sequence[Change]]:
     def load(engine: Engine) -> Sequence[Change]:
-        engine.load(weights, version)
+        engine.update_weights(weights, version)
         return ()
 
     return load

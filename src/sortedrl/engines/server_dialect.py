@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
-from sortedrl.engines.old_keys import OldKeys
+from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.server_messages import Delta, Identity
 from sortedrl.engines.stop_strings import StopStrings
 
-LOAD_SECONDS = 600.0  # for new weights
+WEIGHT_UPDATE_SECONDS = 600.0  # for new weights
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Sent:
 
     waiting: Waiting
     name: str
-    kept: list[int]
+    prefix: list[int]
     room: int  # tokens that it may still make
     sent_at: float
     stop_strings: StopStrings | None
@@ -55,7 +55,7 @@ class Sent:
     @property
     def context_tokens(self) -> int:
         """Of prompt and response, if the server has computed any of it."""
-        return len(self.request.prompt.tokens) + len(self.kept) + len(self.tokens) if self.tokens else 0
+        return len(self.request.prompt.tokens) + len(self.prefix) + len(self.tokens) if self.tokens else 0
 
 
 class ServerDialect(ABC):
@@ -64,7 +64,7 @@ class ServerDialect(ABC):
     url: str
     slots: int
     version: int  # of the weights
-    old_keys: OldKeys
+    kv_cache_reuse: KVCacheReuse
     max_length: int | None  # of prompt and response together, where the server tells
     _eos: list[int]  # the end tokens
     _seeded: bool
@@ -101,21 +101,21 @@ class ServerDialect(ABC):
         """What one event of the stream says; raises Refused for an error and Malformed for what cannot be right."""
 
     @abstractmethod
-    async def abort(self, names: Sequence[str]) -> bool:
+    async def abort_on_server(self, names: Sequence[str]) -> bool:
         """Tell the server to end these; whether it will end their streams by itself."""
 
     @abstractmethod
-    async def load_folder(self, folder: Path | None, version: int) -> str | None:
-        """Have the server load the weights of this folder (None: keep its own), in place, and forget all old keys.
+    async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
+        """Have the server load the weights of this folder (None: keep its own), in place, and forget all stale KV.
 
         Returns the weight version under which the server was told to keep them, where it can be told.
         """
 
     def room_for(self, request: Request) -> int:
-        """Tokens that the server may make: its budget, or what fits beside its context."""
+        """Tokens that the server may make: its max_new_tokens, or what fits beside its context."""
         if self.max_length is None:
-            return request.budget
-        return min(request.budget, max(1, self.max_length - len(request.prompt.tokens) - request.kept_length))
+            return request.max_new_tokens
+        return min(request.max_new_tokens, max(1, self.max_length - len(request.prompt.tokens) - request.prefix_length))
 
     def weights_name(self, version: int) -> str:
         """The weight version that the server is told: no other run has the same."""

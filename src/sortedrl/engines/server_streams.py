@@ -6,8 +6,8 @@
 - **Stop**: the server is told to abort and its streams are read to their end, so that every token that it had made
   arrives. Where it cannot be told, the connection is closed, and what had arrived is kept.
 - **Messages** are checked (server_messages.py). One that cannot be right fails its request, with the reason.
-- **Limits**: a response is cut at its token budget, whatever the server goes on to send. A stream without a token for
-  `silence_seconds` on a server that is well fails its request.
+- **Limits**: a response is cut at its `max_new_tokens`, whatever the server goes on to send. A stream without a token
+  for `silence_seconds` on a healthy server fails its request.
 - **Outage**: a server that is busy, ill or not reachable is the server's state and no request's failure. Its requests
   wait here, behind the tokens that they have (reported as Preempted), until it takes work again (outage.py). After
   `unavailable_seconds` it is dead.
@@ -110,7 +110,7 @@ class ServerStreams(ServerDialect):
             name = f"{self._name_prefix}-{self._names_given:012d}"  # none is the beginning of another
             request, now = waiting.request, self.now()
             watch = self._stop_watches.of(request)
-            sent = Sent(waiting, name, request.kept_tokens, self.room_for(request), now, watch, heard_at=now)
+            sent = Sent(waiting, name, request.prefix_tokens, self.room_for(request), now, watch, heard_at=now)
             self._sent[name] = sent
             if self._outage.is_on:
                 self._probe = sent
@@ -214,7 +214,7 @@ class ServerStreams(ServerDialect):
         room = sent.room - len(sent.tokens)
         end = "length" if len(tokens) >= room else None
         tokens = tokens[:room]
-        if not sent.request.sampling.ignore_end and not self._eos_set.isdisjoint(tokens):
+        if not sent.request.sampling.ignore_eos and not self._eos_set.isdisjoint(tokens):
             count = next(place for place, token in enumerate(tokens, start=1) if token in self._eos_set)
             tokens, end = tokens[:count], "stop"
         if sent.stop_strings is None:
@@ -222,7 +222,7 @@ class ServerStreams(ServerDialect):
             return tokens, end
         for count, token in enumerate(tokens, start=1):
             sent.tokens.append(token)
-            if sent.stop_strings.completed_by_last(sent.kept, sent.tokens):
+            if sent.stop_strings.completed_by_last(sent.prefix, sent.tokens):
                 return tokens[:count], "stop"
         return tokens, end
 
@@ -231,7 +231,7 @@ class ServerStreams(ServerDialect):
         if sent.ended or not sent.tokens:
             return sent.ended
         end = None
-        if sent.tokens[-1] in self._eos_set and not sent.request.sampling.ignore_end:
+        if sent.tokens[-1] in self._eos_set and not sent.request.sampling.ignore_eos:
             end = "stop"
         elif len(sent.tokens) >= sent.room:
             end = "length"
@@ -282,7 +282,9 @@ class ServerStreams(ServerDialect):
         if sent.trusted and sent.tokens:
             made = Segment(sent.tokens[:], sent.logprobs[:], self.version)
             request = waiting.request
-            waiting.request = request._replace(kept=(*request.kept, made), budget=request.budget - len(made))
+            waiting.request = request._replace(
+                prefix=(*request.prefix, made), max_new_tokens=request.max_new_tokens - len(made)
+            )
         self._queue = deque(sorted((*self._queue, waiting), key=lambda entry: entry.place))
         self._note_outage(reason, asked_for)
 
@@ -294,7 +296,7 @@ class ServerStreams(ServerDialect):
         else:
             self._loop.call_later(max(0.0, self._outage.retry_at - now) + 0.001, self._send_waiting)
 
-    async def _stop(self, unwanted: set[int]) -> None:
+    async def _abort(self, unwanted: set[int]) -> None:
         self._queue = deque(waiting for waiting in self._queue if waiting.request.id not in unwanted)
         leaving = [sent for sent in self._sent.values() if sent.request.id in unwanted]
         for sent in leaving:
@@ -314,7 +316,7 @@ class ServerStreams(ServerDialect):
     async def _aborts(self, names: Sequence[str]) -> bool:
         try:
             async with asyncio.timeout(ABORT_SECONDS):
-                return await self.abort(names)
+                return await self.abort_on_server(names)
         except Exception as error:  # then the connections are closed, which ends them, too
             _log.debug("%s does not abort: %s", self.url, said(error))
             return False

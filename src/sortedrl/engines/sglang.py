@@ -15,7 +15,8 @@ and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not
   is set with every load (`/model_info`). It is also in every event of a response.
 - **Noise**: `seeded=True` sends `sampling_seed`, which SGLang heeds only with `--enable-deterministic-inference`.
 - **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`
-  (`keep_old_keys=True`: without it, see old_keys.py). If any of this fails the server stays paused and is given up.
+  (`reuse_kv_cache=True`: without it, see kv_cache_reuse.py). If any of this fails, the server stays paused and is
+  given up.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.http_engine import HttpEngine
-from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
+from sortedrl.engines.server_dialect import WEIGHT_UPDATE_SECONDS, Sent
 from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
 
 _EMPTY_SECONDS = 30.0
@@ -95,20 +96,20 @@ class SglangEngine(HttpEngine):
         super().submit(requests)
 
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
-        context = [*request.prompt.tokens, *request.kept_tokens]
+        context = [*request.prompt.tokens, *request.prefix_tokens]
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": 1.0,
             "top_k": -1,  # the model's own configuration may say otherwise
             "max_new_tokens": self.room_for(request),
-            "ignore_eos": sampling.ignore_end,
-            "stop_token_ids": [] if sampling.ignore_end else self._eos,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": [] if sampling.ignore_eos else self._eos,
             "no_stop_trim": True,  # the end token is part of the response
             "skip_special_tokens": False,
         }
         if self._seeded:
-            parameters["sampling_seed"] = mixed(request.seed, request.kept_length)
+            parameters["sampling_seed"] = derive_seed(request.seed, request.prefix_length)
         body = {
             "rid": name,
             "input_ids": context,
@@ -116,7 +117,7 @@ class SglangEngine(HttpEngine):
             "stream": True,
             "return_logprob": True,
         }
-        salt = self.old_keys.salt(request, self.version)
+        salt = self.kv_cache_reuse.salt(request, self.version)
         return "/generate", body | ({"extra_key": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
@@ -144,18 +145,18 @@ class SglangEngine(HttpEngine):
             weights=None if weights is None else str(weights),
         )
 
-    async def abort(self, names: Sequence[str]) -> bool:
+    async def abort_on_server(self, names: Sequence[str]) -> bool:
         await asyncio.gather(*(self.call("POST", "/abort_request", body={"rid": name}) for name in names))
         return True
 
-    async def load_folder(self, folder: Path | None, version: int) -> str | None:
+    async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
         tag = self.weights_name(version) if folder is not None else None
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
         await self._until_empty()
-        forget = not self.old_keys.stay_at_load_of(version)
+        forget = not self.kv_cache_reuse.survives_update_to(version)
         if folder is not None:
             update = {"model_path": str(folder), "flush_cache": forget, "weight_version": tag}
-            answer = await self.call("POST", "/update_weights_from_disk", body=update, seconds=LOAD_SECONDS)
+            answer = await self.call("POST", "/update_weights_from_disk", body=update, seconds=WEIGHT_UPDATE_SECONDS)
             if answer["success"] is not True:
                 raise Refused(400, reason_of(answer))
         elif forget:

@@ -4,8 +4,8 @@ Between two events nothing changes but the contexts, which grow by one token a s
 has a closed form, and the cost of a run depends on the number of rollouts, never on the number of tokens.
 
 A token is its position in the response, its log-probability is minus (position + 1): an off-by-one anywhere in the
-scheduler is a wrong token here. With a KV budget, the request that started last is preempted when memory is
-full, and pays for the prefill of all its tokens when it comes back. With `keep_old_keys` a resumed request finds the
+scheduler is a wrong token here. With a KV max_new_tokens, the request that started last is preempted when memory is
+full, and pays for the prefill of all its tokens when it comes back. With `reuse_kv_cache` a resumed request finds the
 keys of what was kept, and pays for none.
 """
 
@@ -48,8 +48,8 @@ class SimulatedEngine:
         step_time: StepTime,
         length_of: Callable[[Request], int],
         kv_tokens: int | None = None,
-        load_seconds: float = 0.0,
-        keep_old_keys: bool = False,
+        weight_update_seconds: float = 0.0,
+        reuse_kv_cache: bool = False,
         lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it is lost
     ) -> None:
         if slots < 1:
@@ -58,8 +58,8 @@ class SimulatedEngine:
         self._step_time = step_time
         self._length_of = length_of
         self._kv_tokens = kv_tokens
-        self._load_seconds = load_seconds
-        self._keep_old_keys = keep_old_keys
+        self._weight_update_seconds = weight_update_seconds
+        self._keep_old_keys = reuse_kv_cache
         self._lost_after = lost_after
         self.tokens_made = 0  # by all requests
         self._version = 0
@@ -82,14 +82,14 @@ class SimulatedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            first, budget = request.kept_length, request.budget
+            first, max_new_tokens = request.prefix_length, request.max_new_tokens
             wanted = max(1, self._length_of(request) - first)
             lost = self._lost_after(request) if self._lost_after else None
-            if budget < 1 or lost == 0:
-                self._fail(request.id, self.now(), "no budget left" if budget < 1 else "lost by the engine")
+            if max_new_tokens < 1 or lost == 0:
+                self._fail(request.id, self.now(), "no budget left" if max_new_tokens < 1 else "lost by the engine")
                 continue
-            to_make = min(wanted, budget) if lost is None else min(wanted, budget, lost)
-            self._queue.append(_Run(request, first, to_make, truncated=wanted >= budget))
+            to_make = min(wanted, max_new_tokens) if lost is None else min(wanted, max_new_tokens, lost)
+            self._queue.append(_Run(request, first, to_make, truncated=wanted >= max_new_tokens))
         self._admit()
 
     def poll(self, until: float | None = None) -> list[Change]:
@@ -105,7 +105,7 @@ class SimulatedEngine:
                 break
         return self._handed_over()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         changes = self._handed_over()
         self._clock = at = self.now()  # a step that was under way is lost
         for id in ids:
@@ -123,11 +123,11 @@ class SimulatedEngine:
         self._admit()
         return changes
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         if self._running or self._queue:
             raise RuntimeError("weights cannot be loaded while requests are in the engine")
         self._version = version
-        self.sleep(self._load_seconds)
+        self.pass_time(self._weight_update_seconds)
 
     def _handed_over(self) -> list[Change]:
         changes, self._undelivered, self._has_ended = self._undelivered, [], False
@@ -135,7 +135,7 @@ class SimulatedEngine:
 
     # Virtual time
 
-    def sleep(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         """Let time pass with the engine at rest: the learner steps, or weights are loaded."""
         self._clock = self._now = self.now() + seconds
 
@@ -338,4 +338,4 @@ class SimulatedScorer:
 
     def wait(self, timeout_seconds: float) -> None:
         due = self._due[0][0] if self._due else math.inf
-        self._engine.sleep(max(0.0, min(due - self._engine.now(), timeout_seconds)))
+        self._engine.pass_time(max(0.0, min(due - self._engine.now(), timeout_seconds)))

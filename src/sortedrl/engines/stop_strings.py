@@ -19,13 +19,13 @@ class StopStrings:
     tokenizer: Any
     strings: tuple[str, ...]
 
-    def completed_by_last(self, kept: Sequence[int], made: Sequence[int]) -> bool:
+    def completed_by_last(self, prefix: Sequence[int], made: Sequence[int]) -> bool:
         """Whether the last token of `made`, which follows `kept`, completes a string."""
         if made[-1] not in self._endings:
             return False
         # A token holds at least one byte of text, so that no match reaches back further than this.
         window = max(len(string.encode()) for string in self.strings)
-        response = [*kept[-window:], *made[-window:]]
+        response = [*prefix[-window:], *made[-window:]]
         text = self.tokenizer.decode(response[-window:], **_VERBATIM)
         return any(string in text for string in self.strings)
 
@@ -49,7 +49,7 @@ class StopWatches:
 
     def of(self, request: Request) -> StopStrings | None:
         strings = request.sampling.stop_strings
-        if not strings or request.sampling.ignore_end:
+        if not strings or request.sampling.ignore_eos:
             return None
         if self._tokenizer is None:
             raise ValueError(f"stop_strings = {strings} are text, and the engine has no tokenizer: pass tokenizer=...")

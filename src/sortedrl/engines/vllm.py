@@ -6,12 +6,12 @@ It talks to vLLM's engine core and not to `LLM.generate`: token ids in, token id
 they were sampled at out (after temperature and top-p), nothing is turned into text. Who runs, waits or was preempted
 is read from vLLM's own scheduler after every step. Tokens are delivered when a request finishes or is stopped.
 
-- **Weights** are copied in place (`load`), without a file. vLLM keeps the old output layer of a model with tied
-  embeddings unless it is named, so it always is; and it would serve keys of the old weights from its prefix cache, so
-  that cache is emptied at every load. `keep_old_keys=True` asks for them by name (old_keys.py): a resumed response
-  finds its own, which saves its prefill.
-- **Rest**: with `rests=True` the engine gives its GPU memory away between `rest()` and the next `load` or `submit`,
-  so that engine and learner fit on one device.
+- **Weights** are copied in place (`update_weights`), without a file. vLLM keeps the old output layer of a model with
+  tied embeddings unless it is named, so it always is. Its prefix cache would serve KV of the old weights, so it is
+  emptied at every weight update. `reuse_kv_cache=True` keeps it across weight updates (kv_cache_reuse.py): a resumed
+  response finds its own blocks, which saves its prefill.
+- **Sleep**: with `enable_sleep_mode=True` the engine gives its GPU memory away between `sleep()` and the next
+  `update_weights` or `submit`, so that engine and learner fit on one device.
 - **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are used only with `seeded=True`. A resumed
   request then draws from a seed of its own: vLLM would replay the noise of position 0.
 
@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.old_keys import OldKeys
+from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
@@ -45,14 +45,14 @@ class _Inside:
 
     name: str
     request: Request
-    kept: list[int]
+    prefix: list[int]
     stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def ends_with_stop_string(self) -> bool:
         assert self.stop_strings is not None
-        return bool(self.tokens) and self.stop_strings.completed_by_last(self.kept, self.tokens)
+        return bool(self.tokens) and self.stop_strings.completed_by_last(self.prefix, self.tokens)
 
 
 class VllmEngine:
@@ -71,24 +71,24 @@ class VllmEngine:
         max_length: int,
         tokenizer: Any = None,
         seeded: bool = False,
-        rests: bool = False,
-        keep_old_keys: bool = False,
+        enable_sleep_mode: bool = False,
+        reuse_kv_cache: bool = False,
         **options: Any,
     ) -> None:
-        if rests and keep_old_keys:
+        if enable_sleep_mode and reuse_kv_cache:
             raise ConfigurationError(
-                "engine_options", "rests, keep_old_keys", "an engine that rests gives its keys away", "Leave one out."
+                "engine_options", "rests, reuse_kv_cache", "an engine that rests gives its keys away", "Leave one out."
             )
         self.slots = slots
         self.version = 0
-        self.load_seconds = 0.0  # of the last load
+        self.weight_update_seconds = 0.0  # of the last load
         self.inside_seconds = 0.0  # in vLLM's own code, of all time: the rest is ours
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
         self._tokenizer = tokenizer
         self._seeded = seeded
-        self._rests = rests
-        self._old_keys = OldKeys(keep=keep_old_keys)
+        self._rests = enable_sleep_mode
+        self._old_keys = KVCacheReuse(keep=reuse_kv_cache)
         self._asleep: list[str] = []  # parts of memory that were given away
         self._died: str | None = None
         self._made = 0  # requests so far: vLLM's names must not repeat
@@ -99,7 +99,9 @@ class VllmEngine:
         self._followed: list[Any] = []  # vLLM's running batch when it was last looked at
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
-        self._llm = _started_vllm(model, slots=slots, max_length=max_length, rests=rests, options=options)
+        self._llm = _started_vllm(
+            model, slots=slots, max_length=max_length, enable_sleep_mode=enable_sleep_mode, options=options
+        )
         self._core = self._llm.engine_core  # vLLM's in-process client
         self._scheduler = self._core.engine_core.scheduler
         self._tasks = self._core.get_supported_tasks()
@@ -127,14 +129,14 @@ class VllmEngine:
             time.sleep(max(0.0, until - self.now()))
         return self._report()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         leaving = [self._inside[self._name_of[id]] for id in ids if id in self._name_of]
         for inside in leaving:
             self._deliver(inside)
         self._remove(leaving)
         return self._report()
 
-    def load(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
+    def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
         """Copy the weights into vLLM's model. None: they have not changed, only their version has."""
         if self._inside:
             raise RuntimeError(f"load of version {version} while {len(self._inside)} requests are in: stop them first")
@@ -149,12 +151,12 @@ class VllmEngine:
                 self._died = f"weights of version {version} were loaded in part: {error}"
                 raise EngineDied(self._died) from error
             self._wake()
-        if not self._old_keys.stay_at_load_of(version) and not self._core.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache: keys of old weights would be used")
+        if not self._old_keys.survives_update_to(version) and not self._core.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: KV cache of older weights would be used")
         self.version = version
-        self.load_seconds = self.now() - began
+        self.weight_update_seconds = self.now() - began
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give the device's memory to the learner until the next `load` or `submit`. Nothing may be inside."""
         if not self._rests or self._asleep:
             return
@@ -188,8 +190,8 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         self._made += 1
-        inside = _Inside(f"{request.id}-{self._made}", request, request.kept_tokens, self._stop_watches.of(request))
-        context = [*request.prompt.tokens, *inside.kept]
+        inside = _Inside(f"{request.id}-{self._made}", request, request.prefix_tokens, self._stop_watches.of(request))
+        context = [*request.prompt.tokens, *inside.prefix]
         tokens = tokens_input(context, cache_salt=self._old_keys.salt(request, self.version))
         with self._in_vllm():
             try:
@@ -207,13 +209,13 @@ class VllmEngine:
         from vllm import SamplingParams
 
         sampling = request.sampling
-        seed = mixed(request.seed, request.kept_length) % (1 << _SEED_BITS) if self._seeded else None
+        seed = derive_seed(request.seed, request.prefix_length) % (1 << _SEED_BITS) if self._seeded else None
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=min(request.budget, self._max_length - context),
+            max_tokens=min(request.max_new_tokens, self._max_length - context),
             ignore_eos=True,  # the end tokens are named here, whatever the model's own configuration says
-            stop_token_ids=[] if sampling.ignore_end else self._eos,
+            stop_token_ids=[] if sampling.ignore_eos else self._eos,
             logprobs=0,
             seed=seed,
             detokenize=False,
@@ -272,7 +274,7 @@ class VllmEngine:
         for name in self._running - running:
             inside = self._inside.get(name)
             if inside is not None:
-                recompute = len(inside.request.prompt.tokens) + len(inside.kept) + len(inside.tokens)
+                recompute = len(inside.request.prompt.tokens) + len(inside.prefix) + len(inside.tokens)
                 self._unreported.append(Preempted(inside.request.id, at, recompute))
         for inside in self._inside.values():  # in the order of submission
             if inside.name in running and inside.name not in self._running:
@@ -348,7 +350,9 @@ class VllmEngine:
             self._asleep.remove(part)
 
 
-def _started_vllm(model: str, *, slots: int, max_length: int, rests: bool, options: Mapping[str, Any]) -> Any:
+def _started_vllm(
+    model: str, *, slots: int, max_length: int, enable_sleep_mode: bool, options: Mapping[str, Any]
+) -> Any:
     # In another process vLLM's scheduler could not be read, and weights would have to be sent.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
@@ -369,7 +373,7 @@ def _started_vllm(model: str, *, slots: int, max_length: int, rests: bool, optio
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "enable_sleep_mode": rests,
+        "enable_sleep_mode": enable_sleep_mode,
         **options,
     }
     # The context decides vLLM's default for tokens per step: another one would prefill 2048 at a time on any GPU.

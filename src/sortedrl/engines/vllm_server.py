@@ -18,8 +18,8 @@
 - **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are sent only with `seeded=True`. vLLM replays
   a seed from position 0 when a request is resumed, so a resumed one gets a seed of its own.
 - **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then the prefix cache is emptied: it
-  holds keys of the old weights (`keep_old_keys=True`: see old_keys.py). If any of this fails the server stays paused
-  and is given up.
+  holds KV of the old weights (`reuse_kv_cache=True`: see kv_cache_reuse.py). If any of this fails, the server stays
+  paused and is given up.
 
 Works with vLLM 0.32.0 (tested against a real server on CPU); the routes and formats of 0.25.1 were read in its source.
 """
@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.http_engine import HttpEngine
-from sortedrl.engines.server_dialect import LOAD_SECONDS, Sent
+from sortedrl.engines.server_dialect import WEIGHT_UPDATE_SECONDS, Sent
 from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
 
 _START = (
@@ -108,19 +108,19 @@ class VllmServerEngine(HttpEngine):
         return [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
 
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
-        context = [*request.prompt.tokens, *request.kept_tokens]
+        context = [*request.prompt.tokens, *request.prefix_tokens]
         sampling = request.sampling
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": self.room_for(request),
             "ignore_eos": True,  # the end tokens are named here, whatever the model's own configuration says
-            "stop_token_ids": [] if sampling.ignore_end else self._eos,
+            "stop_token_ids": [] if sampling.ignore_eos else self._eos,
             "logprobs": 0,
             "detokenize": False,
         }
         if self._seeded:
-            parameters["seed"] = mixed(request.seed, request.kept_length)
+            parameters["seed"] = derive_seed(request.seed, request.prefix_length)
         body = {
             "request_id": name,
             "token_ids": context,
@@ -128,7 +128,7 @@ class VllmServerEngine(HttpEngine):
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # counts in every event
         }
-        salt = self.old_keys.salt(request, self.version)
+        salt = self.kv_cache_reuse.salt(request, self.version)
         return _GENERATE, body | ({"cache_salt": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
@@ -149,7 +149,7 @@ class VllmServerEngine(HttpEngine):
             weights=_weights_in(choice.get("weight_versions") or ()),
         )
 
-    async def abort(self, names: Sequence[str]) -> bool:
+    async def abort_on_server(self, names: Sequence[str]) -> bool:
         if self._can_abort:
             try:
                 await self.call(
@@ -160,12 +160,12 @@ class VllmServerEngine(HttpEngine):
                 return False
         return self._can_abort
 
-    async def load_folder(self, folder: Path | None, version: int) -> str | None:
-        keys_stay = self.old_keys.stay_at_load_of(version)
+    async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
+        keys_stay = self.kv_cache_reuse.survives_update_to(version)
         await self.call("POST", "/pause", mode="abort", clear_cache=str(not keys_stay).lower())
         if folder is not None:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self.call("POST", "/collective_rpc", body=reload, seconds=LOAD_SECONDS)
+            await self.call("POST", "/collective_rpc", body=reload, seconds=WEIGHT_UPDATE_SECONDS)
         tag = await self._tag_weights(version) if folder is not None else None
         if not keys_stay:
             emptied = await self.call("POST", "/reset_prefix_cache")

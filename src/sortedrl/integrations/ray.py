@@ -5,7 +5,7 @@
 
 One actor hosts one engine; here a `RayEngine` stands for it, in the pool as any other engine does. An actor or a node
 that is lost is a member that is lost (engines/pool.py): its requests go on elsewhere behind what they had delivered.
-`RayPool.revive` starts engines anew where the cluster has room, to work from the next weight load on.
+`RayPool.revive` starts engines again where the cluster has room, to work from the next weight load on.
 
 - **Clocks**: nodes have clocks of their own, so every answer carries the actor's time and is read against ours. A time
   stamp is wrong by the time that the answer travelled, and never goes back.
@@ -32,7 +32,7 @@ from sortedrl.engines.pool import Pool
 
 _LINGER_SECONDS = 0.01
 _ANSWER_SECONDS = 60.0  # for a call that does little
-_LOAD_SECONDS = 1800.0
+_WEIGHT_UPDATE_SECONDS = 1800.0
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.RaySystemError)
 
 
@@ -57,12 +57,12 @@ class EngineHost:
             changes += engine.poll(linger)
         return engine.now(), merged(changes)
 
-    def stop(self, ids: Sequence[int]) -> tuple[float, list[Change]]:
-        changes = self._engine.stop(ids)
+    def abort(self, ids: Sequence[int]) -> tuple[float, list[Change]]:
+        changes = self._engine.abort(ids)
         return self._engine.now(), merged(changes)
 
-    def load(self, weights: Any, version: int) -> None:
-        self._engine.load(weights, version)
+    def update_weights(self, weights: Any, version: int) -> None:
+        self._engine.update_weights(weights, version)
 
 
 class RayEngine:
@@ -91,14 +91,14 @@ class RayEngine:
                 break
         return changes
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
-        changes = self._on_our_clock(self._answer(self._actor.stop.remote(list(ids))))
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        changes = self._on_our_clock(self._answer(self._actor.abort.remote(list(ids))))
         self._inside -= set(ids)
         return changes
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         """`weights` may lie in Ray's object store already (an ObjectRef)."""
-        self._answer(self._actor.load.remote(weights, version), _LOAD_SECONDS)
+        self._answer(self._actor.update_weights.remote(weights, version), _WEIGHT_UPDATE_SECONDS)
 
     def close(self) -> None:
         """End the actor, and with it the engine."""
@@ -132,8 +132,8 @@ class RayPool(Pool):
         self._options = {"scheduling_strategy": "SPREAD", **options}
         super().__init__([self._new_engine() for _ in range(engines)])
 
-    def load(self, weights: Any, version: int) -> None:
-        super().load(None if weights is None else ray.put(on_host(weights)), version)
+    def update_weights(self, weights: Any, version: int) -> None:
+        super().update_weights(None if weights is None else ray.put(on_host(weights)), version)
 
     def revive(self, *, start_seconds: float = 60.0) -> int:
         """Start an engine in each lost place, as far as the cluster has room for it; how many came."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
-Baseline = Literal["siblings", "previous_cohorts", "cohort_so_far", "batch"]
+AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
 TruncatedRollouts = Literal["keep", "masked", "zero", "soft_penalty"]
 
 # Previous cohorts are pooled, newest first, until they hold this many values: the mean is then known to 0.05
@@ -66,12 +66,12 @@ class Moments:
         )
 
     @property
-    def deviation(self) -> float:
+    def std(self) -> float:
         """Sample standard deviation, or 1 where it is too small to divide by."""
         if self.count < 2:
             return 1.0
-        deviation = float((self.squares / (self.count - 1)) ** 0.5)
-        return deviation if deviation > SMALLEST_DEVIATION else 1.0
+        std = float((self.squares / (self.count - 1)) ** 0.5)
+        return std if std > SMALLEST_DEVIATION else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,10 @@ class CohortStatistics:
         return CohortStatistics(restored("seen"), restored("references"), initial)
 
 
-def normalised(
-    values_n: Tensor, cohort_n: Tensor, baseline: Baseline, statistics: CohortStatistics
+def normalized(
+    values_n: Tensor, cohort_n: Tensor, advantage_baseline: AdvantageBaseline, statistics: CohortStatistics
 ) -> tuple[Tensor, CohortStatistics]:
-    """The values, centred and scaled, and the statistics that have seen them.
+    """The values, centered and scaled, and the statistics that have seen them.
 
     - `previous_cohorts`: by the reference of the value's cohort, a constant over that cohort.
     - `cohort_so_far`: by all values of the cohort up to and including these.
@@ -153,90 +153,90 @@ def normalised(
     """
     cohorts = sorted(set(cohort_n.tolist()))
     after = statistics.with_references(cohorts).with_seen(values_n, cohort_n)
-    if baseline == "batch":
+    if advantage_baseline == "batch":
         batch = Moments.of(values_n)
-        return (values_n - batch.mean) / batch.deviation, after
+        return (values_n - batch.mean) / batch.std, after
     out_n = torch.empty_like(values_n)
     for cohort in cohorts:
         members_n = cohort_n == cohort
-        against = after.reference(cohort) if baseline == "previous_cohorts" else after.seen[cohort]
-        out_n[members_n] = (values_n[members_n] - against.mean) / against.deviation
-    if baseline == "previous_cohorts":
+        against = after.reference(cohort) if advantage_baseline == "previous_cohorts" else after.seen[cohort]
+        out_n[members_n] = (values_n[members_n] - against.mean) / against.std
+    if advantage_baseline == "previous_cohorts":
         out_n = out_n.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
     return out_n, after
 
 
-def sibling_sets(keys: Sequence[Hashable]) -> Tensor:
-    """The index of each rollout's sibling set, `set_b`, from keys that siblings share."""
+def group_indices(keys: Sequence[Hashable]) -> Tensor:
+    """The index of each rollout's group, `group_b`, from keys that siblings share."""
     index: dict[Hashable, int] = {}
     return torch.tensor([index.setdefault(key, len(index)) for key in keys], dtype=torch.long)
 
 
-def _set_sums(values_b: Tensor, set_b: Tensor) -> Tensor:
-    """For each rollout the sum over its sibling set."""
-    sums = torch.zeros(int(set_b.max()) + 1, dtype=values_b.dtype).index_add_(0, set_b, values_b)
-    return sums[set_b]
+def _set_sums(values_b: Tensor, group_b: Tensor) -> Tensor:
+    """For each rollout the sum over its group."""
+    sums = torch.zeros(int(group_b.max()) + 1, dtype=values_b.dtype).index_add_(0, group_b, values_b)
+    return sums[group_b]
 
 
-def centred_on_siblings(rewards_b: Tensor, set_b: Tensor) -> Tensor:
-    """Reward minus the mean of the sibling set; 0 for a rollout that is alone in its set."""
-    return rewards_b - _set_sums(rewards_b, set_b) / _set_sums(torch.ones_like(rewards_b), set_b)
+def centered_on_group(rewards_b: Tensor, group_b: Tensor) -> Tensor:
+    """Reward minus the mean of the group; 0 for a rollout that is alone in its set."""
+    return rewards_b - _set_sums(rewards_b, group_b) / _set_sums(torch.ones_like(rewards_b), group_b)
 
 
-def grpo_advantages(rewards_b: Tensor, set_b: Tensor) -> Tensor:
-    """Deviation from the sibling set's mean in units of its sample standard deviation."""
-    centred_b = centred_on_siblings(rewards_b, set_b)
-    degrees_b = (_set_sums(torch.ones_like(rewards_b), set_b) - 1).clamp(min=1)
-    return centred_b / ((_set_sums(centred_b.square(), set_b) / degrees_b).sqrt() + SMALLEST_DEVIATION)
+def grpo_advantages(rewards_b: Tensor, group_b: Tensor) -> Tensor:
+    """Deviation from the group's mean in units of its sample standard deviation."""
+    centered_b = centered_on_group(rewards_b, group_b)
+    degrees_b = (_set_sums(torch.ones_like(rewards_b), group_b) - 1).clamp(min=1)
+    return centered_b / ((_set_sums(centered_b.square(), group_b) / degrees_b).sqrt() + SMALLEST_DEVIATION)
 
 
-def rloo_advantages(rewards_b: Tensor, set_b: Tensor) -> Tensor:
+def rloo_advantages(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     """Reward minus the mean of the other siblings; 0 for a rollout that is alone in its set."""
-    size_b = _set_sums(torch.ones_like(rewards_b), set_b)
-    return centred_on_siblings(rewards_b, set_b) * size_b / (size_b - 1).clamp(min=1)
+    size_b = _set_sums(torch.ones_like(rewards_b), group_b)
+    return centered_on_group(rewards_b, group_b) * size_b / (size_b - 1).clamp(min=1)
 
 
-def zero_variance(rewards_b: Tensor, set_b: Tensor) -> Tensor:
+def zero_variance(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     """True where a rollout has siblings and all of the set got the same reward."""
-    size_b = _set_sums(torch.ones_like(rewards_b), set_b)
-    spread_b = _set_sums(centred_on_siblings(rewards_b, set_b).abs(), set_b)
+    size_b = _set_sums(torch.ones_like(rewards_b), group_b)
+    spread_b = _set_sums(centered_on_group(rewards_b, group_b).abs(), group_b)
     return (size_b > 1) & (spread_b < 1e-6 * size_b)
 
 
 def reward_advantages(
     rewards_b: Tensor,
-    set_b: Tensor,
+    group_b: Tensor,
     cohort_b: Tensor,
     algorithm: Algorithm,
-    baseline: Baseline,
+    advantage_baseline: AdvantageBaseline,
     statistics: CohortStatistics,
 ) -> tuple[Tensor, CohortStatistics]:
     """One advantage per rollout for the algorithms without a critic, and the statistics after it.
 
-    Reinforce++ with `siblings` subtracts the group's mean and divides by the standard deviation that such
+    Reinforce++ with `group` subtracts the group's mean and divides by the standard deviation that such
     differences had in the previous cohorts, one scale for all groups. A cohort without a predecessor has no
     such statistics: there reinforce++ compares a rollout with those of its group that are in the batch, as
     GRPO does, with both baselines. One that is alone gets 0: which rollouts are alone depends on their
     length. With one rollout per prompt all are alone, and measured against the initial reference.
     """
-    has_groups = bool((set_b.bincount() > 1).any())
-    if baseline == "siblings" and not has_groups:
+    has_groups = bool((group_b.bincount() > 1).any())
+    if advantage_baseline == "group" and not has_groups:
         raise ValueError(
-            f"{algorithm} compares siblings, but none of the {len(set_b)} rollouts of this update has one: "
-            "set rollouts_per_prompt to 2 or more, or use reinforce++ with baseline previous_cohorts"
+            f"{algorithm} compares the rollouts of a group, but each of the {len(group_b)} in this update is alone: "
+            "set rollouts_per_prompt to 2 or more, or use reinforce++ with advantage_baseline = previous_cohorts"
         )
     if algorithm == "grpo":
-        return grpo_advantages(rewards_b, set_b), statistics
+        return grpo_advantages(rewards_b, group_b), statistics
     if algorithm == "rloo":
-        return rloo_advantages(rewards_b, set_b), statistics
-    if baseline in ("batch", "cohort_so_far"):
-        return normalised(rewards_b, cohort_b, baseline, statistics)
-    compared_b = centred_on_siblings(rewards_b, set_b) if baseline == "siblings" else rewards_b
-    advantages_b, after = normalised(compared_b, cohort_b, "previous_cohorts", statistics)
+        return rloo_advantages(rewards_b, group_b), statistics
+    if advantage_baseline in ("batch", "cohort_so_far"):
+        return normalized(rewards_b, cohort_b, advantage_baseline, statistics)
+    compared_b = centered_on_group(rewards_b, group_b) if advantage_baseline == "group" else rewards_b
+    advantages_b, after = normalized(compared_b, cohort_b, "previous_cohorts", statistics)
     if not has_groups:
         return advantages_b, after
     by_group_b = after.without_predecessor(cohort_b)
-    return torch.where(by_group_b, grpo_advantages(rewards_b, set_b), advantages_b), after
+    return torch.where(by_group_b, grpo_advantages(rewards_b, group_b), advantages_b), after
 
 
 def rewards_with_truncation(
@@ -263,7 +263,7 @@ def rewards_with_truncation(
 
 
 def generalised_advantages(
-    rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor, discount: float, trace_decay: float
+    rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """GAE: advantages and returns per token, 0 outside the mask.
 
@@ -275,8 +275,8 @@ def generalised_advantages(
     next_value_b = torch.zeros_like(values_bt[:, 0])
     next_advantage_b = torch.zeros_like(next_value_b)
     for t in reversed(range(values_bt.shape[1])):
-        surprise_b = rewards_bt[:, t] + discount * next_value_b - values_bt[:, t]
-        advantage_b = surprise_b + discount * trace_decay * next_advantage_b
+        surprise_b = rewards_bt[:, t] + gamma * next_value_b - values_bt[:, t]
+        advantage_b = surprise_b + gamma * gae_lambda * next_advantage_b
         sampled_b = mask_bt[:, t]
         next_advantage_b = torch.where(sampled_b, advantage_b, next_advantage_b)
         next_value_b = torch.where(sampled_b, values_bt[:, t], next_value_b)

@@ -29,7 +29,7 @@ class UpdateBatch:
     tokens_bt: Tensor
     prompt_lengths_b: Tensor
     response_lengths_b: Tensor
-    behaviour_br: Tensor  # log-probabilities that the engine sampled with
+    behavior_br: Tensor  # log-probabilities that the engine sampled with
     staleness_br: Tensor  # versions between sampling and this update
     mask_br: Tensor  # bool: the policy sampled the token
     proximal_br: Tensor
@@ -90,7 +90,7 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
         tokens_bt=padded([[*r.prompt.tokens, *r.tokens] for r in rollouts], width_t, torch.long),
         prompt_lengths_b=torch.tensor(prompts),
         response_lengths_b=torch.tensor(responses),
-        behaviour_br=padded([rollout.logprobs for rollout in rollouts], width_r, torch.float32),
+        behavior_br=padded([rollout.logprobs for rollout in rollouts], width_r, torch.float32),
         staleness_br=padded(staleness, width_r, torch.int32),
         mask_br=padded([rollout.mask for rollout in rollouts], width_r, torch.bool),
         proximal_br=empty_br,
@@ -120,10 +120,10 @@ def _check(rollout: Rollout, version: int) -> None:
 
 
 def _check_logprobs(rollouts: Sequence[Rollout], batch: UpdateBatch) -> None:
-    bad_br = batch.mask_br & ~(batch.behaviour_br.isfinite() & (batch.behaviour_br <= LARGEST_LOGPROB))
+    bad_br = batch.mask_br & ~(batch.behavior_br.isfinite() & (batch.behavior_br <= LARGEST_LOGPROB))
     for row, place in bad_br.nonzero()[:1].tolist():
         raise ValueError(
-            f"{_name(rollouts[row])} has log-probability {batch.behaviour_br[row, place].item()} at response "
+            f"{_name(rollouts[row])} has log-probability {batch.behavior_br[row, place].item()} at response "
             f"token {place}: it must be finite and at most 0; check that the engine returns the "
             "log-probability of the token that it sampled"
         )
@@ -177,6 +177,6 @@ def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> in
 
 
 def balanced_parts(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """The rows dealt out by length, so that every optimiser step of an update sees the same length mix."""
+    """The rows dealt out by length, so that every optimizer step of an update sees the same length mix."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     return [part for start in range(parts) if (part := order[start::parts])]

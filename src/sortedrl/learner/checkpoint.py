@@ -102,7 +102,7 @@ def clean_up(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def load_newest_intact(folder: Path, say: Callable[[str], None]) -> Checkpoint:
+def load_newest_intact(folder: Path, log: Callable[[str], None]) -> Checkpoint:
     """The newest checkpoint that is intact. Damaged ones before it are set aside, with a line about each.
 
     They must not stay under their names: the run makes these updates again, and until then a damaged one that can be
@@ -120,7 +120,7 @@ def load_newest_intact(folder: Path, say: Callable[[str], None]) -> Checkpoint:
             checkpoint = _read(path)
             for bad, why in damaged:
                 aside = _set_aside(bad)
-                say(f"checkpoint {bad} is damaged: {why}. It is now {aside.name}; the run goes on from {path.name}")
+                log(f"checkpoint {bad} is damaged: {why}. It is now {aside.name}; the run goes on from {path.name}")
             return checkpoint
         damaged.append((path, damage))
     path, why = damaged[0]

@@ -1,11 +1,11 @@
 """The learner: one update from a batch of scored rollouts.
 
-    rollouts -> rewards -> advantages -> micro-batches -> gradients -> optimiser -> weights()
+    rollouts -> rewards -> advantages -> micro-batches -> gradients -> optimizer -> weights()
 
 What must hold:
 - the old policy is what the engine sampled with, token by token; it is never recomputed and put in its place;
 - neither padding nor the cut into micro-batches changes the gradient;
-- a `step` that fails before its optimiser step leaves nothing behind: it can be repeated;
+- a `step` that fails before its optimizer step leaves nothing behind: it can be repeated;
 - `state_dict` holds all that the next update depends on, apart from the initial model and the settings.
 """
 
@@ -28,10 +28,10 @@ from sortedrl.learner.advantages import (
     Moments,
     explained_variance,
     generalised_advantages,
-    normalised,
+    group_indices,
+    normalized,
     reward_advantages,
     rewards_with_truncation,
-    sibling_sets,
     zero_variance,
 )
 from sortedrl.learner.batching import (
@@ -55,7 +55,7 @@ from sortedrl.learner.models import (
     scattered,
     with_adapters,
 )
-from sortedrl.learner.optimiser import AdamW
+from sortedrl.learner.optimizer import AdamW
 from sortedrl.learner.settings import LearnerSettings, require
 
 
@@ -63,7 +63,7 @@ from sortedrl.learner.settings import LearnerSettings, require
 class _Tally:
     """What an update's micro-batches leave for its metrics. Entries are per trained token or sums."""
 
-    gap: list[Tensor] = field(default_factory=list)  # new - behaviour log-probability before any step
+    gap: list[Tensor] = field(default_factory=list)  # new - behavior log-probability before any step
     staleness: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
@@ -71,14 +71,14 @@ class _Tally:
     policy_loss: list[Tensor] = field(default_factory=list)
     kl_reference: list[Tensor] = field(default_factory=list)
     critic_loss: list[Tensor] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
-    critic_gradient_norms: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    critic_grad_norms: list[float] = field(default_factory=list)
     micro_batches: int = 0
     skipped_steps: int = 0
 
 
 class Learner:
-    """Owns the model and its optimiser. Takes the model over: it is cast, adapted and trained in place.
+    """Owns the model and its optimizer. Takes the model over: it is cast, adapted and trained in place.
 
     With a KL term the reference is the model as it is handed over, so resume by building the learner from the
     initial model again before `load_state_dict`.
@@ -90,7 +90,7 @@ class Learner:
         self.model = model
         self.critic = ValueModel(model).eval() if settings.algorithm == "ppo" else None
         self.updates = 0
-        self._normaliser_tokens = settings.normaliser_tokens
+        self._normaliser_tokens = settings.normalizer_tokens
         self._statistics = CohortStatistics()
         self._device: torch.device = model.device
         self._policy_scorer = TokenScorer(model, settings.temperature)
@@ -104,8 +104,8 @@ class Learner:
             checkpoint_layers(model)
             if self.critic is not None:
                 checkpoint_layers(self.critic.trunk)
-        self._optimiser = AdamW(list(_trainable(model).values()), settings.weight_decay)
-        self._critic_optimiser = (
+        self._optimizer = AdamW(list(_trainable(model).values()), settings.weight_decay)
+        self._critic_optimizer = (
             AdamW(list(_trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None
         )
 
@@ -141,14 +141,14 @@ class Learner:
         require(len(rollouts) > 0, "rollouts", len(rollouts), "an update needs at least one rollout")
         whole = update_batch(rollouts, version)
         rewards_b, truncated_b = self._rewards(rollouts, whole)
-        set_b = sibling_sets([rollout.group for rollout in rollouts])
+        group_b = group_indices([rollout.group for rollout in rollouts])
         cohort_b = torch.tensor([rollout.cohort for rollout in rollouts])
-        flat_b = zero_variance(rewards_b, set_b)
+        flat_b = zero_variance(rewards_b, group_b)
 
         trains_b = whole.mask_br.any(1)
         if self.settings.truncated_rollouts == "masked":
             trains_b &= ~truncated_b
-        if self.settings.drop_zero_variance_sets:
+        if self.settings.drop_zero_variance_groups:
             trains_b &= ~flat_b
         rows = [row for row, trains in enumerate(trains_b.tolist()) if trains]
         batch = whole.select(rows)
@@ -157,19 +157,19 @@ class Learner:
             "rollouts_trained": float(len(batch)),
             "tokens_trained": float(batch.mask_br.sum()),
             "reward_mean": rewards_b.mean().item(),
-            "reward_deviation": rewards_b.std(correction=0).item(),
+            "reward_std": rewards_b.std(correction=0).item(),
             "length_mean": whole.response_lengths_b.float().mean().item(),
-            "truncated_share": truncated_b.float().mean().item(),
-            "sibling_sets": float(set_b.max() + 1),
-            "zero_variance_sets": float(len(set(set_b[flat_b].tolist()))),
+            "truncated_fraction": truncated_b.float().mean().item(),
+            "group_indices": float(group_b.max() + 1),
+            "zero_variance_groups": float(len(set(group_b[flat_b].tolist()))),
         }
         if self.critic is None:
             advantages_b, statistics = reward_advantages(
                 rewards_b,
-                set_b,
+                group_b,
                 cohort_b,
                 self.settings.algorithm,
-                self.settings.resolved_baseline,
+                self.settings.resolved_advantage_baseline,
                 self._statistics,
             )
             batch = replace(batch, advantages_br=advantages_b[rows][:, None] * batch.mask_br)
@@ -211,26 +211,26 @@ class Learner:
         """Plain containers and the learner's own tensors: write them out before the next step."""
         state: dict[str, Any] = {
             "updates": self.updates,
-            "normaliser_tokens": self._normaliser_tokens,
+            "normalizer_tokens": self._normaliser_tokens,
             "statistics": self._statistics.state_dict(),
             "policy": {name: weight.detach() for name, weight in _trainable(self.model).items()},
-            "optimiser": self._optimiser.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
         }
-        if self.critic is not None and self._critic_optimiser is not None:
+        if self.critic is not None and self._critic_optimizer is not None:
             state["critic"] = {name: weight.detach() for name, weight in _trainable(self.critic).items()}
-            state["critic_optimiser"] = self._critic_optimiser.state_dict()
+            state["critic_optimizer"] = self._critic_optimizer.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, in a learner built from the same initial model with the same settings."""
         _copy_into(_trainable(self.model), state["policy"], "policy")
-        self._optimiser.load_state_dict(state["optimiser"])
-        if self.critic is not None and self._critic_optimiser is not None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self.critic is not None and self._critic_optimizer is not None:
             _copy_into(_trainable(self.critic), state["critic"], "critic")
-            self._critic_optimiser.load_state_dict(state["critic_optimiser"])
+            self._critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
-        # A run goes on with the constant that its optimiser has seen. Older versions saved None at update 0.
-        self._normaliser_tokens = state["normaliser_tokens"] or self.settings.normaliser_tokens
+        # A run goes on with the constant that its optimizer has seen. Older versions saved None at update 0.
+        self._normaliser_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
         self.updates = int(state["updates"])
 
     def _rewards(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ class Learner:
         """Values under the critic of now, GAE over them, and how much of the returns the critic knew."""
         assert self.critic is not None
         mask_br = batch.mask_br
-        values_br = torch.zeros_like(batch.behaviour_br)
+        values_br = torch.zeros_like(batch.behavior_br)
         with torch.no_grad():
             for rows in self._plan(batch, range(len(batch))):
                 part = batch.select(rows, self._device)
@@ -259,40 +259,40 @@ class Learner:
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
         rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b[:, None])
         advantages_br, returns_br = generalised_advantages(
-            rewards_br, values_br, mask_br, self.settings.discount, self.settings.trace_decay
+            rewards_br, values_br, mask_br, self.settings.gamma, self.settings.gae_lambda
         )
         quality = explained_variance(values_br[mask_br], returns_br[mask_br])
-        normalised_n, statistics = normalised(
+        normalized_n, statistics = normalized(
             advantages_br[mask_br],
             cohort_b[:, None].expand_as(mask_br)[mask_br],
-            self.settings.resolved_baseline,
+            self.settings.resolved_advantage_baseline,
             self._statistics,
         )
-        advantages_br = scattered(normalised_n, mask_br)
+        advantages_br = scattered(normalized_n, mask_br)
         return replace(batch, advantages_br=advantages_br, returns_br=returns_br), statistics, quality
 
     def _plan(self, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
         return sorted_micro_batches(rows, batch.lengths_b.tolist(), self.settings.tokens_per_micro_batch)
 
     def _padding(self, batch: UpdateBatch, load_order: Sequence[int]) -> dict[str, float]:
-        """`padding_share`: of the tokens computed, those that are padding. `padding_saved`: how many fewer
+        """`padding_fraction`: of the tokens computed, those that are padding. `padding_saved`: how many fewer
         are computed than with micro-batches of the same budget in the order in which the prompts were
         loaded."""
         lengths = batch.lengths_b.tolist()
         computed = padded_tokens(self._plan(batch, range(len(batch))), lengths)
         unsorted = padded_tokens(micro_batches(load_order, lengths, self.settings.tokens_per_micro_batch), lengths)
-        return {"padding_share": 1.0 - sum(lengths) / computed, "padding_saved": 1.0 - computed / unsorted}
+        return {"padding_fraction": 1.0 - sum(lengths) / computed, "padding_saved": 1.0 - computed / unsorted}
 
     def _train(self, batch: UpdateBatch) -> dict[str, float]:
-        if self.settings.stale_tokens == "decoupled" and self.settings.steps_per_update > 1:
+        if self.settings.off_policy_correction == "decoupled" and self.settings.steps_per_update > 1:
             batch = replace(batch, proximal_br=self._proximal(batch))
         parts = balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)
         tally = _Tally()
         warm = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_updates))
         for index, rows in enumerate(parts):
             part = batch.select(rows)
-            normaliser_tokens = self._normaliser_tokens / self.settings.steps_per_update
-            weights_br = token_weights(part.mask_br, self.settings.aggregation, normaliser_tokens)
+            normalizer_tokens = self._normaliser_tokens / self.settings.steps_per_update
+            weights_br = token_weights(part.mask_br, self.settings.aggregation, normalizer_tokens)
             part = replace(part, weights_br=weights_br)
             self._forget_gradients()  # of an update that failed half-way
             for group in self._plan(part, range(len(part))):
@@ -302,15 +302,15 @@ class Learner:
         return _summary(tally, batch) | {"learning_rate": warm * self.settings.learning_rate}
 
     def _forget_gradients(self) -> None:
-        self._optimiser.forget_gradients()
-        if self._critic_optimiser is not None:
-            self._critic_optimiser.forget_gradients()
+        self._optimizer.forget_gradients()
+        if self._critic_optimizer is not None:
+            self._critic_optimizer.forget_gradients()
 
     @torch.no_grad()
     def _proximal(self, batch: UpdateBatch) -> Tensor:
         """Log-probabilities under the weights before the update. A single step needs no pass of its own for
         them: they are what it computes anyway."""
-        proximal_br = torch.zeros_like(batch.behaviour_br)
+        proximal_br = torch.zeros_like(batch.behavior_br)
         for rows in self._plan(batch, range(len(batch))):
             part = batch.select(rows, self._device)
             proximal_br[rows, : part.mask_br.shape[1]] = self._policy_scorer(part)[0].cpu()
@@ -322,11 +322,11 @@ class Learner:
         new_br, entropy_br = self._policy_scorer(batch, entropy_gradient=settings.entropy_coefficient > 0)
         policy = policy_loss(
             new_br,
-            batch.behaviour_br,
+            batch.behavior_br,
             batch.proximal_br if settings.steps_per_update > 1 else new_br.detach(),
             batch.advantages_br,
             mask_br,
-            stale_tokens=settings.stale_tokens,
+            off_policy_correction=settings.off_policy_correction,
             level=settings.ratio_level,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
@@ -346,7 +346,7 @@ class Learner:
             critic_loss.backward()
             tally.critic_loss.append(critic_loss.detach())
         if first_step:
-            tally.gap.append((new_br.detach() - batch.behaviour_br)[mask_br])
+            tally.gap.append((new_br.detach() - batch.behavior_br)[mask_br])
             tally.staleness.append(batch.staleness_br[mask_br])
         tally.entropy.append(entropy_br[mask_br].detach())
         tally.clipped.append(policy.clipped_bt[mask_br])
@@ -361,19 +361,19 @@ class Learner:
             return self._reference_scorer(batch)[0]
 
     def _apply(self, warm: float, tally: _Tally) -> None:
-        """An optimiser step from the accumulated gradients, clipped; none if they are not finite."""
-        norm = self._step_of(self._optimiser, warm * self.settings.learning_rate)
-        tally.gradient_norms.append(norm)
+        """An optimizer step from the accumulated gradients, clipped; none if they are not finite."""
+        norm = self._step_of(self._optimizer, warm * self.settings.learning_rate)
+        tally.grad_norms.append(norm)
         tally.skipped_steps += not math.isfinite(norm)
-        if self._critic_optimiser is not None:
-            critic_norm = self._step_of(self._critic_optimiser, warm * self.settings.critic_learning_rate)
-            tally.critic_gradient_norms.append(critic_norm)
+        if self._critic_optimizer is not None:
+            critic_norm = self._step_of(self._critic_optimizer, warm * self.settings.critic_learning_rate)
+            tally.critic_grad_norms.append(critic_norm)
 
-    def _step_of(self, optimiser: AdamW, learning_rate: float) -> float:
-        norm = optimiser.gradient_norm()
+    def _step_of(self, optimizer: AdamW, learning_rate: float) -> float:
+        norm = optimizer.grad_norm()
         if math.isfinite(norm):
-            optimiser.step(learning_rate, min(1.0, self.settings.max_gradient_norm / max(norm, 1e-12)))
-        optimiser.forget_gradients()
+            optimizer.step(learning_rate, min(1.0, self.settings.max_grad_norm / max(norm, 1e-12)))
+        optimizer.forget_gradients()
         return norm
 
 
@@ -406,11 +406,11 @@ def _summary(tally: _Tally, batch: UpdateBatch) -> dict[str, float]:
     metrics = {
         "policy_loss": torch.stack(tally.policy_loss).sum().item(),
         "advantage_mean": advantages_n.mean().item(),
-        "advantage_deviation": advantages_n.std(correction=0).item(),
+        "advantage_std": advantages_n.std(correction=0).item(),
         "entropy": torch.cat(tally.entropy).mean().item(),
-        "clipped_share": torch.cat(tally.clipped).float().mean().item(),
+        "clipped_fraction": torch.cat(tally.clipped).float().mean().item(),
         "importance_weight_mean": torch.cat(tally.weight).mean().item(),
-        "gradient_norm": max(tally.gradient_norms),
+        "grad_norm": max(tally.grad_norms),
         "skipped_steps": float(tally.skipped_steps),
         "micro_batches": float(tally.micro_batches),
         "staleness_mean": batch.staleness_br[batch.mask_br].float().mean().item(),
@@ -420,7 +420,7 @@ def _summary(tally: _Tally, batch: UpdateBatch) -> dict[str, float]:
         metrics["kl_reference"] = torch.cat(tally.kl_reference).mean().item()
     if tally.critic_loss:
         metrics["critic_loss"] = torch.stack(tally.critic_loss).sum().item()
-        metrics["critic_gradient_norm"] = max(tally.critic_gradient_norms)
+        metrics["critic_grad_norm"] = max(tally.critic_grad_norms)
     return metrics | mismatch(torch.cat(tally.gap), torch.cat(tally.staleness))
 
 
@@ -433,7 +433,7 @@ def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
     out.
     """
     fresh_n, stale_n = gap_n[staleness_n == 0], gap_n[staleness_n > 0]
-    metrics = {"mismatch_tokens": float(len(fresh_n)), "stale_share": len(stale_n) / max(1, len(gap_n))}
+    metrics = {"mismatch_tokens": float(len(fresh_n)), "stale_fraction": len(stale_n) / max(1, len(gap_n))}
     if len(fresh_n):
         metrics |= {
             "mismatch_kl": kl_k3(torch.zeros_like(fresh_n), fresh_n).mean().item(),

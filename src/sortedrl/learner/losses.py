@@ -1,16 +1,16 @@
 """Losses per token, pure functions of tensors.
 
-Three policies meet here. *Behaviour*: what the engine sampled each token with, possibly several versions ago.
+Three policies meet here. *Behavior*: what the engine sampled each token with, possibly several versions ago.
 *Proximal*: the learner's weights before the update. *New*: the weights being trained. The ratio that is
 clipped is new / old; which of the two others is "old", and what corrects the rest, is the treatment of stale
 tokens:
 
-    plain       old = behaviour: PPO-clip on the stored log-probabilities (the paper's way)
-    masked      as plain; a token whose ratio is beyond the cap, or below its inverse, does not train
-    truncated   a policy gradient weighted by min(new / behaviour, cap): no clipping, nothing recomputed
-    decoupled   old = proximal, weighted by min(proximal / behaviour, cap)
+    ppo_clip    old = behavior: PPO-clip on the stored log-probabilities (the paper's way)
+    mask        as ppo_clip; a token whose ratio is beyond the cap, or below its inverse, does not train
+    tis         a policy gradient weighted by min(new / behavior, cap): no clipping, nothing recomputed
+    decoupled   old = proximal, weighted by min(proximal / behavior, cap)
 
-With a single optimiser step per update the proximal policy is the new one, and decoupled and truncated have
+With a single optimizer step per update the proximal policy is the new one, and decoupled and truncated have
 the same gradient; they part when an update takes several steps.
 
 Suffixes: `_bt` rollouts x response tokens padded on the right, `_n` tokens picked from those, `_h` hidden
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-StaleTokens = Literal["plain", "truncated", "masked", "decoupled"]
+OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled"]
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["constant", "token_mean", "sequence_mean"]
 
@@ -58,12 +58,12 @@ def ratio(log_ratio_bt: Tensor, mask_bt: Tensor, level: RatioLevel) -> Tensor:
 
 def policy_loss(
     new_bt: Tensor,
-    behaviour_bt: Tensor,
+    behavior_bt: Tensor,
     proximal_bt: Tensor,
     advantages_bt: Tensor,
     mask_bt: Tensor,
     *,
-    stale_tokens: StaleTokens,
+    off_policy_correction: OffPolicyCorrection,
     level: RatioLevel,
     clip_low: float,
     clip_high: float,
@@ -75,19 +75,19 @@ def policy_loss(
     `proximal_bt` matters for `decoupled` alone. Clipping is asymmetric: a ratio counts from 1 - clip_low to
     1 + clip_high, and only where that lowers the objective.
     """
-    if stale_tokens == "decoupled":
+    if off_policy_correction == "decoupled":
         old_bt = proximal_bt
-    elif stale_tokens == "truncated":
+    elif off_policy_correction == "tis":
         old_bt = new_bt.detach()
     else:
-        old_bt = behaviour_bt
+        old_bt = behavior_bt
     ratio_bt = ratio(new_bt - old_bt, mask_bt, level)
-    if stale_tokens == "plain":
-        weight_bt = torch.ones_like(behaviour_bt)
-    elif stale_tokens == "masked":
-        weight_bt = ((ratio_bt <= cap) & (ratio_bt >= 1.0 / cap)).to(behaviour_bt.dtype)
+    if off_policy_correction == "ppo_clip":
+        weight_bt = torch.ones_like(behavior_bt)
+    elif off_policy_correction == "mask":
+        weight_bt = ((ratio_bt <= cap) & (ratio_bt >= 1.0 / cap)).to(behavior_bt.dtype)
     else:
-        weight_bt = ratio(old_bt - behaviour_bt, mask_bt, level).clamp(max=cap)
+        weight_bt = ratio(old_bt - behavior_bt, mask_bt, level).clamp(max=cap)
     free_bt = ratio_bt * advantages_bt
     clipped_bt = ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_bt
     return PolicyLoss(
@@ -104,16 +104,16 @@ def kl_k3(new: Tensor, other: Tensor) -> Tensor:
     return gap.exp() - gap - 1.0
 
 
-def token_weights(mask_bt: Tensor, aggregation: Aggregation, normaliser_tokens: float) -> Tensor:
+def token_weights(mask_bt: Tensor, aggregation: Aggregation, normalizer_tokens: float) -> Tensor:
     """What each token's loss is multiplied by before all are summed; 0 outside the mask.
 
-    Computed over the whole batch of an optimiser step, so that micro-batches add up to the same gradient.
-    `constant`: 1 / normaliser_tokens, the same in every update, so a token of a batch of short rollouts
+    Computed over the whole batch of an optimizer step, so that micro-batches add up to the same gradient.
+    `constant`: 1 / normalizer_tokens, the same in every update, so a token of a batch of short rollouts
     weighs what one of a batch of long rollouts does. `token_mean`: 1 / tokens. `sequence_mean`: each
     rollout's mean, averaged.
     """
     if aggregation == "constant":
-        return mask_bt / normaliser_tokens
+        return mask_bt / normalizer_tokens
     if aggregation == "token_mean":
         return mask_bt / mask_bt.sum().clamp(min=1)
     tokens_b1 = mask_bt.sum(1, keepdim=True)
@@ -131,7 +131,7 @@ def selected_logprobs(
     """Log-probability of each target and entropy of its distribution, both `_n` in fp32, at this temperature.
 
     `head` maps hidden states to logits. Only one chunk of logits exists at a time: the backward pass computes
-    each chunk anew. The entropy carries no gradient unless asked to.
+    each chunk again. The entropy carries no gradient unless asked to.
     """
 
     def score(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:

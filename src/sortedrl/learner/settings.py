@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from sortedrl.core.schedule import Schedule
-from sortedrl.learner.advantages import Algorithm, Baseline, TruncatedRollouts
-from sortedrl.learner.losses import Aggregation, RatioLevel, StaleTokens
+from sortedrl.learner.advantages import AdvantageBaseline, Algorithm, TruncatedRollouts
+from sortedrl.learner.losses import Aggregation, OffPolicyCorrection, RatioLevel
 
 _DEFAULTS = Schedule()
 
-DEFAULT_BASELINE: Mapping[str, Baseline] = {
+DEFAULT_ADVANTAGE_BASELINE: Mapping[str, AdvantageBaseline] = {
     "reinforce++": "previous_cohorts",
-    "grpo": "siblings",
-    "rloo": "siblings",
+    "grpo": "group",
+    "rloo": "group",
     "ppo": "previous_cohorts",
 }
 
 
-def stale_tokens_for(mode: str) -> StaleTokens:
+def off_policy_correction_for(mode: str) -> OffPolicyCorrection:
     """The default treatment of stale tokens for a schedule's mode.
 
     On-policy there are none, and truncated weights correct the mismatch of engine and learner; every other
     mode has them.
     """
-    return "truncated" if mode.startswith("on-policy") else "decoupled"
+    return "tis" if mode.startswith("on-policy") else "decoupled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,20 @@ class LearnerSettings:
     algorithm: Algorithm = "reinforce++"
     # What a reward is measured against; None: siblings for GRPO and RLOO, else previous_cohorts. With PPO the
     # critic is the baseline, and this names the statistics that scale its advantages.
-    baseline: Baseline | None = None
-    stale_tokens: StaleTokens = "decoupled"
+    advantage_baseline: AdvantageBaseline | None = None
+    off_policy_correction: OffPolicyCorrection = "decoupled"
     ratio_level: RatioLevel = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
-    # Truncated and decoupled cut importance weights here; masked drops tokens beyond it or below its inverse.
+    # tis and decoupled cut importance weights here; mask drops tokens beyond it or below its inverse.
     importance_cap: float = 2.0
     aggregation: Aggregation = "constant"
     # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
     # first update, whose rollouts are the shortest. It scales the loss: AdamW does not notice, gradient clipping does.
-    normaliser_tokens: float = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
+    normalizer_tokens: float = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
-    drop_zero_variance_sets: bool = False
+    drop_zero_variance_groups: bool = False
     # Truncated rollouts. `keep`: they train with the reward they were scored with, as the token budget is
     # part of the problem. `masked`: no gradient, but they stay in the statistics. `zero`: their reward is 0.
     # `soft_penalty`: up to 1 off any reward over the last soft_penalty_tokens before max_response_tokens.
@@ -62,23 +62,23 @@ class LearnerSettings:
     learning_rate: float = 1e-6
     warmup_updates: int = 10
     weight_decay: float = 0.0
-    max_gradient_norm: float = 1.0
-    steps_per_update: int = 1  # optimiser steps that an update's rollouts are dealt out to
+    max_grad_norm: float = 1.0
+    steps_per_update: int = 1  # optimizer steps that an update's rollouts are dealt out to
     tokens_per_micro_batch: int = 16_384  # padding included
     gradient_checkpointing: bool = False
     bf16: bool = False
     lora_rank: int = 0  # 0: train all weights
     critic_learning_rate: float = 1e-5
-    discount: float = 1.0
-    trace_decay: float = 1.0  # the lambda of GAE
+    gamma: float = 1.0
+    gae_lambda: float = 1.0  # the lambda of GAE
 
     @property
-    def resolved_baseline(self) -> Baseline:
-        return self.baseline or DEFAULT_BASELINE[self.algorithm]
+    def resolved_advantage_baseline(self) -> AdvantageBaseline:
+        return self.advantage_baseline or DEFAULT_ADVANTAGE_BASELINE[self.algorithm]
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            value = self.resolved_baseline if name == "baseline" else getattr(self, name)
+            value = self.resolved_advantage_baseline if name == "advantage_baseline" else getattr(self, name)
             options = get_args(choices)
             require(value in options, name, repr(value), f"choose one of {', '.join(options)}")
         for name, (lowest, highest, why) in _RANGES.items():
@@ -91,25 +91,25 @@ class LearnerSettings:
             zone,
             f"soft_penalty acts on the end of max_response_tokens = {limit}: set both, as in 1024 and 8192",
         )
-        compares_siblings = self.resolved_baseline == "siblings"
+        wants_whole_groups = self.resolved_advantage_baseline == "group"
         require(
-            compares_siblings or self.algorithm not in ("grpo", "rloo"),
-            "baseline",
-            self.baseline,
-            f"{self.algorithm} compares siblings: leave baseline out, or use algorithm = reinforce++",
+            wants_whole_groups or self.algorithm not in ("grpo", "rloo"),
+            "advantage_baseline",
+            self.advantage_baseline,
+            f"{self.algorithm} compares siblings: leave advantage_baseline out, or use algorithm = reinforce++",
         )
         require(
-            not compares_siblings or self.algorithm != "ppo",
-            "baseline",
-            self.baseline,
-            "with ppo the critic is the baseline: leave baseline out, or use algorithm = reinforce++",
+            not wants_whole_groups or self.algorithm != "ppo",
+            "advantage_baseline",
+            self.advantage_baseline,
+            "with ppo the critic is the baseline: leave advantage_baseline out, or use algorithm = reinforce++",
         )
 
 
 _CHOICES: Mapping[str, Any] = {
     "algorithm": Algorithm,
-    "baseline": Baseline,
-    "stale_tokens": StaleTokens,
+    "advantage_baseline": AdvantageBaseline,
+    "off_policy_correction": OffPolicyCorrection,
     "ratio_level": RatioLevel,
     "aggregation": Aggregation,
     "truncated_rollouts": TruncatedRollouts,
@@ -119,7 +119,7 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "clip_low": (_ABOVE_0, 1, "ratios count down to 1 - clip_low: use 0.2"),
     "clip_high": (_ABOVE_0, math.inf, "ratios count up to 1 + clip_high: use 0.28"),
     "importance_cap": (1, math.inf, "a cap below 1 also cuts tokens that are on-policy: use 2.0"),
-    "normaliser_tokens": (1, math.inf, "the loss is divided by it: use rollouts_per_update x max_response_tokens"),
+    "normalizer_tokens": (1, math.inf, "the loss is divided by it: use rollouts_per_update x max_response_tokens"),
     "kl_coefficient": (0, math.inf, "it must be 0 or more"),
     "entropy_coefficient": (0, math.inf, "it must be 0 or more"),
     "max_response_tokens": (1, math.inf, "it must be 1 or more"),
@@ -134,13 +134,13 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
     "warmup_updates": (0, math.inf, "it must be 0 or more"),
     "weight_decay": (0, math.inf, "it must be 0 or more"),
-    "max_gradient_norm": (_ABOVE_0, math.inf, "it must be above 0: use inf for no clipping"),
+    "max_grad_norm": (_ABOVE_0, math.inf, "it must be above 0: use inf for no clipping"),
     "steps_per_update": (1, math.inf, "it must be 1 or more"),
     "tokens_per_micro_batch": (1, math.inf, "it must be 1 or more"),
     "lora_rank": (0, math.inf, "it must be 0 (train all weights) or more"),
     "critic_learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
     "discount": (0, 1, "it must lie between 0 and 1"),
-    "trace_decay": (0, 1, "it must lie between 0 and 1"),
+    "gae_lambda": (0, 1, "it must lie between 0 and 1"),
 }
 
 

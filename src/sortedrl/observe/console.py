@@ -47,7 +47,7 @@ _FORMATS = {
 _PHASE_STYLES = {"harvest": "green", "learner": "magenta", "evaluation": "cyan", "end": "default"}  # others: yellow
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def shown(figure: str, value: float) -> str:
@@ -118,7 +118,7 @@ def _phase_style(phase: str) -> str:
 
 def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = False) -> list[Text]:
     """The lines of the panel. Where the width is short, the last parts of a line are left out, never wrapped."""
-    glance, places, lengths = view.glance, view.places, view.lengths
+    snapshot, places, lengths = view.snapshot, view.places, view.lengths
     reward = [Text(shown("reward", view.rewards[-1]), style="bold")] if view.rewards else [Text("-")]
     if view.correct is not None:
         reward.append(_named("correct", shown("correct", view.correct)))
@@ -133,12 +133,15 @@ def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = Fals
             _named("shortest", str(lengths.shortest)),
             _named("longest", str(lengths.longest)),
         ]
-    staleness = [_named("mean", shown("staleness", glance.staleness_mean)), _named("max", str(glance.staleness_max))]
+    staleness = [
+        _named("mean", shown("staleness", snapshot.staleness_mean)),
+        _named("max", str(snapshot.staleness_max)),
+    ]
     if view.mismatch is not None:
         staleness.append(_named("mismatch", shown("mismatch", view.mismatch)))
-    goodput = [Text(shown("goodput", glance.goodput), style="bold"), _named("waste", shown("waste", glance.waste))]
-    if glance.rejected:
-        goodput.append(_named("rejected", str(glance.rejected)))
+    goodput = [Text(shown("goodput", snapshot.goodput), style="bold"), _named("waste", shown("waste", snapshot.waste))]
+    if snapshot.rejected:
+        goodput.append(_named("rejected", str(snapshot.rejected)))
     waiting = [_named(name, str(count)) for name, count in _places_shown(places._asdict())]
     return [
         _update_row(view, now, width, ascii_only),
@@ -149,7 +152,7 @@ def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = Fals
         _row("rollouts", waiting, width),
         _row(
             "bubble",
-            [_named("now", shown("bubble", glance.bubble_now)), _named("run", shown("bubble", glance.bubble))],
+            [_named("now", shown("bubble", snapshot.bubble_now)), _named("run", shown("bubble", snapshot.bubble))],
             width,
         ),
         _row("goodput", goodput, width),
@@ -226,11 +229,11 @@ def _row(label: str, parts: Sequence[Text], width: int) -> Text:
 
 
 class RunConsole(Protocol):
-    """Shows runs, one after the other. `note`: a word to whoever looks, beside the figures."""
+    """Shows runs, one after the other. `note`: a word to whoever looks, beside the metrics."""
 
     note: str
 
-    def say(self, line: str) -> None: ...
+    def log(self, line: str) -> None: ...
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         """A run begins. The sink must be fed after `metrics`."""
@@ -253,13 +256,13 @@ class RunConsole(Protocol):
 class PlainConsole:
     """One line for each update: for pipes, files and terminals that cannot move their cursor."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self.note = ""
         self.state = RunState(Metrics(), "", None)
 
-    def say(self, line: str) -> None:
-        self._say(line)
+    def log(self, line: str) -> None:
+        self._log(line)
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         self.state = RunState(metrics, name, updates_in_all)
@@ -268,7 +271,7 @@ class PlainConsole:
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
         self.state.add_line(line, time.monotonic() if seen_at is None else seen_at)
         if is_update(line) and not old:
-            self.say(progress_line(line, self.state.remaining_seconds()))
+            self.log(progress_line(line, self.state.remaining_seconds()))
 
     def evaluating(self, done: int, total: int) -> None:
         """A line for each sample would be noise."""
@@ -297,7 +300,7 @@ class PanelConsole:
         self._closing = threading.Event()
         self._drawer: threading.Thread | None = None
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         with suppress(OSError):  # the terminal is gone, the run goes on
             self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -378,11 +381,11 @@ def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> PlainConsol
     if stream.isatty() and not terminal.is_dumb_terminal:
         return PanelConsole(terminal)
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         try:
             print(line, file=stream, flush=True)
         except OSError:
             if ends_with_reader:
                 raise
 
-    return PlainConsole(say)
+    return PlainConsole(log)

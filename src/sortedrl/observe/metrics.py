@@ -1,6 +1,6 @@
-"""All figures of a run, as one fold over its event log. The same fold serves simulated and real runs.
+"""All metrics of a run, as one fold over its event log. The same fold serves simulated and real runs.
 
-Feed `Metrics` every event, then ask for `figures()` at any time. Definitions are in docs/design.md; the invariants
+Feed `Metrics` every event, then ask for `metrics()` at any time. Definitions are in docs/design.md; the invariants
 here: 0 <= bubble <= idle <= 1, and the parts of bubble and idle add up to them.
 """
 
@@ -24,8 +24,8 @@ _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
-    """The figures that cost nothing to ask for, however long the run: for what is shown or written all the time."""
+class Snapshot:
+    """The metrics that cost nothing to ask for, however long the run: for what is shown or written all the time."""
 
     wall_seconds: float
     bubble: float
@@ -39,8 +39,8 @@ class Glance:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Times in seconds on the engine's clock, goodput and kept in tokens a second; shares between 0 and 1."""
+class RunMetrics:
+    """Times in seconds on the engine's clock, goodput and kept in tokens per second; shares between 0 and 1."""
 
     mode: str
     slots: int
@@ -65,7 +65,7 @@ class Figures:
     trained: int
     rejected: int
     failures: int
-    redone: int
+    regenerated: int
     truncated: int
     updates: int
     harvests: int
@@ -125,9 +125,9 @@ class Metrics:
             events.Started: self._on_started,
             events.Preempted: self._on_preempted,
             events.Finished: self._on_finished,
-            events.Stopped: self._on_stopped,
+            events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
-            events.Redone: self._on_redone,
+            events.Regenerated: self._on_regenerated,
             events.Rejected: self._on_rejected,
             events.Updated: self._on_updated,
         }
@@ -147,7 +147,7 @@ class Metrics:
     # Time
 
     def pass_time_to(self, at: float) -> None:
-        """Nothing changed until `at`: for whoever looks at the figures between two events."""
+        """Nothing changed until `at`: for whoever looks at the metrics between two events."""
         if at > self._time and self.slots:
             self._pass_time(at)
 
@@ -176,7 +176,7 @@ class Metrics:
         self._began = self._time = event.at
         self._phase = "start"
         self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
-        self._trains_whole_groups = event.settings.get("compare_siblings", False)
+        self._trains_whole_groups = event.settings.get("whole_groups", False)
         self._keeps_seeds = event.settings.get("keep_seed", False)
 
     def _on_phase(self, event: events.Phase) -> None:
@@ -196,8 +196,8 @@ class Metrics:
     def _on_submitted(self, event: events.Submitted) -> None:
         rollout = event.rollout
         self._live += 1
-        prefilled_before = event.kept or event.attempt or rollout in self._first_expected
-        self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.kept
+        prefilled_before = event.prefix or event.attempt or rollout in self._first_expected
+        self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.prefix
         if not prefilled_before:
             self._first_expected[rollout] = event.expected
 
@@ -208,7 +208,7 @@ class Metrics:
 
     def _on_preempted(self, event: events.Preempted) -> None:
         self._leave_slot(event.rollout)
-        self._memory_is_short |= event.recompute > 0  # 0: it had not begun
+        self._memory_is_short |= event.recompute > 0  # 0: it had not started
         self._count["preemptions"] += 1
         self._count["re_prefill"] += event.recompute
 
@@ -218,7 +218,7 @@ class Metrics:
         self._count["truncated"] += event.truncated
         self._attempts.ended(event.rollout, self._group_of(event.rollout), event.length, finished=True)
 
-    def _on_stopped(self, event: events.Stopped) -> None:
+    def _on_aborted(self, event: events.Aborted) -> None:
         self._leave_engine(event.rollout, event.made)
         self._length[event.rollout] = event.length
         self._drop(event.rollout, event.dropped)
@@ -229,8 +229,8 @@ class Metrics:
         self._count["failures"] += 1
         self._drop(event.rollout, event.dropped)
 
-    def _on_redone(self, event: events.Redone) -> None:
-        self._count["redone"] += 1
+    def _on_regenerated(self, event: events.Regenerated) -> None:
+        self._count["regenerated"] += 1
         self._length[event.rollout] = 0
         self._count["dropped"] += event.dropped
 
@@ -296,14 +296,14 @@ class Metrics:
         """Rollouts of one prompt have consecutive numbers."""
         return rollout // self._rollouts_per_prompt
 
-    # The figures
+    # The metrics
 
-    def glance(self) -> Glance:
+    def snapshot(self) -> Snapshot:
         count = self._count
         wall = self._time - self._began
         empty = sum(self._empty.values())
         seconds_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
-        return Glance(
+        return Snapshot(
             wall_seconds=wall,
             bubble=_ratio(empty, self.slots * self._harvest_seconds),
             bubble_now=_ratio(empty - empty_before, self.slots * (self._harvest_seconds - seconds_before)),
@@ -320,17 +320,17 @@ class Metrics:
         parts = {part: _ratio(value, wall_capacity) for part, value in self._empty.items()}
         return parts | {phase: _ratio(s * self.slots, wall_capacity) for phase, s in self._resting.items()}
 
-    def figures(self, uncut_mean_length: float | None = None) -> Figures:
+    def run_metrics(self, uncut_mean_length: float | None = None) -> RunMetrics:
         """A simulation knows the uncut mean length and gives it; else it is estimated, which can take a second."""
         count = self._count
-        now = self.glance()
+        now = self.snapshot()
         wall = now.wall_seconds
         capacity = self.slots * self._harvest_seconds
         cached = count["generated"] - count["dropped"] - count["trained_tokens"]
         updates = len(self._updates)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
         uncut = self._uncut_mean_length() if uncut_mean_length is None else uncut_mean_length
-        return Figures(
+        return RunMetrics(
             mode=self.mode,
             slots=self.slots,
             seconds=self._harvest_seconds,
@@ -354,7 +354,7 @@ class Metrics:
             trained=count["trained"],
             rejected=now.rejected,
             failures=count["failures"],
-            redone=count["redone"],
+            regenerated=count["regenerated"],
             truncated=count["truncated"],
             updates=updates,
             harvests=len(self._harvest_marks),
@@ -383,7 +383,7 @@ class Metrics:
         )
 
     def _uncut_mean_length(self) -> float | None:
-        """None with `keep_seed`: a redo then repeats the attempt that was cut, and says nothing about others."""
+        """None with `keep_seed`: a regenerate then repeats the attempt that was cut, and says nothing about others."""
         if self._keeps_seeds and self._attempts.was_any_cut:
             return None
         return self._attempts.mean_if_uncut()

@@ -1,7 +1,7 @@
 """The report: one self-contained HTML page about one run or several, from their event logs.
 
-Every number on it is a `Figures` of the one fold (metrics.py), or a fold next to it (report_folds.py, timeline.py);
-`as_json` gives the same figures. The page asks nothing of any network and is usable without a server.
+Every number on it is a `RunMetrics` of the one fold (metrics.py), or a fold next to it (report_folds.py, timeline.py);
+`as_json` gives the same metrics. The page asks nothing of any network and is usable without a server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> s
         "charts": [_plain(chart) for chart in _flat(drawn)],
         "timelines": content["timelines"],
         "outcomes": {outcome[0]: outcome for outcome in charts.WORK},
-        "outcomeColours": {outcome[0]: colour for outcome, colour in charts.WORK.items()},
+        "outcomeColors": {outcome[0]: color for outcome, color in charts.WORK.items()},
     }
     html: str = environment.get_template("report.html.j2").render(
         **content,
@@ -71,7 +71,7 @@ def default_page(paths: Sequence[Path]) -> Path:
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, Any]:
-    """The figures of every run, as on the page."""
+    """The metrics of every run, as on the page."""
     label_of = {run.name: one.label for one in series_of(runs) for run in one.runs}
     return {
         "runs": [
@@ -80,14 +80,14 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
                 "path": str(run.path),
                 "series": label_of[run.name],
                 "seed": run.seed,
-                "figures": asdict(run.figures),
+                "metrics": asdict(run.run_metrics),
                 "slot_time": charts.slot_time_parts(run),
                 "held_out": [{"update": h.mark.updates, **h.score} for h in run.held_out],
                 "notices": list(run.notices),
             }
             for run in runs
         ],
-        "verdict": words.verdict(series_of(runs), runs)["sentence"],
+        "conclusion": words.conclusion(series_of(runs), runs)["sentence"],
     }
 
 
@@ -96,10 +96,10 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
     unit = charts.time_unit(longest)
     drawn = _charts(runs, series, unit, longest)
     responses = [
-        (one.label, one.colour, tables.responses(one)) for one in series if any(run.responses for run in one.runs)
+        (one.label, one.color, tables.responses(one)) for one in series if any(run.responses for run in one.runs)
     ]
     sections = [
-        ("figures", "Figures"),
+        ("metrics", "RunMetrics"),
         ("slot-time", "Slot-time"),
         ("timeline", "Slot by slot"),
         ("lengths", "Lengths"),
@@ -110,13 +110,11 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         ("configuration", "Configuration"),
     ]
     names = run_names(series)
-    by_outcome = [
-        (name, colour) for name, colour in charts.WORK.items() if any(name in r.occupancy.parts for r in runs)
-    ]
+    by_outcome = [(name, color) for name, color in charts.WORK.items() if any(name in r.occupancy.parts for r in runs)]
     return {
         "title": f"SortedRL: {', '.join(one.label for one in series)}",
         "subtitle": words.subtitle(runs),
-        "verdict": words.verdict(series, runs),
+        "conclusion": words.conclusion(series, runs),
         "notices": [(run.name, run.notices) for run in runs if run.notices],
         "sections": sections,
         "figures_lead": words.figures_lead(series),
@@ -132,7 +130,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         "lengths_lead": words.lengths_lead(series),
         "staleness_lead": words.staleness_lead(series),
         "learning_lead": words.learning_lead(series),
-        "learner_lead": "From the learner's own figures in metrics.jsonl, one point for each update.",
+        "learner_lead": "From the learner's own metrics in metrics.jsonl, one point for each update.",
         "responses": responses,
         "responses_lead": tables.responses_lead(runs),
         "differences": {"names": [names[run.name] for run in runs], "rows": tables.differences(runs)},
@@ -160,7 +158,7 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
             charts.learning("held-out", "Held-out score", "share of problems solved", scored, unit, held_out=True)
         )
     return {
-        "shares": charts.slot_time_shares(runs, [names[run.name] for run in runs]),
+        "shares": charts.slot_time_fractions(runs, [names[run.name] for run in runs]),
         "occupancy": [charts.occupancy(r, i, names[r.name], unit, longest) for i, r in enumerate(firsts)],
         "bubble": charts.bubble_per_harvest(series),
         "lengths": [charts.lengths(r, i, names[r.name], top) for i, r in enumerate(firsts)],
@@ -170,7 +168,7 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
             "staleness (versions)",
             "share of trained tokens (%)",
             series,
-            lambda run: run.figures.staleness_histogram,
+            lambda run: run.run_metrics.staleness_histogram,
         ),
         "segments": charts.histogram(
             "segments-histogram",
@@ -178,7 +176,7 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
             "segments",
             "share of trained rollouts (%)",
             series,
-            lambda run: run.figures.segments_histogram,
+            lambda run: run.run_metrics.segments_histogram,
         ),
         "staleness_of_updates": charts.staleness_of_updates(series),
         "learning": learning,
@@ -201,7 +199,7 @@ def _plain(chart: charts.Chart) -> dict[str, Any]:
 def _legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     found = charts.legend(runs)
     headings = (("work", "Work"), ("bubble", "Bubble"), ("rest", "Rest of wall-clock"))
-    grouped = [(heading, [(name, colour) for kind, name, colour in found if kind == key]) for key, heading in headings]
+    grouped = [(heading, [(name, color) for kind, name, color in found if kind == key]) for key, heading in headings]
     return [(heading, items) for heading, items in grouped if items]
 
 

@@ -1,6 +1,6 @@
-"""The report's charts as plotly figures in plain data, from what report_runs.py has read.
+"""The report's charts as plotly metrics in plain data, from what report_runs.py has read.
 
-One colour for one thing on the whole page: outcomes and parts of slot-time have theirs, each series has its own.
+One color for one thing on the whole page: outcomes and parts of slot-time have theirs, each series has its own.
 Fonts, grid and background are the page's business (page/report.js), so that they follow light and dark.
 """
 
@@ -85,7 +85,7 @@ def rounded(value: float) -> float:
 # Slot-time
 
 
-def slot_time_shares(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
     """Where all slot-time went, one bar for each run."""
     shares = [slot_time_parts(run) for run in runs]
     data = [
@@ -95,10 +95,10 @@ def slot_time_shares(runs: Sequence[Run], names: Sequence[str]) -> Chart:
             "name": part_name(part),
             "y": list(names),
             "x": [rounded(100 * share.get(part, 0.0)) for share in shares],
-            "marker": {"color": colour},
+            "marker": {"color": color},
             "hovertemplate": "%{x:.1f} %",
         }
-        for part, colour in _ordered({part for share in shares for part, value in share.items() if value > 0})
+        for part, color in _ordered({part for share in shares for part, value in share.items() if value > 0})
     ]
     layout = {
         "barmode": "stack",
@@ -113,9 +113,9 @@ def slot_time_shares(runs: Sequence[Run], names: Sequence[str]) -> Chart:
 
 def slot_time_parts(run: Run) -> dict[str, float]:
     """Shares of wall-clock slot-time: work by its outcome, the parts of the bubble, and the rest. They add up to 1."""
-    slot_bins = (len(run.occupancy.edges) - 1) * run.figures.slots
+    slot_bins = (len(run.occupancy.edges) - 1) * run.run_metrics.slots
     work = {part: math.fsum(run.occupancy.parts.get(part, ())) / max(1, slot_bins) for part in WORK}
-    return {part: share for part, share in (work | run.figures.idle_parts).items() if share > 0}
+    return {part: share for part, share in (work | run.run_metrics.idle_parts).items() if share > 0}
 
 
 def occupancy(run: Run, place: int, title: str, unit: TimeUnit, until: float) -> Chart:
@@ -129,16 +129,16 @@ def occupancy(run: Run, place: int, title: str, unit: TimeUnit, until: float) ->
             "x": edges,
             "y": [rounded(value) for value in (*values, *values[-1:])],
             "stackgroup": "slots",
-            "line": {"width": 0, "shape": "hv", "color": colour},
-            "fillcolor": colour,
+            "line": {"width": 0, "shape": "hv", "color": color},
+            "fillcolor": color,
             "hovertemplate": "%{y:.1f}",
         }
-        for part, colour in _ordered(run.occupancy.parts)
+        for part, color in _ordered(run.occupancy.parts)
         for values in [run.occupancy.parts[part]]
     ]
     layout = {
         "xaxis": {"title": {"text": f"time ({unit.name})"}, "range": [0, unit.of(until)]},
-        "yaxis": {"title": {"text": "slots"}, "range": [0, run.figures.slots]},
+        "yaxis": {"title": {"text": "slots"}, "range": [0, run.run_metrics.slots]},
         "hovermode": "x unified",
         "showlegend": False,
     }
@@ -149,7 +149,7 @@ def bubble_per_harvest(series: Sequence[Series]) -> Chart:
     data: list[dict[str, Any]] = []
     for one in series:
         curves: list[Curve] = [
-            [(i + 1, 100 * value) for i, value in enumerate(run.figures.bubble_per_harvest)] for run in one.runs
+            [(i + 1, 100 * value) for i, value in enumerate(run.run_metrics.bubble_per_harvest)] for run in one.runs
         ]
         data += _curve(one, _thinned(curves))
     layout = {
@@ -217,7 +217,7 @@ def histogram(
             "name": one.label,
             "x": keys,
             "y": [rounded(mean) for mean in means],
-            "marker": {"color": one.colour},
+            "marker": {"color": one.color},
             "hovertemplate": "%{y:.1f} %",
         }
         if len(one.runs) > 1:
@@ -305,11 +305,11 @@ LEARNER_PANELS = (
     LearnerPanel("stale_ratio_mean", "Importance ratio, mean", "ratio, stale tokens"),
     LearnerPanel("stale_ratio_max", "Importance ratio, greatest", "ratio, stale tokens"),
     LearnerPanel("importance_weight_mean", "Importance weight, mean", "weight in the loss"),
-    LearnerPanel("clipped_share", "Clip share", "tokens clipped (%)", percent=True, from_zero=True),
+    LearnerPanel("clipped_fraction", "Clip share", "tokens clipped (%)", percent=True, from_zero=True),
     LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True),
     LearnerPanel("stale_kl", "Distance of stale tokens", "KL, stale tokens (nats)", from_zero=True),
-    LearnerPanel("entropy", "Entropy", "nats a token", from_zero=True),
-    LearnerPanel("gradient_norm", "Gradient norm", "norm", from_zero=True),
+    LearnerPanel("entropy", "Entropy", "nats per token", from_zero=True),
+    LearnerPanel("grad_norm", "Gradient norm", "norm", from_zero=True),
 )
 LOGARITHMIC_FROM = 100.0  # greatest over least value of a panel that gets a logarithmic axis
 
@@ -364,7 +364,7 @@ def _timeline(
 
     return {
         "label": label,
-        "slots": run.figures.slots,
+        "slots": run.run_metrics.slots,
         "duration": unit.of(seconds),
         "unit": unit.name,
         "updates": [tick(at) for at in run.timeline.updates if at <= until],
@@ -387,17 +387,17 @@ def part_name(part: str) -> str:
 
 
 def _ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
-    """Parts with their colours, in the order of the stacks; unknown phases last."""
+    """Parts with their colors, in the order of the stacks; unknown phases last."""
     known = list(PART_COLOURS)
     present = sorted(parts, key=lambda part: (known.index(part) if part in PART_COLOURS else len(known), part))
     return [(part, PART_COLOURS.get(part, "#bcc1c7")) for part in present]
 
 
 def legend(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Kind, name and colour of every part that appears in these runs."""
+    """Kind, name and color of every part that appears in these runs."""
     kinds = dict.fromkeys(WORK, "work") | dict.fromkeys(BUBBLE, "bubble")
     present = {part for run in runs for part, share in slot_time_parts(run).items() if share >= SMALLEST_IN_LEGEND}
-    return [(kinds.get(part, "rest"), part_name(part), colour) for part, colour in _ordered(present)]
+    return [(kinds.get(part, "rest"), part_name(part), color) for part, color in _ordered(present)]
 
 
 def _view(data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -427,7 +427,7 @@ def _curve(one: Series, curves: Sequence[Curve], *, marks: bool = False) -> list
         edge | {"name": f"{one.label}, least", "y": [rounded(y) for y in low]},
         edge
         | {"name": f"{one.label}, greatest", "y": [rounded(y) for y in high]}
-        | {"fill": "tonexty", "fillcolor": _translucent(one.colour)},
+        | {"fill": "tonexty", "fillcolor": _translucent(one.color)},
         _line(one, x, [fmean(y for _, y in column) for column in columns], marks=marks)
         | {"name": f"{one.label}, mean of {len(curves)}"},
     ]
@@ -441,13 +441,13 @@ def _line(one: Series, x: Sequence[float], y: Sequence[float], *, marks: bool) -
         "legendgroup": one.label,
         "x": [rounded(value) for value in x],
         "y": [rounded(value) for value in y],
-        "line": {"color": one.colour, "width": 2},
+        "line": {"color": one.color, "width": 2},
         "marker": {"size": 7 if marks else 5},
     }
 
 
 def _thinned(curves: Sequence[Curve], most: int = 600) -> list[Curve]:
-    """Means over as many neighbours as it takes."""
+    """Means over as many neighbors as it takes."""
     every = max(1, math.ceil(max(map(len, curves), default=0) / most))
     return [
         [
@@ -458,8 +458,8 @@ def _thinned(curves: Sequence[Curve], most: int = 600) -> list[Curve]:
     ]
 
 
-def _translucent(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _translucent(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.2)"
 
 

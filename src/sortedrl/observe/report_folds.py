@@ -1,7 +1,7 @@
-"""What the report's charts show: folds over the event log, next to the figures of metrics.py.
+"""What the report's charts show: folds over the event log, next to the metrics of metrics.py.
 
 Slot-time is read off `Metrics` itself, at the edges of equal time bins, and split by outcome with the slices of
-timeline.py; so what a chart shows adds up to the figures that stand beside it.
+timeline.py; so what a chart shows adds up to the metrics that stand beside it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from itertools import pairwise
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.timeline import Slice
 
 BINS = 240  # of occupancy over time
-MOST_POINTS = 600  # per-update curves; beyond it neighbouring updates are pooled
+MOST_POINTS = 600  # per-update curves; beyond it neighboring updates are pooled
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 EMPTY = " "  # a cell of a slot grid in which no stay took a quarter of the time
 
@@ -52,9 +52,12 @@ class Mark:
     seconds: float
 
 
-def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[Figures, Occupancy]:
-    """The figures of a run, and what its slots were used for over time. The log is not empty."""
-    figures, metrics = Metrics().fold(log).figures(), Metrics()  # a second fold: an edge more is a rounding more
+def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
+    """The metrics of a run, and what its slots were used for over time. The log is not empty."""
+    run_metrics, metrics = (
+        Metrics().fold(log).run_metrics(),
+        Metrics(),
+    )  # a second fold: an edge more is a rounding more
     began, ended = log[0].at, log[-1].at
     edges = [began + (ended - began) * i / bins for i in range(bins)] + [ended]
     totals: list[dict[str, float]] = []
@@ -71,7 +74,7 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
         for part in sorted(parts)
     }
     found |= _slots_by_outcome(slices, began, width, bins)
-    return figures, Occupancy(tuple(edge - began for edge in edges), found)
+    return run_metrics, Occupancy(tuple(edge - began for edge in edges), found)
 
 
 def _slots_by_outcome(slices: Iterable[Slice], began: float, width: float, bins: int) -> dict[str, tuple[float, ...]]:

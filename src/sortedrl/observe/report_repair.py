@@ -74,8 +74,8 @@ class _Repairer:
         elif isinstance(event, events.Submitted):
             self._load_up_to(event.rollout + 1, event.at)
             if event.rollout in self._kept:
-                self._end(event.rollout, event.at, event.kept)
-            self._kept[event.rollout] = event.kept
+                self._end(event.rollout, event.at, event.prefix)
+            self._kept[event.rollout] = event.prefix
         elif isinstance(event, events.Started):
             if event.rollout not in self._kept or event.rollout in self._slot_of:
                 self.left_out += 1
@@ -88,12 +88,12 @@ class _Repairer:
                 self.left_out += 1
                 return
             del self._holder[self._slot_of.pop(event.rollout)]
-        elif isinstance(event, events.Finished | events.Stopped | events.Failed):
+        elif isinstance(event, events.Finished | events.Aborted | events.Failed):
             if event.rollout not in self._kept:
                 self.left_out += 1
                 return
             self._leave(event.rollout)
-        elif isinstance(event, events.Scored | events.Redone | events.Rejected):
+        elif isinstance(event, events.Scored | events.Regenerated | events.Rejected):
             self._load_up_to(event.rollout + 1, event.at)
         elif isinstance(event, events.Updated):
             self._load_up_to(1 + max(event.rollouts, default=-1), event.at)
@@ -152,7 +152,7 @@ class _Repairer:
         """Its end is missing: it was stopped by now. `length` is what it is known to have had then."""
         made = max(0, length - self._kept[rollout])
         self._leave(rollout)
-        self._put_back(events.Stopped(at, rollout, made, length, 0))
+        self._put_back(events.Aborted(at, rollout, made, length, 0))
 
     def _finish(self, rollout: int, at: float, length: int) -> None:
         made = max(0, length - self._kept[rollout])

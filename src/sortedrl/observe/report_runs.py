@@ -1,6 +1,6 @@
 """Reads what a report is made of: one `Run` for each run folder or bare event log, however damaged.
 
-The event log is enough. What only a run folder has (learner figures, held-out scores, responses, configuration) is
+The event log is enough. What only a run folder has (learner metrics, held-out scores, responses, configuration) is
 empty for a bare log. Nothing here raises for damaged content; `Run.notices` says what is missing.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl.core.events import Damage, Event, Phase, RunBegan, Updated, read_intact
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.observe.metrics import Figures
+from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report_folds import (
     Mark,
     Occupancy,
@@ -61,7 +61,7 @@ class Run:
     path: Path
     began: float
     ended: float
-    figures: Figures
+    run_metrics: RunMetrics
     occupancy: Occupancy
     timeline: Timeline
     points: tuple[UpdatePoint, ...]
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def mode(self) -> str:
-        return self.figures.mode
+        return self.run_metrics.mode
 
     @property
     def seed(self) -> Any:
@@ -127,7 +127,7 @@ def _read_run(path: Path, name: str) -> Run:
         raise ConfigurationError("runs", str(path), "not one line of it is an event", _FIX)
     folder = path.parent if path.name == EVENTS else None
     stays = slices(log)
-    figures, occupancy = slot_time(log, stays)
+    run_metrics, occupancy = slot_time(log, stays)
     lines, lost_metrics = _lines(folder, "metrics.jsonl")
     responses, lost_responses = _lines(folder, "rollouts.jsonl")
     settings, configuration = _settings(folder, log)
@@ -142,11 +142,11 @@ def _read_run(path: Path, name: str) -> Run:
         path=folder or path,
         began=log[0].at,
         ended=log[-1].at,
-        figures=figures,
+        run_metrics=run_metrics,
         occupancy=occupancy,
-        timeline=_timeline(stays, figures.slots, log),
+        timeline=_timeline(stays, run_metrics.slots, log),
         points=tuple(update_points(log)),
-        floor=staleness_floor(log, figures.slots),
+        floor=staleness_floor(log, run_metrics.slots),
         settings=settings,
         has_configuration=configuration,
         learner=tuple(line for line in lines if "reward" in line and "update" in line),
@@ -228,7 +228,7 @@ def _damage_notices(damage: Sequence[Damage], put_back: int, left_out: int) -> I
         yield f"Event log: {_counted(left_out, 'event')} left out: what must come before is missing."
     if put_back:
         yield (
-            f"Event log: {_counted(put_back, 'missing event')} inferred from what follows: figures there are estimates."
+            f"Event log: {_counted(put_back, 'missing event')} inferred from what follows: metrics there are estimates."
         )
 
 

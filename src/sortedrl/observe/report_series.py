@@ -1,4 +1,4 @@
-"""Series: runs that differ in their seed alone, with the name and the colour that they have all over the report."""
+"""Series: runs that differ in their seed alone, with the name and the color that they have all over the report."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Series:
     """Runs that differ in their seed alone."""
 
     label: str
-    colour: str
+    color: str
     runs: tuple[Run, ...]
 
     def mean(self, field: str) -> float:
         """Of a figure that every run knows, over the runs."""
-        return fmean(getattr(run.figures, field) for run in self.runs)
+        return fmean(getattr(run.run_metrics, field) for run in self.runs)
 
     def mean_sortedness(self) -> float | None:
-        known = [run.figures.sortedness for run in self.runs if run.figures.sortedness is not None]
+        known = [run.run_metrics.sortedness for run in self.runs if run.run_metrics.sortedness is not None]
         return fmean(known) if known else None
 
 
@@ -49,11 +49,11 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
     used: set[str] = set()
     found = []
     for group, label in zip(groups, labels, strict=True):
-        colour = MODE_COLOURS.get(group[0].mode, "")
-        if not colour or colour in used:
-            colour = next(spare)
-        used.add(colour)
-        found.append(Series(label, colour, tuple(group)))
+        color = MODE_COLOURS.get(group[0].mode, "")
+        if not color or color in used:
+            color = next(spare)
+        used.add(color)
+        found.append(Series(label, color, tuple(group)))
     return found
 
 

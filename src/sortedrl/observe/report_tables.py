@@ -1,4 +1,4 @@
-"""The report's tables: figures as they are printed, configurations side by side, responses to read."""
+"""The report's tables: metrics as they are printed, configurations side by side, responses to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from sortedrl.observe.metrics import Figures
+from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report_charts import part_name
 from sortedrl.observe.report_runs import Run
 from sortedrl.observe.report_series import Series
@@ -29,19 +29,19 @@ class Column:
     unit: str
     meaning: str
     form: str
-    is_share: bool = False
+    is_fraction: bool = False
 
     def text(self, value: float | None) -> str:
         if value is None:
             return "not known"
-        return f"{self._number(value)} %" if self.is_share else self._number(value)
+        return f"{self._number(value)} %" if self.is_fraction else self._number(value)
 
     def range(self, least: float, greatest: float) -> str:
         dash = " to " if "+" in self.form else "–"
-        return f"{self._number(least)}{dash}{self._number(greatest)}{' %' if self.is_share else ''}"
+        return f"{self._number(least)}{dash}{self._number(greatest)}{' %' if self.is_fraction else ''}"
 
     def _number(self, value: float) -> str:
-        return format(100 * value if self.is_share else value, self.form)
+        return format(100 * value if self.is_fraction else value, self.form)
 
 
 def percent(value: float) -> str:
@@ -49,15 +49,15 @@ def percent(value: float) -> str:
 
 
 HEADLINE = (
-    Column("bubble", "bubble", "", "empty slot-time while the engine may run", ".1f", is_share=True),
-    Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f", is_share=True),
+    Column("bubble", "bubble", "", "empty slot-time while the engine may run", ".1f", is_fraction=True),
+    Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f", is_fraction=True),
     Column("goodput", "goodput", "tokens/s", "tokens trained on, for each second of harvests", ",.0f"),
-    Column("waste", "waste", "", "share of generated tokens thrown away", ".1f", is_share=True),
+    Column("waste", "waste", "", "share of generated tokens thrown away", ".1f", is_fraction=True),
     Column("staleness_mean", "staleness", "mean", "of trained tokens, in versions", ".2f"),
     Column("staleness_max", "", "greatest", "greatest staleness of a trained token", ",.0f"),
     Column("sortedness", "sortedness", "", "log-length variance that sorting took out of updates", "z.2f"),
     Column(
-        "length_bias", "length bias", "", "mean trained length against the uncut one, less 1", "+z.1f", is_share=True
+        "length_bias", "length bias", "", "mean trained length against the uncut one, less 1", "+z.1f", is_fraction=True
     ),
     Column("mean_reward", "reward", "mean", "over all trained rollouts", "+.2f"),
     Column("updates", "updates", "", "made", ",.0f"),
@@ -67,7 +67,7 @@ HEADLINE = (
 
 def headline(series: Sequence[Series]) -> dict[str, Any]:
     """A row for each series. Rewards are left out where a log has none, as simulated ones."""
-    has_rewards = any(run.figures.mean_reward for one in series for run in one.runs)
+    has_rewards = any(run.run_metrics.mean_reward for one in series for run in one.runs)
     columns = [column for column in HEADLINE if has_rewards or column.field != "mean_reward"]
     return {"columns": columns, "rows": [_headline_row(one, columns) for one in series]}
 
@@ -76,22 +76,22 @@ def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
     several = len(one.runs) > 1
     cells = []
     for column in columns:
-        values = [value for run in one.runs if (value := getattr(run.figures, column.field)) is not None]
+        values = [value for run in one.runs if (value := getattr(run.run_metrics, column.field)) is not None]
         spread = column.range(min(values), max(values)) if len(values) > 1 else ""
         shown = max(values) if column.field == "staleness_max" else fmean(values) if values else None
         cells.append({"text": column.text(shown), "range": "" if len(set(values)) == 1 else spread})
     sub = f"{len(one.runs)} runs, seeds {', '.join(str(run.seed) for run in one.runs)}" if several else ""
-    return {"label": one.label, "colour": one.colour, "sub": sub, "cells": cells}
+    return {"label": one.label, "color": one.color, "sub": sub, "cells": cells}
 
 
 def all_figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    columns = [dict(_flattened(run.figures)) for run in runs]
+    columns = [dict(_flattened(run.run_metrics)) for run in runs]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     return [(key, [_number(column.get(key)) for column in columns]) for key in keys]
 
 
-def _flattened(figures: Figures) -> Iterable[tuple[str, Any]]:
-    for name, value in asdict(figures).items():
+def _flattened(run_metrics: RunMetrics) -> Iterable[tuple[str, Any]]:
+    for name, value in asdict(run_metrics).items():
         if isinstance(value, dict):
             yield from ((f"{name}, {part_name(str(key))}", item) for key, item in value.items())
         elif not isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What the report says in words: the verdict, and how each section is to be read."""
+"""What the report says in words: the reward, and how each section is to be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLOSSARY = (
     ("drain", "a part of the bubble: nothing is left to start in this cohort"),
     ("held back", "a part of the bubble: the schedule starts nothing more for this harvest"),
     ("refill", "a part of the bubble: a freed slot waits for the controller"),
-    ("queued", "a part of the bubble: the engine has work that it has not begun, which waits for its prefill"),
+    ("queued", "a part of the bubble: the engine has work that it has not started, which waits for its prefill"),
     ("KV-limited", "a part of the bubble: the engine has work but no memory for it, as preemptions show"),
     ("idle", "the same as bubble, over wall-clock: learner, weights, scores, evaluation and checkpoints count too"),
     ("goodput", "tokens trained on / T"),
@@ -32,12 +32,12 @@ GLOSSARY = (
 )  # fmt: skip
 
 
-def verdict(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
+def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
     asides = []
     if len(series) == 1:
-        sentence = _verdict_of_one(series[0])
+        sentence = _conclusion_of_one(series[0])
     else:
-        sentence = _verdict_of_several(series)
+        sentence = _conclusion_of_several(series)
         apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
         if apart:
             asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare with that in mind.")
@@ -45,35 +45,37 @@ def verdict(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
     if scores:
         asides.append(f"Held-out score: {'; '.join(scores)}.")
     if any(run.is_aggregated for run in runs):
-        asides.append("Large runs are drawn aggregated; the figures count every rollout.")
+        asides.append("Large runs are drawn aggregated; the metrics count every rollout.")
     return {"sentence": sentence, "asides": asides}
 
 
-def _verdict_of_one(one: Series) -> str:
+def _conclusion_of_one(one: Series) -> str:
     bubble, goodput = one.mean("bubble"), one.mean("goodput")
     part, share = max(
-        ((part, fmean(run.figures.bubble_parts[part] for run in one.runs)) for part in BUBBLE_PARTS),
+        ((part, fmean(run.run_metrics.bubble_parts[part] for run in one.runs)) for part in BUBBLE_PARTS),
         key=lambda pair: pair[1],
     )
     mostly = f", mostly {charts.part_name(part)}" if bubble >= 0.005 and share > bubble / 2 else ""
     return (
         f"{one.label} left {percent(bubble)} of slot-time empty while the engine could run{mostly}, and trained on "
-        f"{goodput:,.0f} tokens a second{_waste_clause(one)}; {_staleness_clause(one)}."
+        f"{goodput:,.0f} tokens per second{_waste_clause(one)}; {_staleness_clause(one)}."
     )
 
 
-def _verdict_of_several(series: Sequence[Series]) -> str:
+def _conclusion_of_several(series: Sequence[Series]) -> str:
     reference = next((one for one in series if one.label == "baseline"), series[0])
     best = max(series, key=lambda one: one.mean("goodput"))
     if best is reference:
         second = max((one for one in series if one is not reference), key=lambda one: one.mean("goodput"))
         return (
-            f"No schedule here beats {reference.label}: it trained on {reference.mean('goodput'):,.0f} tokens a second "
-            f"with {percent(reference.mean('bubble'))} of slot-time empty, {second.label} on "
+            f"No schedule here beats {reference.label}: it trained on {reference.mean('goodput'):,.0f} tokens per "
+            f"second with {percent(reference.mean('bubble'))} of slot-time empty, {second.label} on "
             f"{second.mean('goodput'):,.0f} with {percent(second.mean('bubble'))}."
         )
     before, after = reference.mean("goodput"), best.mean("goodput")
-    gain = f"{after / before:.2f} x the tokens a second of {reference.label}" if before else "the most tokens a second"
+    gain = (
+        f"{after / before:.2f} x the tokens per second of {reference.label}" if before else "the most tokens per second"
+    )
     return (
         f"{best.label} trained on {gain} ({after:,.0f} against {before:,.0f}): it left "
         f"{percent(best.mean('bubble'))} of slot-time empty instead of {percent(reference.mean('bubble'))}"
@@ -87,9 +89,9 @@ def _waste_clause(one: Series) -> str:
 
 
 def _staleness_clause(one: Series) -> str:
-    if not max(run.figures.staleness_max for run in one.runs):
+    if not max(run.run_metrics.staleness_max for run in one.runs):
         return "every token was fresh"
-    greatest = max(run.figures.staleness_max for run in one.runs)
+    greatest = max(run.run_metrics.staleness_max for run in one.runs)
     return f"the price is tokens {one.mean('staleness_mean'):.2f} versions old on average, {greatest} at most"
 
 
@@ -103,9 +105,9 @@ def _score(one: Series) -> Iterable[str]:
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    trained = sum(run.figures.trained for run in runs)
+    trained = sum(run.run_metrics.trained for run in runs)
     what = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    slots = sorted({run.figures.slots for run in runs})
+    slots = sorted({run.run_metrics.slots for run in runs})
     return f"{what} · {' / '.join(map(str, slots))} slots · {trained:,} rollouts trained on"
 
 
@@ -129,7 +131,7 @@ def occupancy_lead(series: Sequence[Series], longest: float, unit: charts.TimeUn
 
 def timeline_lead(series: Sequence[Series]) -> str:
     text = (
-        "Every stay in a slot, coloured by what became of it; vertical lines are updates. Drag to zoom, double-click "
+        "Every stay in a slot, colored by what became of it; vertical lines are updates. Drag to zoom, double-click "
         "to see all, Ctrl + wheel zooms in place; with the keyboard, arrows, + and −."
     )
     merged = [one for one in series if one.runs[0].timeline.grid]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
-from sortedrl.observe.metrics import Glance, Metrics
+from sortedrl.observe.metrics import Metrics, Snapshot
 
 REWARDS_SHOWN = 60  # updates
 
@@ -55,7 +55,7 @@ class RunView:
     began_at: float
     ends_at: float | None
     seen_at: float  # when the newest event was seen
-    glance: Glance
+    snapshot: Snapshot
     rewards: tuple[float, ...]  # means of the newest updates, the newest last
     correct: float | None  # of the newest update
     mismatch: float | None
@@ -113,7 +113,7 @@ class RunState:
         return self._lines.remaining_seconds(self.updates_in_all)
 
     def view(self, seen_at: float) -> RunView:
-        glance = self.metrics.glance()
+        snapshot = self.metrics.snapshot()
         lines, remaining = self._lines, self.remaining_seconds()
         return RunView(
             name=self.name,
@@ -121,10 +121,10 @@ class RunState:
             phase=self.phase,
             updates=self._done,
             updates_in_all=self.updates_in_all,
-            began_at=seen_at - glance.wall_seconds,
+            began_at=seen_at - snapshot.wall_seconds,
             ends_at=None if remaining is None else lines.seen_at + remaining,
             seen_at=seen_at,
-            glance=glance,
+            snapshot=snapshot,
             rewards=tuple(self._rewards),
             correct=lines.newest.get("correct"),
             mismatch=lines.newest.get("mismatch_kl"),
@@ -190,9 +190,9 @@ class RolloutPlaces:
             events.Started: lambda event: self._move(event.rollout, RUNNING),
             events.Preempted: lambda event: self._move(event.rollout, QUEUED),
             events.Finished: lambda event: self._move(event.rollout, FINISHED),
-            events.Stopped: lambda event: self._put_back(event.rollout, event.length - event.dropped),
+            events.Aborted: lambda event: self._put_back(event.rollout, event.length - event.dropped),
             events.Failed: self._on_failed,
-            events.Redone: lambda event: self._move(event.rollout, WAITING),
+            events.Regenerated: lambda event: self._move(event.rollout, WAITING),
             events.Scored: lambda event: self._move(event.rollout, READY),
             events.Rejected: lambda event: self.forget((event.rollout,)),
         }
@@ -205,7 +205,7 @@ class RolloutPlaces:
         self._count[WAITING] += event.rollouts
 
     def _on_submitted(self, event: events.Submitted) -> None:
-        self._kept[event.rollout] = event.kept
+        self._kept[event.rollout] = event.prefix
         self._move(event.rollout, QUEUED)
 
     def _on_failed(self, event: events.Failed) -> None:

@@ -7,7 +7,7 @@ first line that applies:
     preempted  the engine took the slot back for lack of memory
     failed     the engine lost the request
     dropped    it left the slot by itself or was stopped, and its tokens were thrown away, then or later (stopped in a
-               mode that keeps none, redone, lost or rejected afterwards), or it was stopped before its first token
+               mode that keeps none, regenerated, lost or rejected afterwards), or it was stopped before its first token
     lookahead  it was started for a later cohort while an earlier one still had untrained rollouts (modes with a
                cohort gate alone: without a gate every rollout is of the current window)
     kept       it was stopped and its tokens were kept for a resume, or it ended and the log ends before its update
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sortedrl.core import events
-from sortedrl.core.catalogue import STRATEGIES
 from sortedrl.core.events import Event, without_rolled_back
+from sortedrl.core.registry import STRATEGIES
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
 LOOKAHEAD, KEPT, TRAINED = "lookahead", "kept", "trained"
@@ -97,9 +97,9 @@ class _Timeline:
             events.Started: self._on_started,
             events.Preempted: self._on_preempted,
             events.Finished: self._on_finished,
-            events.Stopped: self._on_stopped,
+            events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
-            events.Redone: self._on_redone,
+            events.Regenerated: self._on_regenerated,
             events.Rejected: self._on_rejected,
             events.Updated: self._on_updated,
         }
@@ -149,7 +149,7 @@ class _Timeline:
 
     def _on_submitted(self, event: events.Submitted) -> None:
         self._attempt[event.rollout] = event.attempt
-        self._context[event.rollout] = event.prompt_tokens + event.kept
+        self._context[event.rollout] = event.prompt_tokens + event.prefix
         self._since_submit[event.rollout] = []
 
     def _on_started(self, event: events.Started) -> None:
@@ -176,7 +176,7 @@ class _Timeline:
     def _on_finished(self, event: events.Finished) -> None:
         self._leave_engine(event, KEPT)
 
-    def _on_stopped(self, event: events.Stopped) -> None:
+    def _on_aborted(self, event: events.Aborted) -> None:
         self._leave_engine(event, KEPT)
         if event.dropped or not event.length:
             self._drop(event.rollout)
@@ -204,7 +204,7 @@ class _Timeline:
 
     # What becomes of the tokens
 
-    def _on_redone(self, event: events.Redone) -> None:
+    def _on_regenerated(self, event: events.Regenerated) -> None:
         self._drop(event.rollout)
 
     def _on_rejected(self, event: events.Rejected) -> None:

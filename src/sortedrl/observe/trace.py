@@ -1,12 +1,12 @@
 """A run as Chrome-trace JSON (the trace-event format), which ui.perfetto.dev and chrome://tracing open.
 
-    process "slots"   one track for each slot, a slice for each stay (observe/timeline.py), coloured by its outcome
+    process "slots"   one track for each slot, a slice for each stay (observe/timeline.py), colored by its outcome
     process "run"     tracks: phases; learner (an update each); weight versions, as instants
                       counters: running, waiting, resumable, ready
     arrows            from slice to slice of a trained rollout, and from the last one to its update
 
-Perfetto derives a slice's colour from its name without the digits, so that the outcome decides it; chrome://tracing
-takes the colour that is asked for.
+Perfetto derives a slice's color from its name without the digits, so that the outcome decides it; chrome://tracing
+takes the color that is asked for.
 
 What holds for every log (tests/trace_rules.py): times are whole nanoseconds since the run began, and events are in time
 order; slices of a track do not overlap; every arrow begins and ends inside a slice. Slices of slots are as long as in
@@ -34,7 +34,7 @@ COLOURS = {
     "dropped": "terrible",
     "preempted": "bad",
     "failed": "black",
-    "running": "grey",
+    "running": "gray",
 }
 COUNTERS = ("running", "waiting", "resumable", "ready")
 Json = dict[str, Any]

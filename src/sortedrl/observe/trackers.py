@@ -33,7 +33,7 @@ METRICS = (
     Metric("correct", "correct", "share", "rises; 0.1 to 0.9 teaches most"),
     Metric("held_out_score", "held_out.value", "share", "rises with correct"),
     Metric("length", "length", "tokens", "well below the limit"),
-    Metric("truncated_share", "truncated_share", "share", "below 0.05"),
+    Metric("truncated_fraction", "truncated_fraction", "share", "below 0.05"),
     Metric("rejected", "rejected", "rollouts", "0"),
     Metric("bubble", "bubble", "share", "below 0.1 in partial modes"),
     Metric("idle", "idle", "share", "bubble and the learner's share, little else"),
@@ -42,15 +42,15 @@ METRICS = (
     Metric("run_staleness_mean", "run_staleness_mean", "versions", "below 1; 0 on-policy"),
     Metric("staleness_mean", "staleness_mean", "versions", "around run_staleness_mean"),
     Metric("staleness_max", "staleness_max", "versions", "at most max_staleness"),
-    Metric("stale_share", "stale_share", "share", "0 on-policy"),
+    Metric("stale_fraction", "stale_fraction", "share", "0 on-policy"),
     Metric("stale_kl", "stale_kl", "nats", "below 0.05"),
     Metric("mismatch_kl", "mismatch_kl", "nats", "below 1e-3, and flat"),
     Metric("mismatch_max_abs", "mismatch_max_abs", "nats", "below 0.5 in bf16, 1e-3 in fp32"),
-    Metric("clipped_share", "clipped_share", "share", "below 0.05"),
+    Metric("clipped_fraction", "clipped_fraction", "share", "below 0.05"),
     Metric("importance_weight_mean", "importance_weight_mean", "ratio", "0.9 to 1.1"),
     Metric("entropy", "entropy", "nats", "falls slowly, stays above 0"),
-    Metric("gradient_norm", "gradient_norm", "norm", "no trend, no jumps"),
-    Metric("zero_variance_sets", "zero_variance_sets", "sets", "below half of the update's sets"),
+    Metric("grad_norm", "grad_norm", "norm", "no trend, no jumps"),
+    Metric("zero_variance_groups", "zero_variance_groups", "sets", "below half of the update's sets"),
     Metric("skipped_steps", "skipped_steps", "steps", "0"),
     Metric("kl_reference", "kl_reference", "nats", "grows slowly"),
     Metric("explained_variance", "explained_variance", "share", "rises above 0.3"),
@@ -81,8 +81,8 @@ class Tracker(Protocol):
 class Trackers:
     """Gives every line to all trackers. One that fails is named, and the run goes on without it."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
         self._open: list[Tracker] = []
 
     def add(self, tracker: Tracker) -> None:
@@ -104,7 +104,7 @@ class Trackers:
             act(*given)
         except Exception as error:
             self._open = [other for other in self._open if other is not tracker]
-            self._say(f"tracker {tracker.name} failed and is off ({type(error).__name__}: {error})")
+            self._log(f"tracker {tracker.name} failed and is off ({type(error).__name__}: {error})")
 
 
 def require_packages(names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """How long would the trained responses have been if none had been cut? An estimate from every attempt of a run.
 
 A schedule that drops what it stops sees some responses only up to the cut, and those are the long ones. Redos do not
-fill the gap: a redo is trained on only if it ends in time, with whole groups only if the whole group does.
+fill the gap: a regenerate is trained on only if it ends in time, with whole groups only if the whole group does.
 
 So the estimate looks at all attempts, finished and cut, of all groups (the responses to one prompt). It is the
 Kaplan-Meier idea with prompts that differ: every group is of one of a few hidden kinds, and a kind has its own chance

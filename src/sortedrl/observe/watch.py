@@ -105,7 +105,7 @@ def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
     return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
 
 
-def verdict(folder: Path, watched: Watched) -> str:
+def outcome_line(folder: Path, watched: Watched) -> str:
     """How the run ended, in a sentence."""
     if watched.outcome == STOPPED:
         return (

@@ -14,7 +14,7 @@ from typing import Any
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.events import EventLog, Sink
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -24,7 +24,7 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.studies import workload as simulated
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
 from sortedrl.tasks.scoring import DirectScorer
-from sortedrl.tasks.task import Verdict
+from sortedrl.tasks.task import Reward
 
 FIRST_WORD = 10  # token ids below are often special ones
 WARM_UP_TOKENS = 48
@@ -62,7 +62,8 @@ def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[
     """A prompt of `tokens` random words for each place: all differ, so no engine can reuse the keys of another one."""
     words = vocabulary - FIRST_WORD
     return [
-        Prompt(str(place), [FIRST_WORD + mixed(place, i) % words for i in range(tokens)], place) for place in places
+        Prompt(str(place), [FIRST_WORD + derive_seed(place, i) % words for i in range(tokens)], place)
+        for place in places
     ]
 
 
@@ -89,14 +90,14 @@ def run(
     max_updates: int | None = None,
     on_update: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """One mode on the engine, from the first load to the last update: its figures, and what our own code cost."""
-    engine.load(None, 0)  # a run counts versions from 0
+    """One mode on the engine, from the first load to the last update: its metrics, and what our own code cost."""
+    engine.update_weights(None, 0)  # a run counts versions from 0
     prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)  # before the clock runs
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     controller = Controller(
         ForcedLengths(engine, length_of_request(workload.lengths)),
         Prompts(prompts, epochs=1, seed=schedule.seed),
-        DirectScorer(lambda rollout: Verdict(0.0, correct=False)),
+        DirectScorer(lambda rollout: Reward(0.0, correct=False)),
         schedule,
         expectation=expectation_for(workload, schedule),
         log=EventLog(metrics, *sinks),
@@ -108,9 +109,9 @@ def run(
         controller.publish()
         on_update(batch.update + 1)
     seconds = time.perf_counter() - began
-    found = asdict(metrics.figures(uncut.mean()))
+    found = asdict(metrics.run_metrics(uncut.mean()))
     if inside_before is not None:
-        found["own_share"] = 1 - (engine.inside_seconds - inside_before) / seconds  # type: ignore[attr-defined]
+        found["own_fraction"] = 1 - (engine.inside_seconds - inside_before) / seconds  # type: ignore[attr-defined]
     return found
 
 
@@ -127,8 +128,8 @@ def measured_limit(
         id = next(ids)
         words = random_prompts([id], workload.prompt_tokens, vocabulary)[0]  # never twice: each pays its prefill
         prompt = replace(words, payload=id % workload.prompts)  # whose length is drawn
-        request = Request(id, prompt, (), schedule.max_response_tokens, mixed(mixed(schedule.seed, id), 0))
-        length = min(workload.lengths(request.prompt, request.seed), request.budget)
+        request = Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
+        length = min(workload.lengths(request.prompt, request.seed), request.max_new_tokens)
         inside[id] = (slot, length)
         forced.submit([request])
 
@@ -149,7 +150,7 @@ def measured_limit(
         start(slot)
     began, _ = run_until(1)
     ended, made = run_until(1 + turnovers)
-    forced.stop(list(inside))
+    forced.abort(list(inside))
     return made / (ended - began)
 
 
@@ -173,7 +174,7 @@ def bench(
     sinks: Callable[[Case], Sequence[Sink]] = lambda case: (),
     on_update: Callable[[Case, int], None] = lambda case, done: None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each case's name and figures as soon as it is done."""
+    """Each case's name and metrics as soon as it is done."""
     for case in cases:
         found = run(
             engine,

@@ -191,10 +191,13 @@ def checked(name: str, test: Callable[[], str]) -> Check:
 def _simulate_a_cohort() -> str:
     workload = Workload(lengths=LognormalLengths(limit=1024), slots=16, prompts=64, prompt_tokens=8)
     schedule = Schedule(mode="partial", rollouts_per_update=16, prompts_per_cohort=64, max_response_tokens=1024)
-    figures = run(workload, schedule)
-    _require(figures.trained == figures.loaded == 64, f"{figures.trained} of {figures.loaded} rollouts were trained on")
-    _require(0 <= figures.bubble <= figures.idle <= 1, f"bubble {figures.bubble}, idle {figures.idle}")
-    return f"{figures.trained} rollouts in {figures.updates} updates, bubble {figures.bubble:.0%}"
+    run_metrics = run(workload, schedule)
+    _require(
+        run_metrics.trained == run_metrics.loaded == 64,
+        f"{run_metrics.trained} of {run_metrics.loaded} rollouts were trained on",
+    )
+    _require(0 <= run_metrics.bubble <= run_metrics.idle <= 1, f"bubble {run_metrics.bubble}, idle {run_metrics.idle}")
+    return f"{run_metrics.trained} rollouts in {run_metrics.updates} updates, bubble {run_metrics.bubble:.0%}"
 
 
 class MicroRun:
@@ -209,9 +212,9 @@ class MicroRun:
         from transformers.utils.logging import disable_progress_bar
 
         from sortedrl.engines.embedded import EmbeddedEngine
-        from sortedrl.tasks.catalogue import task_by_name
         from sortedrl.tasks.encode import encode
-        from sortedrl.tasks.scoring import DirectScorer, judge
+        from sortedrl.tasks.registry import task_by_name
+        from sortedrl.tasks.scoring import DirectScorer, reward_function
 
         disable_progress_bar()  # type: ignore[no-untyped-call]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -226,7 +229,7 @@ class MicroRun:
         self._controller = Controller(
             engine,
             Prompts(encode(task.train()[:16], tokenizer, 256).prompts),
-            DirectScorer(judge(task, tokenizer)),
+            DirectScorer(reward_function(task, tokenizer)),
             schedule,
         )
         self._batches = iter(self._controller)
@@ -239,7 +242,7 @@ class MicroRun:
 
         learner = Learner(self._model, LearnerSettings(learning_rate=1e-4, warmup_updates=0))
         stats = learner.step(self._batch.rollouts, self._batch.version)
-        _require(all(map(isfinite, stats.values())), f"figures that are not finite: {stats}")
+        _require(all(map(isfinite, stats.values())), f"metrics that are not finite: {stats}")
         mismatch = stats["mismatch_max_abs"]
         _require(mismatch < MOST_MISMATCH, f"engine and learner differ by {mismatch:.1e} in a log-probability")
         self._controller.publish()

@@ -2,7 +2,7 @@
 
 The rule: among schedules whose length bias and staleness are allowed, the fastest wins; within `CLOSE` of the fastest
 the youngest data wins, then the simpler schedule. If a longest-first baseline is that close, you do not need SortedRL.
-What keys of old weights would add is told beside it: they are an approximation, which is yours to choose.
+What KV cache of older weights would add is told beside it: they are an approximation, which is yours to choose.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UpdateSize:
 class Plan:
     choice: Option
     runner_up: Option | None
-    with_old_keys: Option  # the elevator, if the engine kept the keys of what it is to resume
+    with_kv_cache_reuse: Option  # the elevator, if the engine kept the keys of what it is to resume
     baseline: Option  # the best of the baselines
     needed: bool  # False: you do not need this
     reason: str
@@ -109,31 +109,31 @@ def plan(
     scan = _update_size_scan(workload, schedule, allowed)
     rows = [Case(name, workload, candidate) for name, candidate in tried]
     keeping = _with_old_keys(rows)
-    figures = compare([*rows, keeping, *(case for _, case in scan)], seeds, on_progress=on_progress)
-    options = tuple(option(name, candidate, figures[name]) for name, candidate in tried)
+    run_metrics = compare([*rows, keeping, *(case for _, case in scan)], seeds, on_progress=on_progress)
+    options = tuple(option(name, candidate, run_metrics[name]) for name, candidate in tried)
     choice, runner_up = choose(options, allowed)
-    with_old_keys = option(keeping.name, keeping.schedule, figures[keeping.name])
+    with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
     needed = not choice.is_baseline
-    keys_matter = is_allowed(with_old_keys, allowed) and with_old_keys.of_limit > choice.of_limit + CLOSE
+    keys_matter = is_allowed(with_kv_cache_reuse, allowed) and with_kv_cache_reuse.of_limit > choice.of_limit + CLOSE
     return Plan(
         choice=choice,
         runner_up=runner_up,
-        with_old_keys=with_old_keys,
+        with_kv_cache_reuse=with_kv_cache_reuse,
         baseline=baseline,
         needed=needed,
-        reason=reason(choice, runner_up, with_old_keys if keys_matter else None, baseline, needed=needed),
+        reason=reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline, needed=needed),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
-        by_update_size=_best_by_update_size(_own_ratio(workload, schedule), options, scan, figures, allowed),
+        by_update_size=_best_by_update_size(_own_ratio(workload, schedule), options, scan, run_metrics, allowed),
     )
 
 
-def option(name: str, schedule: Schedule, figures: dict[str, Any]) -> Option:
+def option(name: str, schedule: Schedule, run_metrics: dict[str, Any]) -> Option:
     names = set(Option.__dataclass_fields__) - {"name", "schedule", "of_limit"}
-    of_limit = figures["trained_tokens_per_hour"] / 3600 / figures["limit"]
-    return Option(name=name, schedule=schedule, of_limit=of_limit, **{key: figures[key] for key in names})
+    of_limit = run_metrics["trained_tokens_per_hour"] / 3600 / run_metrics["limit"]
+    return Option(name=name, schedule=schedule, of_limit=of_limit, **{key: run_metrics[key] for key in names})
 
 
 def choose(options: Sequence[Option], allowed: Allowed) -> tuple[Option, Option | None]:
@@ -163,7 +163,7 @@ def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tupl
 
 
 def reason(
-    choice: Option, runner_up: Option | None, with_old_keys: Option | None, baseline: Option, *, needed: bool
+    choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option | None, baseline: Option, *, needed: bool
 ) -> str:
     if not needed:
         return (
@@ -180,10 +180,11 @@ def reason(
             f" Runner-up {runner_up.name}: {runner_up.of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
             f"length bias {runner_up.length_bias:+.1%}."
         )
-    if with_old_keys is not None:
+    if with_kv_cache_reuse is not None:
         text += (
-            f" With the keys of old weights kept (keep_old_keys, an approximation), {with_old_keys.schedule.mode} "
-            f"would reach {with_old_keys.of_limit:.2f} at staleness {with_old_keys.staleness_mean:.2f}."
+            " With the KV cache kept across weight updates (reuse_kv_cache, an approximation), "
+            f"{with_kv_cache_reuse.schedule.mode} "
+            f"would reach {with_kv_cache_reuse.of_limit:.2f} at staleness {with_kv_cache_reuse.staleness_mean:.2f}."
         )
     return text
 
@@ -192,7 +193,7 @@ def _with_old_keys(rows: Sequence[Case]) -> Case:
     """The elevator with the largest cohort, on an engine that keeps keys."""
     uncapped = [row for row in rows if row.schedule.oversubscribe is None]
     elevator = [row for row in uncapped if row.schedule.mode == "partial+elevator"][-1]
-    return Case(f"{elevator.name}, old keys", replace(elevator.workload, keep_old_keys=True), elevator.schedule)
+    return Case(f"{elevator.name}, stale KV", replace(elevator.workload, reuse_kv_cache=True), elevator.schedule)
 
 
 def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
@@ -218,12 +219,12 @@ def _best_by_update_size(
     own_ratio: float,
     options: Sequence[Option],
     scan: list[tuple[float, Case]],
-    figures: dict[str, dict[str, Any]],
+    run_metrics: dict[str, dict[str, Any]],
     allowed: Allowed,
 ) -> tuple[UpdateSize, ...]:
     at_ratio: dict[float, list[Option]] = {own_ratio: list(options)}
     for ratio, case in scan:
-        at_ratio.setdefault(ratio, []).append(option(case.name, case.schedule, figures[case.name]))
+        at_ratio.setdefault(ratio, []).append(option(case.name, case.schedule, run_metrics[case.name]))
     return tuple(_best_of(ratio, found, allowed) for ratio, found in sorted(at_ratio.items()))
 
 

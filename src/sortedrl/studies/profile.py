@@ -49,7 +49,7 @@ class Profile:
     prefill_seconds_per_token: float
     prefill_tokens_per_step: int | None
     kv_tokens: int | None
-    load_seconds: float | None
+    weight_update_seconds: float | None
     machine: str
 
     def step_time(self) -> StepTime:
@@ -130,7 +130,7 @@ def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: in
                 ended[change.id] = change.at
             elif isinstance(change, Failed):
                 raise RuntimeError(f"the engine refused a context of {context} tokens: {change.reason}")
-    forced.stop([id for id in range(running + 1) if id not in ended])
+    forced.abort([id for id in range(running + 1) if id not in ended])
     step = (ended[second] - ended[first_to_end]) / steps
     prefill = max(0.0, (ended[first_to_end] - began - _LEAD_TOKENS * step) / prefill_tokens)
     return Cell(running, context, running * (context + _LEAD_TOKENS + steps / 2), step, prefill)
@@ -149,7 +149,7 @@ def read(path: Path) -> Profile:
         times_are_right = (
             all(0 < cell.step_seconds < math.inf for cell in found.cells)
             and 0 <= found.prefill_seconds_per_token < math.inf
-            and 0 <= (found.load_seconds or 0.0) < math.inf
+            and 0 <= (found.weight_update_seconds or 0.0) < math.inf
         )
         if not (found.kv_tokens is None or found.kv_tokens > 0):
             raise TypeError(f"kv_tokens = {found.kv_tokens}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import Schedule
-from sortedrl.observe.metrics import Figures
+from sortedrl.observe.metrics import RunMetrics
 from sortedrl.studies.workload import Workload, limit, run, with_mode
 
 DECIDING_MODES = (  # what a choice depends on; `MODES` has the rest
@@ -95,13 +95,13 @@ def compare(
     for row in rows:
         runs = [results[row.name, seed] for seed in seeds]
         limits_of_seeds = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
-        summaries[row.name] = summary([run.figures for run in runs], limits_of_seeds)
+        summaries[row.name] = summary([run.run_metrics for run in runs], limits_of_seeds)
         summaries[row.name]["goodput_error"] = relative_error([rate for run in runs for rate in run.rates])
     return summaries
 
 
 class Simulated(NamedTuple):
-    figures: Figures
+    run_metrics: RunMetrics
     rates: tuple[float, ...]  # tokens per second in each part of the run, of about a cohort each
 
 
@@ -153,13 +153,13 @@ def _on_all_cores(
             yield futures[future], future.result()
 
 
-def summary(runs: Sequence[Figures], limits: Sequence[float]) -> dict[str, Any]:
-    """Means over the seeds, histograms summed; `spread` holds the least and the greatest of the headline figures."""
-    of_limit = [figures.goodput / bound for figures, bound in zip(runs, limits, strict=True)]
-    kept_of_limit = [figures.kept / bound for figures, bound in zip(runs, limits, strict=True)]
+def summary(runs: Sequence[RunMetrics], limits: Sequence[float]) -> dict[str, Any]:
+    """Means over the seeds, histograms summed; `spread` holds the least and the greatest of the headline metrics."""
+    of_limit = [run_metrics.goodput / bound for run_metrics, bound in zip(runs, limits, strict=True)]
+    kept_of_limit = [run_metrics.kept / bound for run_metrics, bound in zip(runs, limits, strict=True)]
     result: dict[str, Any] = {}
     for name, first in asdict(runs[0]).items():
-        values = [getattr(figures, name) for figures in runs]
+        values = [getattr(run_metrics, name) for run_metrics in runs]
         if isinstance(first, dict):
             result[name] = _merged(values, add=name.endswith("histogram"))
         elif name == "bubble_per_harvest":

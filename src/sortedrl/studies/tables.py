@@ -37,7 +37,7 @@ def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Goodput is of the time in which the engine may run; tokens an hour count the learner's time, too."""
+    """Goodput is of the time in which the engine may run; tokens per hour count the learner's time, too."""
     table = _table(
         "What each schedule gives", "mode", "bubble", "goodput", "of limit", "kept", "waste", "trained tok/h"
     )
@@ -171,7 +171,7 @@ def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
             known(f["length_bias"], "+z.1%"),
             str(f["preemptions"]),
             _prediction(f),
-            f"{f['own_share']:.1%}" if "own_share" in f else "",
+            f"{f['own_fraction']:.1%}" if "own_fraction" in f else "",
         )
     return table
 
@@ -202,7 +202,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
         "length bias",
     )
     for run in summaries:
-        f, gain = run["figures"], run["gain"]
+        f, gain = run["metrics"], run["gain"]
         table.add_row(
             run["mode"],
             str(run["seed"]),

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sortedrl.core.catalogue import strategy_named
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Finished, Request
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.registry import strategy_named
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.step_time import PRESETS, StepTime
-from sortedrl.observe.metrics import Figures, Metrics
+from sortedrl.observe.metrics import Metrics, RunMetrics
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
@@ -52,8 +52,8 @@ class Workload:
     prompt_tokens: int = 128
     epochs: int = 1
     kv_tokens: int | None = None
-    keep_old_keys: bool = False  # resumes find the keys of what was kept
-    weights_seconds: float = 0.0  # to load weights
+    reuse_kv_cache: bool = False  # resumes find the keys of what was kept
+    weight_update_seconds: float = 0.0  # to load weights
     learner_seconds_per_update: float = 0.0
     learner_seconds_per_token: float = 0.0
     score_seconds: float = 0.0
@@ -72,9 +72,9 @@ class NoisyOracle:
         self._log_noise = log_noise
 
     def estimate(self, rollout: Rollout) -> float:
-        seed = rollout.seed if self._schedule.keep_seed else mixed(rollout.seed, rollout.attempt)
+        seed = rollout.seed if self._schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
         length = min(self._lengths(rollout.prompt, seed), self._schedule.max_response_tokens)
-        return length * math.exp(self._log_noise * normal(mixed(rollout.seed, 7)))
+        return length * math.exp(self._log_noise * normal(derive_seed(rollout.seed, 7)))
 
     def observe(self, rollout: Rollout) -> None: ...
 
@@ -96,7 +96,7 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
     if workload.expectation != "warm":
         raise ValueError(f"expectation {workload.expectation!r}: one of {', '.join(EXPECTATIONS)}")
     last_epoch = {
-        prompt.id: float(min(workload.lengths(prompt, mixed(schedule.seed, 99, i)), schedule.max_response_tokens))
+        prompt.id: float(min(workload.lengths(prompt, derive_seed(schedule.seed, 99, i)), schedule.max_response_tokens))
         for i, prompt in enumerate(SimulatedPrompts(workload.prompts, 0))
     }
     return SensedLengths(last_epoch, first_guess=guess)
@@ -108,8 +108,8 @@ def simulated_engine(workload: Workload) -> SimulatedEngine:
         step_time=workload.step_time,
         length_of=length_of_request(workload.lengths),
         kv_tokens=workload.kv_tokens,
-        load_seconds=workload.weights_seconds,
-        keep_old_keys=workload.keep_old_keys,
+        weight_update_seconds=workload.weight_update_seconds,
+        reuse_kv_cache=workload.reuse_kv_cache,
     )
 
 
@@ -129,11 +129,11 @@ class UncutLengths:
         return self._total / self._count if self._count else 0.0
 
     def _uncut(self, rollout: Rollout) -> int:
-        seed = rollout.seed if self._schedule.keep_seed else mixed(rollout.seed, 0)
+        seed = rollout.seed if self._schedule.keep_seed else derive_seed(rollout.seed, 0)
         return min(self._workload.lengths(rollout.prompt, seed), self._schedule.max_response_tokens)
 
 
-def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> Figures:
+def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> RunMetrics:
     """One simulated run, from the first load to the last update."""
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     engine = simulated_engine(workload)
@@ -152,13 +152,13 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
         if schedule.overlap:
             controller.carry_on(until=engine.now() + seconds)
         else:
-            engine.sleep(seconds)
+            engine.pass_time(seconds)
         controller.publish()
-    return metrics.figures(uncut.mean())
+    return metrics.run_metrics(uncut.mean())
 
 
 def limit(workload: Workload, schedule: Schedule) -> float:
-    """The workload's own bound, in tokens a second: all slots full in steady state, each prompt prefilled once.
+    """The workload's own bound, in tokens per second: all slots full in steady state, each prompt prefilled once.
 
     Measured from the moment when every slot has turned over once, until every slot has turned over at least twice
     more and enough rollouts have passed for a steady figure.
@@ -172,7 +172,7 @@ def limit(workload: Workload, schedule: Schedule) -> float:
     def start(slot: int) -> None:
         nonlocal next_id
         prompt = Prompt(str(next_id), range(workload.prompt_tokens), next_id % workload.prompts)
-        seed = mixed(mixed(schedule.seed, next_id), 0)
+        seed = derive_seed(derive_seed(schedule.seed, next_id), 0)
         slot_of[next_id] = slot
         engine.submit([Request(next_id, prompt, (), schedule.max_response_tokens, seed)])
         next_id += 1
@@ -194,7 +194,7 @@ def limit(workload: Workload, schedule: Schedule) -> float:
 
 
 def with_mode(schedule: Schedule, mode: str) -> Schedule:
-    """The same settings in another mode, less what that mode cannot honour."""
+    """The same settings in another mode, less what that mode cannot honor."""
     strategy = strategy_named(mode)
     return replace(
         schedule,

@@ -1,8 +1,8 @@
 """Your own reward or your own task by import path, `your.module:name`.
 
-A reward is a function `(problem, response) -> float | Verdict` and comes with a file of prompts; a task is a
+A reward is a function `(problem, response) -> float | Reward` and comes with a file of prompts; a task is a
 class or an object with `train`, `held_out` and `score`. A plain number counts as correct from 1 on; return a
-Verdict to say otherwise.
+Reward to say otherwise.
 
 What is wrong with a reward function itself is refused here, before the run; what it does with a response is up to
 the scorer (scoring.py).
@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
-from sortedrl.tasks.task import Problem, Task, Verdict, as_verdict
+from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 
 T = TypeVar("T")
 TASK_MEMBERS = ("train", "held_out", "score")
@@ -42,7 +42,7 @@ class CustomReward:
         question_column: str = "question",
         answer_column: str | None = None,
         system: str = "",
-        held_out_share: float = 0.1,
+        held_out_fraction: float = 0.1,
         seed: int = 0,
     ) -> None:
         self.name = reward
@@ -51,7 +51,7 @@ class CustomReward:
         self._held_out_data = Source(os.fspath(held_out_data)) if held_out_data else None
         self._columns = Columns((question_column,), (answer_column,) if answer_column else ())
         self._system = system
-        self._held_out_share = held_out_share
+        self._held_out_fraction = held_out_fraction
         self._seed = seed
 
     def train(self) -> Sequence[Problem]:
@@ -60,8 +60,8 @@ class CustomReward:
     def held_out(self) -> Sequence[Problem]:
         return self._problems[1]
 
-    def score(self, problem: Problem, response: str) -> Verdict:
-        return as_verdict(self._reward(problem, response), f"the result of {self.name}")
+    def score(self, problem: Problem, response: str) -> Reward:
+        return checked_reward(self._reward(problem, response), f"the result of {self.name}")
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker process imports the reward by its path, so that it may be a lambda, and needs no prompts."""
@@ -75,7 +75,7 @@ class CustomReward:
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
         train = read_problems(self._data, self._columns, f"{self.name}/train", self._system)
         if self._held_out_data is None:
-            return split_off(train, self._held_out_share, self._seed)
+            return split_off(train, self._held_out_fraction, self._seed)
         held_out = read_problems(self._held_out_data, self._columns, f"{self.name}/held-out", self._system)
         return without(train, held_out), held_out
 

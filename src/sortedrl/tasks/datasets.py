@@ -64,7 +64,7 @@ def read_problems(
 def split_off(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
     """Training and held-out problems: `share` of them, drawn by `seed`, at least one, are held out."""
     if not 0 < share < 1:
-        raise ValueError(f"held_out_share is {share}: it must lie between 0 and 1, such as 0.1")
+        raise ValueError(f"held_out_fraction is {share}: it must lie between 0 and 1, such as 0.1")
     if len(problems) < 2:
         raise ValueError(f"cannot hold out a share of {len(problems)} problem: give held_out_data of its own")
     count = min(max(round(share * len(problems)), 1), len(problems) - 1)

@@ -92,7 +92,7 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path!r} has no EOS token, so that no response could end by "
-            'itself and each would run to its token budget: set "eos_token" in its tokenizer_config.json'
+            'itself and each would run to its token max_new_tokens: set "eos_token" in its tokenizer_config.json'
         )
 
 

@@ -28,7 +28,7 @@ from math import ceil
 from pathlib import Path
 
 from sortedrl.tasks.datasets import Source, read_rows
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 
 # --- claims ----------------------------------------------------------------------------------------------
 
@@ -367,20 +367,20 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def judge(response: str, answer: Mapping[str, bool]) -> Verdict:
+def reward_function(response: str, answer: Mapping[str, bool]) -> Reward:
     """Logic-RL's reward. An answer in the wrong format is not looked at."""
     block = read_response(response)
     if block is None:
-        return _verdict(format_reward=-1.0, answer_reward=-2.0)
+        return _reward(format_reward=-1.0, answer_reward=-2.0)
     said = read_answer(block, list(answer))
     if said is None:
-        return _verdict(format_reward=1.0, answer_reward=-2.0)
-    return _verdict(format_reward=1.0, answer_reward=2.0 if said == dict(answer) else -1.5)
+        return _reward(format_reward=1.0, answer_reward=-2.0)
+    return _reward(format_reward=1.0, answer_reward=2.0 if said == dict(answer) else -1.5)
 
 
-def _verdict(format_reward: float, answer_reward: float) -> Verdict:
-    return Verdict(
-        reward=format_reward + answer_reward,
+def _reward(format_reward: float, answer_reward: float) -> Reward:
+    return Reward(
+        value=format_reward + answer_reward,
         correct=answer_reward > 0,
         parts={"format": format_reward, "answer": answer_reward},
     )
@@ -404,23 +404,23 @@ class KnightsAndKnaves:
         self,
         characters: Sequence[int] = (3, 4, 5, 6, 7),
         count: int = 5000,
-        held_out_share: float = 0.1,
+        held_out_fraction: float = 0.1,
         seed: int = 0,
         data: Path | str | None = None,
         wording: Wording = Wording.STORY,
     ) -> None:
-        _check(characters, count, held_out_share, wording)
+        _check(characters, count, held_out_fraction, wording)
         self._characters = tuple(characters)
         self._count = count
-        self._held_out_share = held_out_share
+        self._held_out_fraction = held_out_fraction
         self._seed = seed
         self._data = None if data is None else Path(data)
         self._wording = Wording(wording)
 
     @classmethod
-    def small(cls, count: int = 2400, held_out_share: float = 0.25, seed: int = 0) -> KnightsAndKnaves:
+    def small(cls, count: int = 2400, held_out_fraction: float = 0.25, seed: int = 0) -> KnightsAndKnaves:
         """Small puzzles in compact wording, for the built-in model; 600 of 2400 are held out."""
-        return cls(SMALL_CHARACTERS, count, held_out_share, seed, wording=Wording.COMPACT)
+        return cls(SMALL_CHARACTERS, count, held_out_fraction, seed, wording=Wording.COMPACT)
 
     def train(self) -> Sequence[Problem]:
         return self._problems[0]
@@ -428,8 +428,8 @@ class KnightsAndKnaves:
     def held_out(self) -> Sequence[Problem]:
         return self._problems[1]
 
-    def score(self, problem: Problem, response: str) -> Verdict:
-        return judge(response, problem.answer)
+    def score(self, problem: Problem, response: str) -> Reward:
+        return reward_function(response, problem.answer)
 
     @cached_property
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
@@ -438,7 +438,7 @@ class KnightsAndKnaves:
         held_out: list[Problem] = []
         for size in sorted(set(self._characters)):
             wanted = self._count * self._characters.count(size) // len(self._characters)
-            held_out_wanted = round(wanted * self._held_out_share)
+            held_out_wanted = round(wanted * self._held_out_fraction)
             if self._data is None:
                 split = _distinct_puzzles(size, wanted - held_out_wanted, held_out_wanted, rng)
                 train += [self._problem(puzzle, rng) for puzzle in split.train]
@@ -462,21 +462,21 @@ class KnightsAndKnaves:
         return Problem(f"{puzzle.characters}ppl-{_digest(_content(puzzle))}", question, answer, system)
 
 
-def _check(characters: Sequence[int], count: int, held_out_share: float, wording: Wording) -> None:
+def _check(characters: Sequence[int], count: int, held_out_fraction: float, wording: Wording) -> None:
     most = len(COMPACT_NAMES) if wording is Wording.COMPACT else MOST_CHARACTERS
     if not characters or min(characters) < 2 or max(characters) > most:
         raise ValueError(
             f"characters = {tuple(characters)}: puzzles in {wording} wording have 2 to {most} characters."
             f" Give one such number or more, for example (3, 4, 5)."
         )
-    if not 0 < held_out_share < 1:
-        raise ValueError(f"held_out_share = {held_out_share}: it must lie between 0 and 1, for example 0.1.")
+    if not 0 < held_out_fraction < 1:
+        raise ValueError(f"held_out_fraction = {held_out_fraction}: it must lie between 0 and 1, for example 0.1.")
     each = count // len(characters)
-    if not 1 <= round(each * held_out_share) < each:
+    if not 1 <= round(each * held_out_fraction) < each:
         raise ValueError(
             f"count = {count}: over {len(characters)} sizes that is {each} puzzles each, too few to train on"
-            f" some and to hold out a share of {held_out_share}. Use a count of at least"
-            f" {len(characters) * ceil(1 / min(held_out_share, 1 - held_out_share))}."
+            f" some and to hold out a share of {held_out_fraction}. Use a count of at least"
+            f" {len(characters) * ceil(1 / min(held_out_fraction, 1 - held_out_fraction))}."
         )
 
 
@@ -486,7 +486,7 @@ def _read_problems(path: Path, count: int) -> list[Problem]:
     if len(rows) < count:
         raise ValueError(
             f"{path}: {count} puzzles are asked for, but it has {len(rows)}. Lower `count`, or change"
-            f" `held_out_share` to what the files have (0.1)."
+            f" `held_out_fraction` to what the files have (0.1)."
         )
     missing = {"quiz", "names", "solution"}.difference(rows[0])
     if missing:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
 from sortedrl.tasks.math_limits import is_affordable, is_short
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 from sortedrl.tasks.units import quantity
 from sortedrl.tasks.workers import WorkerPool
 
@@ -76,7 +76,7 @@ class Math:
     """Mathematical problems from files or the hub, by the columns of a preset or by column names of your own.
 
     `data` is trained on, `held_out_data` is evaluated on. What is not given is the preset's own on the hub;
-    with `data` alone, or a preset that has nothing to evaluate on, `held_out_share` of the training problems
+    with `data` alone, or a preset that has nothing to evaluate on, `held_out_fraction` of the training problems
     is held out. A question that is held out is not in `train`, even if the files overlap.
     """
 
@@ -88,7 +88,7 @@ class Math:
         held_out_data: str | os.PathLike[str] | None = None,
         question_column: str | None = None,
         answer_column: str | None = None,
-        held_out_share: float = 0.1,
+        held_out_fraction: float = 0.1,
         seed: int = 0,
         limit_seconds: float = 5.0,
     ) -> None:
@@ -109,7 +109,7 @@ class Math:
             answer=(answer_column,) if answer_column else known.columns.answer,
         )
         self._question_text = known.question_text
-        self._held_out_share = held_out_share
+        self._held_out_fraction = held_out_fraction
         self._seed = seed
         self._verify = WorkerPool(
             load_math_verify, workers=max((os.cpu_count() or 1) // 2, 1), limit_seconds=limit_seconds
@@ -121,16 +121,16 @@ class Math:
     def held_out(self) -> Sequence[Problem]:
         return self._problems[1]
 
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         answer = last_boxed(response)
         if answer is None:
-            return Verdict(0.0, False, {"boxed": 0.0})
+            return Reward(0.0, False, {"boxed": 0.0})
         timed_out = False
         try:
             correct = self._equal(str(problem.answer), answer)
         except TimeoutError:
             correct, timed_out = False, True
-        return Verdict(float(correct), correct, {"boxed": 1.0, "timed_out": float(timed_out)})
+        return Reward(float(correct), correct, {"boxed": 1.0, "timed_out": float(timed_out)})
 
     def _equal(self, reference: str, answer: str) -> bool:
         if not is_short(answer, reference):
@@ -144,7 +144,7 @@ class Math:
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
         train = self._read(self._train_source) if self._train_source else []
         if self._held_out_source is None:
-            return split_off(train, self._held_out_share, self._seed)
+            return split_off(train, self._held_out_fraction, self._seed)
         held_out = self._read(self._held_out_source)
         return without(train, held_out), held_out
 
@@ -224,7 +224,7 @@ def spaced(answer: str) -> str:
     return answer.strip()
 
 
-def normalised(answer: str) -> str:
+def normalized(answer: str) -> str:
     """The answer without what changes its looks only: applied to reference and response alike."""
     answer = spaced(answer)
     for pattern, replacement in _REWRITES:
@@ -235,7 +235,7 @@ def normalised(answer: str) -> str:
 
 
 class Undecided(NamedTuple):
-    """Two normalised answers that only algebra can compare."""
+    """Two normalized answers that only algebra can compare."""
 
     reference: str
     answer: str
@@ -245,13 +245,13 @@ def compare_plainly(reference: str, answer: str) -> bool | Undecided:
     """Whether two answers are equal, where that shows without algebra."""
     if any(character.isnumeric() and not character.isascii() for character in answer):
         return False  # digits of other scripts and superscripts: no parser agrees with the next about them
-    if _without_spaces(normalised(reference)) == _without_spaces(normalised(answer)):
+    if _without_spaces(normalized(reference)) == _without_spaces(normalized(answer)):
         return True
     wanted, given = quantity(spaced(reference)), quantity(spaced(answer))
     if wanted.unit and given.unit and wanted.unit != given.unit and not (wanted.percent or given.percent):
         return False
-    label, wanted_text = split_label(normalised(wanted.number))
-    given_label, given_text = split_label(normalised(given.number))
+    label, wanted_text = split_label(normalized(wanted.number))
+    given_label, given_text = split_label(normalized(given.number))
     if label and given_label and label != given_label:
         return Undecided(f"{label}={wanted_text}", f"{given_label}={given_text}")
     if wanted_text == given_text and wanted.scale == given.scale and wanted.percent == given.percent:
@@ -335,9 +335,9 @@ def _number(text: str, scale: int) -> Fraction | None:
     """The value of a plain or mixed number; None for anything else."""
     text = re.sub(r"\s*\\(?:times|cdot)\s*10\^(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))$", r"e\1\2", text, flags=re.ASCII)
     text = re.sub(r"^([+-]?)\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", text, flags=re.ASCII)
-    mixed = re.fullmatch(r"([+-]?)(\d+) (\d+)/(\d+)", text, re.ASCII)
-    if mixed and int(mixed.group(3)) < int(mixed.group(4)):
-        sign, whole, above, below = mixed.groups()
+    derive_seed = re.fullmatch(r"([+-]?)(\d+) (\d+)/(\d+)", text, re.ASCII)
+    if derive_seed and int(derive_seed.group(3)) < int(derive_seed.group(4)):
+        sign, whole, above, below = derive_seed.groups()
         text = f"{sign}{int(whole) * int(below) + int(above)}/{below}"
     if not re.fullmatch(r"[+-]?(?:\d+/\d+|(?:\d+|\d*\.\d+)(?:e[+-]?\d{1,4})?)", text, re.ASCII):
         return None
@@ -378,7 +378,7 @@ def _split_list(text: str) -> list[str]:
 
 
 def load_math_verify() -> Callable[[str, str], bool]:
-    """Runs in a worker process: the comparison of two normalised answers by algebra."""
+    """Runs in a worker process: the comparison of two normalized answers by algebra."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from sortedrl.tasks.datasets import without
-from sortedrl.tasks.task import Problem, Verdict
+from sortedrl.tasks.task import Problem, Reward
 
 INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
 # A generator makes puzzle i from seed + i, so held-out seeds must lie beyond any number of training puzzles.
@@ -36,7 +36,7 @@ class ReasoningGym:
     def held_out(self) -> Sequence[Problem]:
         return self._held_out_problems
 
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         answer, tagged = extract_answer(response)
         unreadable = False
         if self._dataset == "knights_knaves":
@@ -46,7 +46,7 @@ class ReasoningGym:
                 reward = float(self._train.score_answer(answer, problem.answer))
             except Exception:  # a scorer that cannot parse the answer: the answer is wrong, not the run
                 reward, unreadable = 0.0, True
-        return Verdict(reward, reward >= 1.0, {"tagged": float(tagged), "unreadable": float(unreadable)})
+        return Reward(reward, reward >= 1.0, {"tagged": float(tagged), "unreadable": float(unreadable)})
 
     @cached_property
     def _held_out_problems(self) -> list[Problem]:

@@ -3,7 +3,7 @@
 A reward that raises or hangs stops neither the engine nor the run: it gives `Scored(reward=None, error=...)`
 and is counted. `detail` is plain data, `{"correct": bool, "parts": {...}}`, fit for any log.
 
-    judge(task, tokenizer)      rollout -> Verdict: decode the tokens, ask the task
+    judge(task, tokenizer)      rollout -> Reward: decode the tokens, ask the task
     BackgroundScorer            scores in threads while the engine generates
     DirectScorer                scores inside `submit`: the same results in the same order, for exact repeats
     reward_workers(task)        the task's score in processes that are killed when they exceed their time limit
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, reason_of
-from sortedrl.tasks.task import Problem, Task, Verdict, as_verdict
+from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 from sortedrl.tasks.workers import WorkerError, WorkerPool
 
 
@@ -33,14 +33,14 @@ class Decoder(Protocol):
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
-def judge(
+def reward_function(
     task: Task,
     tokenizer: Decoder,
     *,
     processes: int = 0,
     limit_seconds: float = 30.0,
     pool: WorkerPool | None = None,
-) -> Callable[[Rollout], Verdict]:
+) -> Callable[[Rollout], Reward]:
     """Score a rollout by the text of its tokens, special tokens removed.
 
     With `processes` the task scores in that many killable processes, each score within `limit_seconds`; the
@@ -51,11 +51,11 @@ def judge(
         pool = reward_workers(task, workers=processes, limit_seconds=limit_seconds)
     score: Callable[[Problem, str], Any] = pool or task.score
 
-    def verdict(rollout: Rollout) -> Verdict:
+    def reward(rollout: Rollout) -> Reward:
         found = score(rollout.prompt.payload, tokenizer.decode(rollout.tokens, skip_special_tokens=True))
-        return Verdict(*found) if pool is not None else as_verdict(found)
+        return Reward(*found) if pool is not None else checked_reward(found)
 
-    return verdict
+    return reward
 
 
 def reward_workers(task: Task, *, workers: int, limit_seconds: float, memory_bytes: int | None = None) -> WorkerPool:
@@ -66,7 +66,7 @@ def reward_workers(task: Task, *, workers: int, limit_seconds: float, memory_byt
 class DirectScorer:
     """Calls `score` inside `submit`, so that nothing depends on timing."""
 
-    def __init__(self, score: Callable[[Rollout], Verdict]) -> None:
+    def __init__(self, score: Callable[[Rollout], Reward]) -> None:
         self._score = score
         self._done: list[Scored] = []
         self.errors = 0
@@ -100,11 +100,11 @@ class BackgroundScorer:
     """Scores in threads. `limit_seconds=None` trusts `score` to keep its own limit, as a `WorkerPool` does.
 
     Invariant: a rollout is answered once for its latest submission. Submitted again while it is being scored
-    (it was redone meanwhile), its earlier score is dropped.
+    (it was regenerated meanwhile), its earlier score is dropped.
     """
 
     def __init__(
-        self, score: Callable[[Rollout], Verdict], *, threads: int = 4, limit_seconds: float | None = 30.0
+        self, score: Callable[[Rollout], Reward], *, threads: int = 4, limit_seconds: float | None = 30.0
     ) -> None:
         self._score = score
         self._limit_seconds = math.inf if limit_seconds is None else limit_seconds
@@ -200,12 +200,12 @@ class BackgroundScorer:
             self._start_thread()
 
 
-def _attempt(score: Callable[[Rollout], Verdict], rollout: Rollout) -> tuple[Scored, bool]:
+def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> tuple[Scored, bool]:
     """The score, or why there is none, and whether the reason is time."""
     try:
-        verdict = as_verdict(score(rollout))
-        detail = {"correct": verdict.correct, "parts": verdict.parts}
-        return Scored(rollout.id, verdict.reward, detail, attempt=rollout.attempt), False
+        reward = checked_reward(score(rollout))
+        detail = {"correct": reward.correct, "parts": reward.parts}
+        return Scored(rollout.id, reward.value, detail, attempt=rollout.attempt), False
     except BaseException as error:  # SystemExit, too: a reward must not end the run
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
@@ -216,7 +216,7 @@ def _attempt(score: Callable[[Rollout], Verdict], rollout: Rollout) -> tuple[Sco
 
 def _score_of(task: Task) -> Callable[[Problem, str], tuple[float, bool, dict[str, float]]]:
     def score(problem: Problem, response: str) -> tuple[float, bool, dict[str, float]]:
-        verdict = as_verdict(task.score(problem, response))
-        return verdict.reward, verdict.correct, dict(verdict.parts)
+        reward = checked_reward(task.score(problem, response))
+        return reward.value, reward.correct, dict(reward.parts)
 
     return score

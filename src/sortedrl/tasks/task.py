@@ -20,10 +20,10 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """`reward` trains; `correct` is what held-out scores count; `parts` says how the reward came about."""
+class Reward:
+    """`value` trains; `correct` is what held-out scores count; `parts` says how the reward came about."""
 
-    reward: float
+    value: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -37,17 +37,17 @@ class Task(Protocol):
     def held_out(self) -> Sequence[Problem]:
         """The problems to evaluate on; none of them is in `train`."""
 
-    def score(self, problem: Problem, response: str) -> Verdict:
+    def score(self, problem: Problem, response: str) -> Reward:
         """Judge the text of a response, special tokens removed."""
 
 
-def as_verdict(result: Any, name: str = "the reward") -> Verdict:
+def checked_reward(result: Any, name: str = "the reward") -> Reward:
     """What a reward returned, in plain numbers; a number counts as correct from 1 on. Raises where it is neither."""
-    if not isinstance(result, Verdict):
+    if not isinstance(result, Reward):
         try:
             reward = as_reward(result, name)
         except TypeError as error:
-            raise TypeError(f"{error}: return a number or a sortedrl.tasks.task.Verdict") from None
-        return Verdict(reward, reward >= 1.0)
+            raise TypeError(f"{error}: return a number or a sortedrl.tasks.task.Reward") from None
+        return Reward(reward, reward >= 1.0)
     parts = {str(part): as_reward(value, f"part {part!r} of {name}") for part, value in dict(result.parts).items()}
-    return Verdict(as_reward(result.reward, name), bool(result.correct), parts)
+    return Reward(as_reward(result.value, name), bool(result.correct), parts)

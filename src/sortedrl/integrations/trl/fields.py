@@ -16,8 +16,8 @@ from packaging.version import Version
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.catalogue import strategy_named
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
+from sortedrl.core.registry import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
 
 OLDEST_VERSION = "1.16.0"
@@ -114,8 +114,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ConfigurationError("train_dataset", name, "images are not supported", "Use GRPOTrainer for them.")
 
 
-def check_fields(args: GRPOConfig, *, stale_tokens: str, engine: object) -> None:
-    """Refuse, by name, each field that is set and that nothing here would honour."""
+def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:
+    """Refuse, by name, each field that is set and that nothing here would honor."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     set_fields = {name for name in defaults if _is_set(name, getattr(args, name), defaults[name])}
     for name, (why, fix) in REFUSED.items():
@@ -127,18 +127,20 @@ def check_fields(args: GRPOConfig, *, stale_tokens: str, engine: object) -> None
                 name, getattr(args, name), "it sets up vLLM, and another engine generates",
                 "Leave it out, or pass engine='vllm' to the trainer.",
             )  # fmt: skip
-    if stale_tokens not in ("plain", "decoupled"):
-        raise ConfigurationError("stale_tokens", stale_tokens, "no such treatment", "Use 'plain' or 'decoupled'.")
-    for name in CORRECTION_FIELDS:
-        if name in set_fields and stale_tokens == "plain":
-            raise ConfigurationError(
-                name, getattr(args, name), "with stale_tokens='plain' nothing is weighted by it",
-                "Leave it out, or pass stale_tokens='decoupled' to the trainer.",
-            )  # fmt: skip
-    if stale_tokens == "decoupled" and not args.vllm_importance_sampling_correction:
+    if off_policy_correction not in ("ppo_clip", "decoupled"):
         raise ConfigurationError(
-            "vllm_importance_sampling_correction", False, "it is what stale_tokens='decoupled' asks for",
-            "Leave it at True, or pass stale_tokens='plain' to the trainer.",
+            "off_policy_correction", off_policy_correction, "no such treatment", "Use 'ppo_clip' or 'decoupled'."
+        )
+    for name in CORRECTION_FIELDS:
+        if name in set_fields and off_policy_correction == "ppo_clip":
+            raise ConfigurationError(
+                name, getattr(args, name), "with off_policy_correction='ppo_clip' nothing is weighted by it",
+                "Leave it out, or pass off_policy_correction='decoupled' to the trainer.",
+            )  # fmt: skip
+    if off_policy_correction == "decoupled" and not args.vllm_importance_sampling_correction:
+        raise ConfigurationError(
+            "vllm_importance_sampling_correction", False, "it is what off_policy_correction='decoupled' asks for",
+            "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer.",
         )  # fmt: skip
     if not args.temperature > 0:
         raise ConfigurationError("temperature", args.temperature, "greedy responses have no siblings", "Use 1.0.")
@@ -148,30 +150,30 @@ def check_fields(args: GRPOConfig, *, stale_tokens: str, engine: object) -> None
 
 
 def _check_steps(args: GRPOConfig) -> None:
-    """A batch of the scheduler must begin and end with an optimiser step, and so must a checkpoint."""
+    """A batch of the scheduler must begin and end with an optimizer step, and so must a checkpoint."""
     steps, accumulated = _steps_per_generation(args), args.gradient_accumulation_steps
     if steps % accumulated:
         raise ConfigurationError(
             "steps_per_generation", steps,
-            f"an update would end in the middle of an optimiser step of {accumulated} accumulated steps",
+            f"an update would end in the middle of an optimizer step of {accumulated} accumulated steps",
             f"Use a multiple of gradient_accumulation_steps, such as {accumulated}.",
         )  # fmt: skip
-    per_update = optimiser_steps_per_update(args)
+    per_update = optimizer_steps_per_update(args)
     if str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps" and args.save_steps % per_update:
         raise ConfigurationError(
             "save_steps", args.save_steps,
-            f"an update takes {per_update} optimiser steps, and a checkpoint in between could not be resumed from",
+            f"an update takes {per_update} optimizer steps, and a checkpoint in between could not be resumed from",
             f"Use a multiple of {per_update}.",
         )  # fmt: skip
 
 
 def _is_set(name: str, value: Any, default: Any) -> bool:
-    if name == "fsdp":  # its own __post_init__ normalises what was given, or not, to a list
+    if name == "fsdp":  # its own __post_init__ normalizes what was given, or not, to a list
         return bool(value)
     return default is not dataclasses.MISSING and value != default
 
 
-def optimiser_steps_per_update(args: GRPOConfig) -> int:
+def optimizer_steps_per_update(args: GRPOConfig) -> int:
     return _steps_per_generation(args) * args.num_iterations // args.gradient_accumulation_steps
 
 
@@ -196,9 +198,9 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule
     owned: dict[str, Any] = {
         "rollouts_per_update": rollouts,
         "rollouts_per_prompt": args.num_generations,
-        "compare_siblings": True,
+        "whole_groups": True,
         "max_response_tokens": args.max_completion_length,
-        "seed": mixed(args.seed, rank) if rank else args.seed,
+        "seed": derive_seed(args.seed, rank) if rank else args.seed,
     }
     if isinstance(given, str):
         cohort = UPDATES_PER_COHORT * rollouts // args.num_generations

@@ -1,4 +1,4 @@
-"""An update as the rows that TRL wants: sibling sets one after the other, all of the same size, then micro-batches.
+"""An update as the rows that TRL wants: groups one after the other, all of the same size, then micro-batches.
 
 TRL computes advantages over `rows.view(-1, siblings)`, and every process must bring the same number of rows. A batch
 of the scheduler may have a set with a rejected member, or more or fewer sets than usual. Rows that only fill up are
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     trains: bool  # False: it only fills up
 
 
-def rows_in_sets(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
+def rows_in_groups(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
     """The rollouts, sets together in the order of their shortest member, each set filled up to `siblings` rows."""
     sets: dict[int, list[Rollout]] = {}
     for rollout in rollouts:

@@ -4,7 +4,7 @@ TRL asks for a batch when it wants one, so the controller's loop is turned insid
 
     next_batch      runs a harvest and hands its batch out
     score           the rewards, which TRL computes for the whole batch, are known
-    publish         the optimiser has stepped: the engine continues under the new weights
+    publish         the optimizer has stepped: the engine continues under the new weights
 
 Because rewards come late, a finished rollout counts as ready, and the events from a batch's hand-out on are held back
 until its rewards can be written into them. The log is complete whenever no batch is in hand.
@@ -126,7 +126,7 @@ class ScheduledRun:
 
     @property
     def version(self) -> int:
-        return self._controller.situation.version
+        return self._controller.scheduler_state.version
 
     @property
     def has_batch_in_hand(self) -> bool:
@@ -136,7 +136,7 @@ class ScheduledRun:
         for batch in self._batches:
             self._in_hand = batch
             return batch
-        rejected = self.metrics.glance().rejected
+        rejected = self.metrics.snapshot().rejected
         why = f": {rejected} rollouts were rejected, the last for {self._last_rejection}" if rejected else ""
         raise RuntimeError(f"the prompts are used up before the last step{why}")
 
@@ -164,9 +164,9 @@ class ScheduledRun:
 
     def end(self) -> None:
         """The last step is done, or something went wrong: then the engine is emptied, so that it can be used again."""
-        running = list(self._controller.situation.buffer.running)
+        running = list(self._controller.scheduler_state.buffer.running)
         if running:
-            self._controller.engine.stop(running)
+            self._controller.engine.abort(running)
         self.mark_phase("end")
         self._flush()
         self._file.close()
@@ -217,7 +217,7 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         listed = ", ".join(f"{key}: {saved.get(key)!r} -> {wanted[key]!r}" for key in changed)
         raise ConfigurationError(
             changed[0], wanted[changed[0]], f"the checkpoint was made with another schedule ({listed})",
-            "Use the same settings, or start anew in another output_dir.",
+            "Use the same settings, or start again in another output_dir.",
         )  # fmt: skip
 
 

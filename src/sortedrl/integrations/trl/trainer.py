@@ -12,15 +12,15 @@ can be changed to in two lines. So GRPOTrainer is subclassed where it fills its 
     _generate_and_score_completions     TRL's own; then `old_per_token_logps` are what the engine sampled with
     _compute_loss                       TRL's own; beside it the engine's log-probabilities are compared with TRL's
 
-Everything else is TRL's: advantages, losses, KL, optimiser, logging, checkpoints, accelerate. The data loader still
+Everything else is TRL's: advantages, losses, KL, optimizer, logging, checkpoints, accelerate. The data loader still
 counts the steps, its rows are not looked at. Each process runs a scheduler and an engine of its own over its share of
 the prompts, on its own replica of the weights; gradients are TRL's business. So every GPU generates, and processes
-meet at the optimiser step, as with GRPOTrainer.
+meet at the optimizer step, as with GRPOTrainer.
 
 What must hold, and is checked at run time:
 - at the end of the first step every method above has been called (`HookNeverFired`);
 - a batch is published before the next is asked for (`HookNeverFired`: the callback is gone);
-- the prompts that TRL tokenised are those that the rollouts answer;
+- the prompts that TRL tokenized are those that the rollouts answer;
 - on tokens of the current weights, engine and trainer agree on the log-probability (`EngineMismatch`).
 """
 
@@ -42,7 +42,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.engine import Engine, Failed, Request, Sampling, Tokens
-from sortedrl.core.hashing import mixed
+from sortedrl.core.hashing import derive_seed
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.integrations.trl.fields import (
@@ -50,13 +50,13 @@ from sortedrl.integrations.trl.fields import (
     VERIFIED_VERSIONS,
     check_arguments,
     check_fields,
-    optimiser_steps_per_update,
+    optimizer_steps_per_update,
     schedule_for,
 )
-from sortedrl.integrations.trl.rows import Row, filled_up, micro_batches, rows_in_sets, rows_needed, token_staleness
+from sortedrl.integrations.trl.rows import Row, filled_up, micro_batches, rows_in_groups, rows_needed, token_staleness
 from sortedrl.integrations.trl.run import ScheduledRun, write_state
 
-MISMATCH_LIMIT = 0.5  # mean nats a token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
+MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
 
 
 class HookNeverFired(RuntimeError):
@@ -68,7 +68,7 @@ class EngineMismatch(RuntimeError):
 
 
 class DatasetPrompts(Sequence[Prompt]):
-    """Rows `rank`, `rank + processes`, ... of the dataset as prompts, tokenised when they are asked for."""
+    """Rows `rank`, `rank + processes`, ... of the dataset as prompts, tokenized when they are asked for."""
 
     def __init__(self, trainer: SortedGRPOTrainer) -> None:
         self._trainer = trainer
@@ -100,7 +100,8 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     engine        "embedded" (in this process, on the trainer's own weights), "vllm" (in this process, on weights of
                   its own), or any `core.engine.Engine`
     slots         responses that the engine decodes at once; default: the rollouts of an update of this process
-    stale_tokens  "plain": the loss clips against the log-probabilities that were sampled with. "decoupled": against
+    off_policy_correction
+                  "ppo_clip": the loss clips against the log-probabilities that were sampled with. "decoupled": against
                   those of the weights before the update, weighted by TRL's `vllm_importance_sampling_*` fields
     """
 
@@ -110,15 +111,15 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         schedule: Schedule | str = "partial+elevator",
         engine: str | Engine = "embedded",
         slots: int | None = None,
-        stale_tokens: str = "plain",
+        off_policy_correction: str = "ppo_clip",
         **named: Any,
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
         check_arguments(given)
         if given.get("args") is not None:
-            check_fields(given["args"], stale_tokens=stale_tokens, engine=engine)
+            check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
         super().__init__(*positional, **named)
-        check_fields(self.args, stale_tokens=stale_tokens, engine=engine)
+        check_fields(self.args, off_policy_correction=off_policy_correction, engine=engine)
         self._check_model()
         self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
@@ -126,7 +127,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._engine: Engine | None = None
         self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
         # TRL has the correction of decoupled PPO under the name of its vLLM mode; its generation is replaced anyway.
-        self._decoupled = stale_tokens == "decoupled"
+        self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
         self._run: ScheduledRun | None = None
         self._resume_from: Path | None = None
@@ -148,7 +149,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 "deepspeed", "ZeRO-3", "sharded weights are not gathered for the engine", "Use ZeRO-2."
             )
         if getattr(self.model, "is_loaded_in_4bit", False) or getattr(self.model, "is_loaded_in_8bit", False):
-            raise ConfigurationError("model", "quantised", "the engine runs on plain weights", "Load it in bfloat16.")
+            raise ConfigurationError("model", "quantized", "the engine runs on plain weights", "Load it in bfloat16.")
 
     # A run begins and ends
 
@@ -170,7 +171,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._fired.clear()
         engine = self._ready_engine()
         saved = None if self._resume_from is None else self._saved_state(self._resume_from)
-        engine.load(self._weights(), 0 if saved is None else saved["controller"]["version"])
+        engine.update_weights(self._weights(), 0 if saved is None else saved["controller"]["version"])
         rank = self.accelerator.process_index
         self._run = ScheduledRun(
             engine,
@@ -178,7 +179,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             self.schedule,
             sampling=Sampling(temperature=self.temperature),
             shuffle=bool(self.shuffle_dataset),
-            updates=-(-self.state.max_steps // optimiser_steps_per_update(self.args)),
+            updates=-(-self.state.max_steps // optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
             saved=saved,
         )
@@ -190,7 +191,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return self._run
 
     def end_step(self) -> None:
-        """The optimiser has stepped. At the end of an update its weights are published."""
+        """The optimizer has stepped. At the end of an update its weights are published."""
         self._require_fired(*HOOKS)
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             self.run.publish(self._weights())
@@ -231,7 +232,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         batch = self.run.next_batch()
         self.model.train()  # the engine switches dropout off, in the module that it shares with the trainer
         self._let_engine_rest()
-        rows = rows_in_sets(batch, self.num_generations)
+        rows = rows_in_groups(batch, self.num_generations)
         count = torch.tensor([len(rows)], device=self.accelerator.device)
         most = int(gather(count).max())
         self._rows = filled_up(rows, rows_needed(most, self.num_generations, self.args.steps_per_generation))
@@ -313,13 +314,13 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._metrics["train"]["sortedrl/mismatch"].append(mismatch)
         if not mismatch < MISMATCH_LIMIT:
             raise EngineMismatch(
-                f"on tokens of the current weights, engine and trainer differ by {mismatch:.2f} nats a token (limit "
+                f"on tokens of the current weights, engine and trainer differ by {mismatch:.2f} nats per token (limit "
                 f"{MISMATCH_LIMIT}): the engine does not hold the trainer's weights, or the trainer's dropout is on "
                 "(then set disable_dropout=True)"
             )
 
     def _log_figures(self) -> None:
-        now = self.run.metrics.glance()
+        now = self.run.metrics.snapshot()
         for name in ("bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
             self._metrics["train"][f"sortedrl/{name}"] = [float(getattr(now, name))]
 
@@ -371,7 +372,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 eos_token_ids=self.eos_token_ids,
                 max_length=self.args.vllm_max_model_length or self._longest_context(),
                 tokenizer=self._tokenizer,
-                rests=self.args.vllm_enable_sleep_mode,
+                enable_sleep_mode=self.args.vllm_enable_sleep_mode,
                 dtype="bfloat16" if self.args.bf16 and not on_cpu else str(self.model.dtype).removeprefix("torch."),
                 gpu_memory_utilization=self.args.vllm_gpu_memory_utilization,
                 enforce_eager=on_cpu,
@@ -382,13 +383,16 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     def _longest_context(self) -> int:
         """Prompt and response together: as long as the model allows, unless the schedule bounds prompts."""
         limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        budget, prompt = self.schedule.max_response_tokens, self.schedule.max_prompt_tokens
-        if limit is not None and budget + (prompt or 1) > limit:
+        max_new_tokens, prompt = self.schedule.max_response_tokens, self.schedule.max_prompt_tokens
+        if limit is not None and max_new_tokens + (prompt or 1) > limit:
             raise ConfigurationError(
-                "max_completion_length", budget, f"with a prompt it exceeds the model's {limit} positions", "Lower it."
+                "max_completion_length",
+                max_new_tokens,
+                f"with a prompt it exceeds the model's {limit} positions",
+                "Lower it.",
             )
         if prompt is not None:
-            return budget + prompt
+            return max_new_tokens + prompt
         if limit is None:
             raise ConfigurationError(
                 "max_prompt_tokens", None, "the model states no longest context", "Set it in a Schedule."
@@ -411,15 +415,15 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         training = self._run is not None
         if training:
             self.run.mark_phase("evaluation")
-        engine.load(self._weights(), self.run.version if training else 0)
+        engine.update_weights(self._weights(), self.run.version if training else 0)
         rank, step = self.accelerator.process_index, self.state.global_step
         rollouts = [
-            Rollout(i, Prompt(str(i), tuple(ids)), 0, 0, mixed(self.args.seed, step, rank, i), 0)
+            Rollout(i, Prompt(str(i), tuple(ids)), 0, 0, derive_seed(self.args.seed, step, rank, i), 0)
             for i, ids in enumerate(prompt_ids)
         ]
         sampling = Sampling(temperature=self.temperature)
-        budget = self.schedule.max_response_tokens
-        engine.submit([Request(r.id, r.prompt, (), budget, r.seed, sampling) for r in rollouts])
+        max_new_tokens = self.schedule.max_response_tokens
+        engine.submit([Request(r.id, r.prompt, (), max_new_tokens, r.seed, sampling) for r in rollouts])
         while changes := engine.poll():
             for change in changes:
                 if isinstance(change, Tokens):
@@ -462,7 +466,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
 
 class _StepWatcher(TrainerCallback):
-    """Tells the trainer what only callbacks are told: that a run begins, and that the optimiser has stepped."""
+    """Tells the trainer what only callbacks are told: that a run begins, and that the optimizer has stepped."""
 
     def __init__(self, trainer: SortedGRPOTrainer) -> None:
         self._trainer = trainer

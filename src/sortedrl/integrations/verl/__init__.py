@@ -22,7 +22,7 @@ of all verl trajectories, into the TransferQueue, and the batch that the trainer
 
 Why this seam: it asks of verl only what its own trainers use (the trainer's hooks, the agent loop manager's class, a
 client class, abort and resume of replicas, TransferQueue keys), and of the scheduler nothing. A custom sampler alone
-could only choose among finished prompts: it cannot order what starts, nor redo what was stopped.
+could only choose among finished prompts: it cannot order what starts, nor regenerate what was stopped.
 
 `plugin` registers the mode when verl is imported (entry point `verl.plugins`); nothing here imports verl before that.
 """

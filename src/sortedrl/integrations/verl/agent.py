@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sortedrl.integrations.verl.exchange import Failed, Finished, Made, Report, Scored, Stopped
+from sortedrl.integrations.verl.exchange import Aborted, Failed, Finished, Made, Report, Scored
 
 TICKET = "sortedrl_ticket"  # the field of a row
 _ABORTED = ("abort", "aborted")
@@ -31,12 +31,12 @@ class Ticket:
     """What a worker must know of a rollout. `kept`: the tokens of earlier starts, as (tokens, logprobs, version)."""
 
     dispatch: int
-    budget: int
-    kept: tuple[tuple[array[int], array[float], int], ...]
+    max_new_tokens: int
+    prefix: tuple[tuple[array[int], array[float], int], ...]
     resumable: bool  # the mode keeps tokens of stopped rollouts
 
 
-class RolloutStopped(BaseException):
+class RolloutAborted(BaseException):
     """Ends an agent loop whose rollout was stopped. Not an Exception: agent loops may catch those."""
 
 
@@ -73,14 +73,14 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
         visit.calls += 1
         if visit.calls == 1:
             if not await visit.exchange.start.remote(ticket.dispatch):
-                raise RolloutStopped
+                raise RolloutAborted
         elif ticket.resumable:
             raise RuntimeError(
                 "a mode that resumes stopped rollouts needs agent loops that generate once, and this one asked for a "
                 "second turn. Use trainer.v1.sortedrl.mode=on-policy+planned"
             )
         elif await visit.exchange.is_stopped.remote(ticket.dispatch):
-            raise RolloutStopped
+            raise RolloutAborted
         whole = _kept_output(ticket) if visit.calls == 1 else TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
         limit = self._limit(visit, len(prompt_ids), sampling_params)
         plain = {name: value for name, value in sampling_params.items() if name not in _LIMITS}
@@ -98,7 +98,7 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
                 whole.stop_reason = output.stop_reason if len(output.token_ids) < left else "length"
                 return whole
             if await visit.exchange.is_stopped.remote(ticket.dispatch):
-                raise RolloutStopped
+                raise RolloutAborted
             await asyncio.sleep(_RETRY_SECONDS)  # aborted, but not on our word: go on
 
     def _limit(self, visit: Visit, prompt_length: int, sampling_params: dict[str, Any]) -> int:
@@ -106,7 +106,7 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         asked = [int(sampling_params[name]) for name in _LIMITS if sampling_params.get(name)]
         room = int(rollout.prompt_length) + int(rollout.response_length) - prompt_length
-        return max(1, min([*asked, visit.ticket.budget - visit.made, room]))
+        return max(1, min([*asked, visit.ticket.max_new_tokens - visit.made, room]))
 
     async def _take(self, visit: Visit, output: TokenOutput, whole: TokenOutput) -> None:
         """Append what a server made, and report it."""
@@ -130,7 +130,7 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
 def _kept_output(ticket: Ticket) -> TokenOutput:
     """The response so far, as a server's answer to go on from."""
     whole = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
-    for tokens, logprobs, version in ticket.kept:
+    for tokens, logprobs, version in ticket.prefix:
         whole.token_ids.extend(tokens)
         whole.log_probs.extend(logprobs)
         _note_versions(whole, version)
@@ -166,8 +166,8 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
             await self._run_agent_loop(
                 dict(sampling_params), trajectory=trajectory, trace=trace, session_id=ticket.dispatch, **prompt
             )
-        except RolloutStopped:
-            await visit.report(Stopped(ticket.dispatch))
+        except RolloutAborted:
+            await visit.report(Aborted(ticket.dispatch))
         except Exception as error:
             await visit.report(Failed(ticket.dispatch, f"{type(error).__name__}: {error}"))
 
@@ -181,7 +181,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise RuntimeError("the agent loop returned nothing")
-        await visit.report(Finished(ticket.dispatch, truncated=visit.made >= ticket.budget))
+        await visit.report(Finished(ticket.dispatch, truncated=visit.made >= ticket.max_new_tokens))
         await super()._agent_loop_postprocess(outputs, validate, **kwargs)
         reward = outputs[-1].reward_score
         if reward is None:

@@ -98,19 +98,19 @@ class VerlEngine:
         self._fill()
         return self._take_news()
 
-    def stop(self, ids: Sequence[int]) -> list[Change]:
+    def abort(self, ids: Sequence[int]) -> list[Change]:
         named = set(ids)
         self._waiting = deque(request for request in self._waiting if request.id not in named)
         pending = {id: dispatch for id, dispatch in self._running.items() if id in named}
         if pending:
-            self._call(self._exchange.stop.remote(list(pending.values())))
+            self._call(self._exchange.abort.remote(list(pending.values())))
             self._abort_until_ended(pending)
             if self._running:
                 self.wake()
         self._fill()
         return self._take_news()
 
-    def load(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int) -> None:
         """verl has brought the weights already: at the end of its step, so that validation can use them."""
         del weights
         if version != self.version:
@@ -128,7 +128,7 @@ class VerlEngine:
     def dispatch_of(self, id: int) -> int | None:
         return self._newest.get(id)
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """No server takes requests until `wake`."""
         if not self._is_resting:
             self._servers.abort_replicas(reject_request=True)
@@ -189,8 +189,8 @@ class VerlEngine:
             self._send(batch)
 
     def _ticket(self, request: Request, dispatch: int) -> Ticket:
-        kept = tuple((array("i", s.tokens), array("f", s.logprobs), s.version) for s in request.kept)
-        return Ticket(dispatch, request.budget, kept, self._keeps_tokens)
+        kept = tuple((array("i", s.tokens), array("f", s.logprobs), s.version) for s in request.prefix)
+        return Ticket(dispatch, request.max_new_tokens, kept, self._keeps_tokens)
 
     def _abort_until_ended(self, pending: dict[int, int]) -> None:
         """Abort until every pending rollout has reported its end.
@@ -221,7 +221,7 @@ class VerlEngine:
         known = self._dispatched.get(report.dispatch)
         if known is None or self._newest.get(known.id) != report.dispatch:
             if isinstance(report, reports.Scored):
-                self._clear(report.keys)  # redone in the meantime
+                self._clear(report.keys)  # regenerated in the meantime
             return False
         if isinstance(report, reports.Scored):
             known.keys = report.keys

@@ -35,7 +35,7 @@ class Finished(NamedTuple):
     truncated: bool
 
 
-class Stopped(NamedTuple):
+class Aborted(NamedTuple):
     dispatch: int
 
 
@@ -54,7 +54,7 @@ class Scored(NamedTuple):
     keys: tuple[str, ...]
 
 
-Report = Started | Made | Finished | Stopped | Failed | Scored
+Report = Started | Made | Finished | Aborted | Failed | Scored
 
 
 class Exchange:
@@ -79,13 +79,13 @@ class Exchange:
         now = time.monotonic()
         for report in reports:
             self._reports.append((now, report))
-            if isinstance(report, Stopped | Finished | Failed):
+            if isinstance(report, Aborted | Finished | Failed):
                 self._stopped.discard(report.dispatch)
         self._news.set()
 
     # For the scheduler
 
-    async def stop(self, dispatches: Iterable[int]) -> None:
+    async def abort(self, dispatches: Iterable[int]) -> None:
         self._stopped.update(dispatches)
 
     async def collect(self, timeout_seconds: float) -> list[tuple[float, Report]]:

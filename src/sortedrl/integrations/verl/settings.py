@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.catalogue import strategy_named
+from sortedrl.core.registry import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategy import Strategy
 
@@ -36,7 +36,7 @@ class Settings:
     strategy: Strategy
     slots: int | None  # None: what all servers together run at once
     folder: Path  # for the event log
-    minibatches: int  # optimiser steps of one update and PPO epoch
+    minibatches: int  # optimizer steps of one update and PPO epoch
 
 
 def settings_of(config: Any) -> Settings:
@@ -65,7 +65,7 @@ def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
     values: dict[str, Any] = {
         "rollouts_per_update": int(data.train_batch_size) * siblings,
         "rollouts_per_prompt": siblings,
-        "compare_siblings": siblings > 1 and str(config.algorithm.adv_estimator) not in COMPARES_NO_SIBLINGS,
+        "whole_groups": siblings > 1 and str(config.algorithm.adv_estimator) not in COMPARES_NO_SIBLINGS,
         "prompts_per_cohort": COHORT_UPDATES * int(data.train_batch_size),
         "max_response_tokens": int(rollout.response_length),
         "max_prompt_tokens": int(rollout.prompt_length),
@@ -86,13 +86,13 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
-    """What verl offers and the scheduler cannot honour, by name. Never silently ignored."""
+    """What verl offers and the scheduler cannot honor, by name. Never silently ignored."""
     rollout, reward_model = config.actor_rollout_ref.rollout, config.reward.reward_model
     if strategy.keeps_tokens and rollout.multi_turn.enable:
         raise ConfigurationError(
             "actor_rollout_ref.rollout.multi_turn.enable", True,
             f"mode {strategy.name} resumes stopped responses, and an agent loop cannot be resumed between two turns",
-            f"Set {PREFIX}.mode=on-policy+planned, which starts it anew.",
+            f"Set {PREFIX}.mode=on-policy+planned, which starts it again.",
         )  # fmt: skip
     if strategy.keeps_tokens and not rollout.calculate_log_probs:
         raise ConfigurationError(
@@ -125,7 +125,7 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     if sampler is not None and sampler.get("class_path"):
         raise ConfigurationError(
             "data.sampler.class_path", sampler.get("class_path"), "the scheduler draws the prompts",
-            "Leave it out; data.shuffle and data.seed are honoured.",
+            "Leave it out; data.shuffle and data.seed are honored.",
         )  # fmt: skip
     custom = config.trainer.v1.sampler.get("custom_sampler")
     if custom is not None and custom.get("path"):

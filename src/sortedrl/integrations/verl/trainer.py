@@ -140,7 +140,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         return {}
 
     def on_sample_end(self) -> None:
-        self.engine.rest()
+        self.engine.sleep()
         self.checkpoint_manager.sleep_replicas()
         if self.curr_step_profile:
             self._stop_rollout_profiling()
@@ -158,8 +158,8 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)
-        glance = self.metrics.glance()
-        metrics.update({f"sortedrl/{name}": getattr(glance, name) for name in SHOWN})
+        snapshot = self.metrics.snapshot()
+        metrics.update({f"sortedrl/{name}": getattr(snapshot, name) for name in SHOWN})
         if self.global_steps >= self.total_training_steps:
             self._mark("end")
         self._events.flush()
@@ -172,7 +172,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
         self.engine.trained(batch)
         assert self.controller is not None
-        self.engine.forget_all_but(self.controller.situation.buffer.live)
+        self.engine.forget_all_but(self.controller.scheduler_state.buffer.live)
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -197,7 +197,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def _minibatches_of(self, settings: Any, batch: Any) -> Iterator[None]:
-        """Batches differ in size; the number of optimiser steps must not, or a few left over would make one alone."""
+        """Batches differ in size; the number of optimizer steps must not, or a few left over would make one alone."""
         usual = settings.ppo_mini_batch_size
         prompts = len(batch) // int(self.config.actor_rollout_ref.rollout.n)
         settings.ppo_mini_batch_size = prompts // self.sortedrl.minibatches
@@ -209,7 +209,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def _publish(self) -> None:
         """Once a step, before the first who needs it: the checkpoint or the weight sync."""
         assert self.controller is not None
-        if self.controller.situation.version < self.global_steps:
+        if self.controller.scheduler_state.version < self.global_steps:
             self.controller.publish()
 
     # Checkpoints: verl's, with the scheduler's state in the same folder
@@ -237,7 +237,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         if not (folder / STATE_FILE).exists():
             raise ValueError(
                 f"{folder} has no {STATE_FILE}: this checkpoint was written in another trainer mode. Resume it in that "
-                "mode, or start anew with trainer.resume_mode=disable."
+                "mode, or start again with trainer.resume_mode=disable."
             )
         self._restored = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
 

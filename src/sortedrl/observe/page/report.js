@@ -175,8 +175,8 @@
     pen.rect(LEFT, TOP, width, height);
     pen.clip();
     const gapY = row > 4 ? 1 : 0;
-    for (const [letter, colour] of Object.entries(report.outcomeColours)) {
-      pen.fillStyle = colour;
+    for (const [letter, color] of Object.entries(report.outcomeColors)) {
+      pen.fillStyle = color;
       for (let i = 0; i < run.slot.length; i += 1) {
         if (run.outcomes[i] !== letter || run.end[i] < state.from || run.start[i] > state.to) continue;
         const x = LEFT + (run.start[i] - state.from) * perTick;

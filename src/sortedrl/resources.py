@@ -12,15 +12,15 @@ from sortedrl.config import ModelSettings
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named
-from sortedrl.tasks.catalogue import task_by_name
 from sortedrl.tasks.encode import encode
+from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.task import Task
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Materials:
+class Resources:
     """What a run reads: the model, its tokenizer, and the task's problems as prompts."""
 
     model: PreTrainedModel
@@ -30,7 +30,7 @@ class Materials:
     held_out: tuple[Prompt, ...]
 
 
-def read_materials(settings: ModelSettings, say: Say) -> Materials:
+def read_resources(settings: ModelSettings, log: Log) -> Resources:
     tokenizer, model = read_model(model_named(settings.model), settings)
     try:
         task = task_by_name(settings.task, **settings.resolved_task_options())
@@ -41,8 +41,8 @@ def read_materials(settings: ModelSettings, say: Say) -> Materials:
     for part in (train, held_out):
         notice = part.rejection_notice()
         if notice:
-            say(notice)
-    return Materials(model, tokenizer, task, train.prompts, held_out.prompts)
+            log(notice)
+    return Resources(model, tokenizer, task, train.prompts, held_out.prompts)
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
@@ -64,7 +64,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
     return tokenizer, model.to(settings.torch_device()).eval()  # type: ignore[arg-type]
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [named]
     return {int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None}

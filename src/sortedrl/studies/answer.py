@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sortedrl.core.catalogue import STRATEGIES
+from sortedrl.core.registry import STRATEGIES
 from sortedrl.studies.plan import Allowed, choose, is_allowed, option
 from sortedrl.studies.simulate import Case
 
@@ -14,7 +14,7 @@ WARM = " (warm)"
 MILLION_TOKENS = 100  # of training, for the sentence's hours
 
 
-def verdict(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
+def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
     """Chooses as `plan` does, among the rows that need no earlier epoch; the first row is what is compared with."""
     first, base = rows[0], modes[rows[0].name]
     options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
@@ -54,11 +54,11 @@ def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: 
     )
 
 
-def _gain(figures: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:
     before = base["trained_tokens_per_hour"]
-    return float(figures["trained_tokens_per_hour"] / before) if before else 0.0
+    return float(run_metrics["trained_tokens_per_hour"] / before) if before else 0.0
 
 
-def _hours(figures: Mapping[str, Any]) -> str:
-    hourly = figures["trained_tokens_per_hour"]
+def _hours(run_metrics: Mapping[str, Any]) -> str:
+    hourly = run_metrics["trained_tokens_per_hour"]
     return f"{MILLION_TOKENS * 1e6 / hourly:,.3g}" if hourly else "endless"

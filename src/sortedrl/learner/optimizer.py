@@ -35,7 +35,7 @@ class AdamW:
         ]
 
     @torch.no_grad()
-    def gradient_norm(self) -> float:
+    def grad_norm(self) -> float:
         """Over all weights, summed in fp32."""
         norms = [
             torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
