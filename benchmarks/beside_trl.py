@@ -192,7 +192,7 @@ class TrlRecorder(TrainerCallback):
         self, completions: list[str], completion_ids: list[list[int]], problem_id: list[str], **kwargs: Any
     ) -> list[float | None]:
         rewards = [
-            self._task.score(self._problems[name], response).reward
+            self._task.score(self._problems[name], response).value
             for name, response in zip(problem_id, completions, strict=True)
         ]
         self._lengths += map(len, completion_ids)

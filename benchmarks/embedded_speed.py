@@ -105,7 +105,7 @@ def make_workload(args: argparse.Namespace, vocabulary_size: int) -> Workload:
         length = min(max(round(rng.lognormvariate(mu, args.sigma)), 1), longest)
         requests.append(
             Request(
-                id=index, prompt=Prompt(str(index), prompt), kept=(), max_new_tokens=length, seed=rng.getrandbits(62)
+                id=index, prompt=Prompt(str(index), prompt), prefix=(), max_new_tokens=length, seed=rng.getrandbits(62)
             )
         )
     return Workload(tuple(requests), args.slots, args.max_length)

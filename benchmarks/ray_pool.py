@@ -96,13 +96,13 @@ class Counted:
         self.slots = pool.slots
         self.changes = self.tokens = 0
         self._pool = pool
-        self.now, self.submit, self.load = pool.now, pool.submit, pool.load
+        self.now, self.submit, self.update_weights = pool.now, pool.submit, pool.update_weights
 
     def poll(self, until: float | None = None) -> list[Change]:
         return self._counted(self._pool.poll(until))
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
-        return self._counted(self._pool.stop(ids))
+        return self._counted(self._pool.abort(ids))
 
     def _counted(self, changes: list[Change]) -> list[Change]:
         self.changes += len(changes)

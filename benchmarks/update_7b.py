@@ -91,7 +91,7 @@ def rollouts(options: argparse.Namespace, vocabulary: int, version: int) -> list
             Rollout(
                 id=index,
                 prompt=Prompt(str(index), source.choices(range(vocabulary), k=options.prompt_tokens)),
-                sibling=0,
+                index_in_group=0,
                 cohort=version,
                 seed=index,
                 loaded_at_update=version,

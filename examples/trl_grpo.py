@@ -26,7 +26,7 @@ problems = {problem.id: problem for problem in task.train()[:256]}
 def right_answer(completions, problem_id, **columns):
     """An ordinary reward function of TRL: completions and the dataset's columns in, one number each out."""
     return [
-        task.score(problems[name], completion[0]["content"]).reward
+        task.score(problems[name], completion[0]["content"]).value
         for name, completion in zip(problem_id, completions, strict=True)
     ]
 

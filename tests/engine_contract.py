@@ -115,7 +115,7 @@ def resumed(request: Request, segments: Sequence[Segment]) -> Request:
     return Request(
         id=request.id,
         prompt=request.prompt,
-        kept=(*request.prefix, *segments),
+        prefix=(*request.prefix, *segments),
         max_new_tokens=request.max_new_tokens - made,
         seed=request.seed,
         sampling=request.sampling,

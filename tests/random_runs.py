@@ -91,7 +91,7 @@ class MortalEngine(WatchedEngine):
 
     def abort(self, ids: Sequence[int]) -> Any:
         self._live()
-        return super().stop(ids)
+        return super().abort(ids)
 
     def update_weights(self, weights: Any, version: int) -> None:
         self._live()

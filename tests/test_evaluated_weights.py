@@ -137,13 +137,13 @@ def test_updates_on_one_harvest_cost_one_weight_update_unless_evaluated(
 ) -> None:
     """A cohort of 32 rollouts is one harvest here, and four updates."""
     versions: list[int] = []
-    load = EmbeddedEngine.load
+    update_weights = EmbeddedEngine.update_weights
 
     def counted(engine: EmbeddedEngine, weights: Any, version: int) -> None:
         versions.append(version)
-        load(engine, weights, version)
+        update_weights(engine, weights, version)
 
-    monkeypatch.setattr(EmbeddedEngine, "load", counted)
+    monkeypatch.setattr(EmbeddedEngine, "update_weights", counted)
     words = ["--mode", "cohort-at-once", "--gradient-checkpointing", "--updates", "8"]
     train(model, tmp_path / "a", *words)
     assert versions == [4, 8]

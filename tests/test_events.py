@@ -135,7 +135,7 @@ def test_the_lifecycle_of_a_stopped_rollout_can_be_read_from_the_log() -> None:
     names = [type(event).__name__ for event in result.events if getattr(event, "rollout", None) == 1]
     assert names == ["Submitted", "Started", "Stopped", "Submitted", "Started", "Finished", "Scored"]
     second = [event for event in result.all(events.Submitted) if event.rollout == 1][1]
-    assert (second.kept, second.attempt) == (1, 0)
+    assert (second.prefix, second.attempt) == (1, 0)
     finished = result.all(events.Finished)[-1]
     assert (finished.made, finished.length) == (8, 9)
 

@@ -170,7 +170,7 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
     pair = tokenizer.decode(reference[:2])
     request = Request(1, ledger.submitted[0].prompt, (), 40, 0, Sampling(temperature=0.0, stop_strings=(pair,)))
     kept = Segment(reference[:1], [0.0], 0)
-    ledger.submit([request, request._replace(id=2, kept=(kept,), max_new_tokens=39)])
+    ledger.submit([request, request._replace(id=2, prefix=(kept,), max_new_tokens=39)])
     ledger.run()
     assert ledger.tokens(1) == reference[:2] and ledger.tokens(2) == reference[1:2]
     assert ledger.finished[1] is False and ledger.finished[2] is False

@@ -181,12 +181,12 @@ def test_more_puzzles_than_exist_is_an_error_with_numbers() -> None:
 
 
 def test_the_four_rewards_of_logic_rl() -> None:
-    assert reward_function(RIGHT, ANSWER).reward == 3.0
+    assert reward_function(RIGHT, ANSWER).value == 3.0
     assert reward_function(RIGHT, ANSWER).correct
     wrong = reward_function(RIGHT.replace("Cid is a knight", "Cid is a knave"), ANSWER)
-    assert (wrong.reward, wrong.correct, dict(wrong.parts)) == (-0.5, False, {"format": 1.0, "answer": -1.5})
-    assert reward_function("<think> </think> <answer> no idea </answer>", ANSWER).reward == -1.0
-    assert reward_function("Ann is a knight, Bob is a knave, Cid is a knight", ANSWER).reward == -3.0
+    assert (wrong.value, wrong.correct, dict(wrong.parts)) == (-0.5, False, {"format": 1.0, "answer": -1.5})
+    assert reward_function("<think> </think> <answer> no idea </answer>", ANSWER).value == -1.0
+    assert reward_function("Ann is a knight, Bob is a knave, Cid is a knight", ANSWER).value == -3.0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_four_rewards_of_logic_rl() -> None:
     ],
 )
 def test_harmless_spellings_of_the_right_answer_count(answer: str) -> None:
-    assert reward_function(f"<think>t</think>\n<answer>{answer}</answer>\n", ANSWER).reward == 3.0
+    assert reward_function(f"<think>t</think>\n<answer>{answer}</answer>\n", ANSWER).value == 3.0
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ INSIDE = "Ann is a knight, Bob is a knave, Cid is a knight"
     ],
 )
 def test_the_format_is_all_or_nothing(response: str) -> None:
-    assert reward_function(response, ANSWER).reward == -3.0
+    assert reward_function(response, ANSWER).value == -3.0
 
 
 @given(st.lists(st.sampled_from([*phrases(), "not", "Zed is a knight", "\n", ","]), max_size=24), st.booleans())
@@ -266,7 +266,7 @@ def test_only_a_full_and_single_statement_for_everyone_is_right(words: list[str]
 def test_reasoning_without_flaws_ends_in_the_right_answer(characters: int, seed: int) -> None:
     puzzle = puzzles(characters, seed)
     answer = dict(zip(COMPACT_NAMES, solutions(puzzle)[0], strict=False))
-    assert reward_function(worked_response(puzzle, random.Random(seed), NO_FLAWS), answer).reward == 3.0
+    assert reward_function(worked_response(puzzle, random.Random(seed), NO_FLAWS), answer).value == 3.0
 
 
 @pytest.mark.parametrize("flaws", [Flaws(guess=1.0), Flaws(overlook=0.5), Flaws(give_up=0.5)])
@@ -276,7 +276,7 @@ def test_each_flaw_costs_answers_and_never_the_format(flaws: Flaws) -> None:
     for _ in range(200):
         puzzle = random_puzzle(3, rng)
         answer = dict(zip(COMPACT_NAMES, solutions(puzzle)[0], strict=False))
-        rewards.append(reward_function(worked_response(puzzle, rng, flaws), answer).reward)
+        rewards.append(reward_function(worked_response(puzzle, rng, flaws), answer).value)
     assert set(rewards) == {3.0, -0.5}
     assert rewards.count(3.0) < 160
 
@@ -330,8 +330,8 @@ def assert_references_score_three(task: KnightsAndKnaves, folder: Path) -> None:
     problems: list[Problem] = [*task.train(), *task.held_out()]
     for problem in problems:
         reference = reference_of[problem.question]
-        assert task.score(problem, f"<think> t </think> <answer> {reference} </answer>").reward == 3.0
-        assert task.score(problem, f"<think> t </think> <answer> {flipped(reference)} </answer>").reward == -0.5
+        assert task.score(problem, f"<think> t </think> <answer> {reference} </answer>").value == 3.0
+        assert task.score(problem, f"<think> t </think> <answer> {flipped(reference)} </answer>").value == -0.5
 
 
 def test_problems_of_logic_rls_files(tmp_path: Path) -> None:

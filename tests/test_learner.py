@@ -78,7 +78,7 @@ def random_rollouts(
             Rollout(
                 id=index,
                 prompt=Prompt(f"p{prompt}", tokens_of(1000 + prompt, 2 + 3 * prompt)),
-                sibling=index % siblings,
+                index_in_group=index % siblings,
                 cohort=cohort,
                 seed=index,
                 loaded_at_update=0,
@@ -409,7 +409,7 @@ def sample(model: PreTrainedModel, prompts: Sequence[int], version: int, length:
         Rollout(
             id=numbers[row],
             prompt=Prompt(str(prompt), [prompt]),
-            sibling=numbers[row] % count,
+            index_in_group=numbers[row] % count,
             cohort=version // 2,
             seed=row,
             loaded_at_update=version,

@@ -13,11 +13,11 @@ def test_the_reference_scores_one_in_tags_and_on_the_last_line() -> None:
     for problem in [*task.train(), *task.held_out()]:
         reference = problem.answer["answer"]
         tagged = task.score(problem, f"<think>7?</think> <answer>0</answer>, no: <answer> {reference}\n</answer>")
-        assert tagged.correct and tagged.reward == 1.0 and tagged.parts["tagged"] == 1.0
+        assert tagged.correct and tagged.value == 1.0 and tagged.parts["tagged"] == 1.0
         plain = task.score(problem, f"Let me count.\n{reference}\n")
         assert plain.correct and plain.parts["tagged"] == 0.0
         assert not task.score(problem, f"<answer>{int(reference) + 1}</answer>").correct
-        assert task.score(problem, "").reward == 0.0
+        assert task.score(problem, "").value == 0.0
 
 
 def test_problems_are_split_by_seed_and_do_not_overlap() -> None:
@@ -51,9 +51,9 @@ def test_knights_and_knaves_are_compared_exactly() -> None:
     for wrong_at in range(3):
         said = [(name, swap[role] if at == wrong_at else role) for at, (name, role) in enumerate(pairs)]
         wrong = ", ".join(f"{name} is a {role}" for name, role in said)
-        assert task.score(problem, f"<answer>{wrong}</answer>").reward == 0.0
+        assert task.score(problem, f"<answer>{wrong}</answer>").value == 0.0
     both = f"{reference}, and {pairs[0][0]} is a {swap[pairs[0][1]]}"
-    assert task.score(problem, f"<answer>{both}</answer>").reward == 0.0
+    assert task.score(problem, f"<answer>{both}</answer>").value == 0.0
 
 
 def test_an_answer_that_the_scorer_cannot_read_is_wrong() -> None:

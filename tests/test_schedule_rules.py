@@ -161,8 +161,10 @@ def test_the_rules_notice_a_controller_that_gives_a_resumed_rollout_its_whole_bu
 
 
 def test_the_rules_notice_a_buffer_that_keeps_tokens_on_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = Buffer.stop
-    monkeypatch.setattr(Buffer, "stop", lambda self, rollout, *, keep, key: stop(self, rollout, keep=True, key=key))
+    put_back = Buffer.put_back
+    monkeypatch.setattr(
+        Buffer, "put_back", lambda self, rollout, *, keep, key: put_back(self, rollout, keep=True, key=key)
+    )
     with pytest.raises((AssertionError, RuntimeError)):
         check_outcome(outcome_of("on-policy"))
 
