@@ -49,8 +49,8 @@ from sortedrl.core.events import HarvestBegan, Published, Updated, read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.resources import Resources, read_resources
 from sortedrl.tasks.encode import prompt_text
+from sortedrl.training.resources import Resources, read_resources
 
 TARGET = 2.0  # trained rollouts per second, as a multiple of TRL's
 UPDATES_PER_COHORT = 4

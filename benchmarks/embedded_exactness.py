@@ -20,7 +20,7 @@ from embedded_speed import MODELS, make_workload
 
 from sortedrl.core.engine import Finished, Request, Tokens
 from sortedrl.core.rollout import Segment
-from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engines.embedded.engine import EmbeddedEngine
 
 
 def undisturbed(engine: EmbeddedEngine, requests: Sequence[Request]) -> dict[int, list[Segment]]:

@@ -40,7 +40,7 @@ from transformers import (
 
 from sortedrl.core.engine import Finished, Request, Tokens
 from sortedrl.core.rollout import Prompt
-from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engines.embedded.engine import EmbeddedEngine
 
 
 @dataclass(frozen=True, slots=True)

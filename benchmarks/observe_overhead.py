@@ -32,10 +32,10 @@ from typing import Any
 from rich.console import Console as Terminal
 from rich.live import Live
 
-from sortedrl import app
 from sortedrl.config import Train
 from sortedrl.core.events import EventLog
 from sortedrl.observe.console import PanelConsole
+from sortedrl.training import trainer as app
 
 LIMIT = 0.01
 DRAWING = "drawing"

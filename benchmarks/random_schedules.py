@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from random_runs import Case, case_of, play
 from schedule_rules import check_outcome
-from sortedrl.core.hashing import derive_seed
+from sortedrl.core.seeds import derive_seed
 
 SECONDS_BETWEEN_LINES = 20.0
 MAX_FAILURES = 5  # that are printed: more of them say nothing new

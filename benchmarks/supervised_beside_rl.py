@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from sortedrl.app import embedded_engine, evaluate
 from sortedrl.config import Train, parsed
 from sortedrl.core.engine import Sampling
-from sortedrl.resources import Resources, read_resources
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
 from sortedrl.tasks.scoring import DirectScorer, reward_function
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
+from sortedrl.training.resources import Resources, read_resources
+from sortedrl.training.trainer import embedded_engine, evaluate
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from warm_start import END, PAD, Example, padded, vocabulary_number

@@ -54,8 +54,8 @@ from sortedrl.core.events import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.observe.metrics import Metrics
-from sortedrl.resources import Resources, read_resources
 from sortedrl.tasks.encode import prompt_text
+from sortedrl.training.resources import Resources, read_resources
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
 PLAIN = ("trl: generate", "trl: generate, 4 micro-batches", "trl: continuous batching")

@@ -73,7 +73,9 @@ def _context() -> multiprocessing.context.ForkServerContext:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sortedrl.app", "sortedrl.cli", "transformers.models.llama", "toy", "forked"])
+    context.set_forkserver_preload(
+        ["sortedrl.training.trainer", "sortedrl.cli", "transformers.models.llama", "toy", "forked"]
+    )
     return context
 
 

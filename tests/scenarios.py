@@ -23,7 +23,7 @@ from sortedrl.core import (
     Schedule,
     Strategy,
 )
-from sortedrl.core.hashing import derive_seed
+from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.step_time import StepTime, linear
 from sortedrl.observe.metrics import Metrics, RunMetrics

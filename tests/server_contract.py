@@ -19,8 +19,8 @@ from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Sc
 from sortedrl.core.engine import Engine
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
-from sortedrl.engines.http_engine import HttpEngine
 from sortedrl.engines.pool import Pool
+from sortedrl.engines.servers.base import HttpEngine
 from tiny_llama import PROBES, logprobs_of, parted_after_a_load, shake
 
 SLOTS = 8  # of a server

@@ -1,7 +1,7 @@
 """A stand-in for an SGLang server: a real HTTP server that speaks the format of SGLang 0.5.23, over a toy model.
 
-It is not SGLang. It answers the routes that `engines/sglang.py` uses in the shapes that SGLang's source has, so that
-our side of the wire can be tested where SGLang does not run. It adds switches for what can go wrong.
+It is not SGLang. It answers the routes that `engines/servers/sglang.py` uses in the shapes that SGLang's source has, so
+that our side of the wire can be tested where SGLang does not run. It adds switches for what can go wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from sortedrl.core.hashing import derive_seed
+from sortedrl.core.seeds import derive_seed
 
 
 class SglangStandIn:

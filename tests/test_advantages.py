@@ -217,7 +217,7 @@ def test_truncated_rollouts_by_each_rule() -> None:
     assert shaped("soft_penalty") == pytest.approx([1.0, 0.5, 0.25, 1.0])
 
 
-@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
 def test_gae_is_its_definition_over_the_sampled_tokens(gamma: float, gae_lambda: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(4, 9, generator=generator), torch.randn(4, 9, generator=generator)

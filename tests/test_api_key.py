@@ -21,8 +21,8 @@ from sortedrl.core import EngineDied, Request
 from sortedrl.core.engine import Failed
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.api_key import VARIABLE
-from sortedrl.engines.sglang import SglangEngine
+from sortedrl.engines.servers.api_key import VARIABLE
+from sortedrl.engines.servers.sglang import SglangEngine
 from test_embedded import model_of
 
 KEY = "sk-Zq83_only-for-the-server"

@@ -173,7 +173,10 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert "--engine-options reuse_kv_cache True" in capsys.readouterr().err
     assert main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "no"]) == 2
     assert "it is a switch" in capsys.readouterr().err
-    assert main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "True", "rests", "True"]) == 2
+    assert (
+        main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "True", "enable_sleep_mode", "True"])
+        == 2
+    )
     assert "an engine that rests gives its keys away" in capsys.readouterr().err
 
 

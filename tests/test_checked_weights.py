@@ -14,7 +14,7 @@ import torch
 from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
 from sortedrl.engines import checked_weights
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
-from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.pool import Pool
 from test_embedded import VOCABULARY, engine_of, model_of
 from tiny_llama import logprobs_of

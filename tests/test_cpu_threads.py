@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sortedrl.cpu_threads import PARAMETERS_PER_THREAD, threads_for
+from sortedrl.training.cpu_threads import PARAMETERS_PER_THREAD, threads_for
 
 BUILT_IN = 341_280
 
@@ -47,8 +47,8 @@ def test_the_users_threads_win() -> None:
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from sortedrl.app import set_threads
     from sortedrl.config import Train
+    from sortedrl.training.trainer import set_threads
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))

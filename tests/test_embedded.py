@@ -17,11 +17,12 @@ from tokenizers import Tokenizer, decoders, models
 from engine_contract import EngineContract, Ledger, resumed
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.rollout import Prompt, Segment
-from sortedrl.engines import embedded_decoder, embedded_model
-from sortedrl.engines.embedded import EmbeddedEngine, rows_by_length
-from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
-from sortedrl.engines.embedded_model import GeneralForward, LlamaForward, UnsupportedModel
-from sortedrl.engines.embedded_sampling import TokenSampler, seed_key
+from sortedrl.engines.embedded import decoder as embedded_decoder
+from sortedrl.engines.embedded import model as embedded_model
+from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
+from sortedrl.engines.embedded.engine import EmbeddedEngine, rows_by_length
+from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, UnsupportedModel
+from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 
 VOCABULARY = 61
 SHAPE: dict[str, Any] = {

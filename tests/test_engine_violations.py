@@ -17,8 +17,8 @@ from scenarios import Run, scenario
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started, Tokens
 from sortedrl.core.rollout import Segment
-from sortedrl.engines.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
-from sortedrl.engines.server_messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
+from sortedrl.engines.servers.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response
 

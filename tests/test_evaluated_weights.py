@@ -13,12 +13,12 @@ import torch
 
 import toy
 from scenarios import Run, scenario
-from sortedrl import app
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.engine import Change, Engine, Request, Tokens
 from sortedrl.core.events import read_events
-from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engines.embedded.engine import EmbeddedEngine
+from sortedrl.training import trainer as app
 
 EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
 EVALUATED += ["--eval-problems", "12", "--threads", "1"]

@@ -133,7 +133,7 @@ def test_a_log_begins_with_the_settings_and_says_when_it_ends() -> None:
 def test_the_lifecycle_of_a_stopped_rollout_can_be_read_from_the_log() -> None:
     result = run("partial", [1, 9], slots=2, rollouts_per_update=1)
     names = [type(event).__name__ for event in result.events if getattr(event, "rollout", None) == 1]
-    assert names == ["Submitted", "Started", "Stopped", "Submitted", "Started", "Finished", "Scored"]
+    assert names == ["Submitted", "Started", "Aborted", "Submitted", "Started", "Finished", "Scored"]
     second = [event for event in result.all(events.Submitted) if event.rollout == 1][1]
     assert (second.prefix, second.attempt) == (1, 0)
     finished = result.all(events.Finished)[-1]

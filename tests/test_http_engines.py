@@ -22,14 +22,15 @@ from sortedrl.core import EngineDied, Request, Sampling
 from sortedrl.core.engine import Engine, Preempted, Started
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engine_choice import server_engine
-from sortedrl.engines import server_streams, weight_files
-from sortedrl.engines.http_engine import ServerPool
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.server_messages import reason_of
-from sortedrl.engines.sglang import SglangEngine
-from sortedrl.engines.vllm_server import VllmServerEngine
-from sortedrl.engines.weight_files import write_weights
+from sortedrl.engines.servers import streams as server_streams
+from sortedrl.engines.servers import weight_files
+from sortedrl.engines.servers.base import ServerPool
+from sortedrl.engines.servers.messages import reason_of
+from sortedrl.engines.servers.sglang import SglangEngine
+from sortedrl.engines.servers.vllm import VllmServerEngine
+from sortedrl.engines.servers.weight_files import write_weights
+from sortedrl.training.engine_choice import server_engine
 from test_embedded import VOCABULARY, model_of
 
 _open: list[SglangEngine | SglangStandIn] = []

@@ -12,7 +12,7 @@ from sortedrl.core import events
 from sortedrl.core.events import Event, Lost, RolledBack, RunBegan, read_events, read_intact, written
 from sortedrl.core.log_recovery import CheckpointMark, recover
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report_repair import consistent
+from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import RunState
 
 FIRST = RunBegan(0.0, 8, "partial", {})

@@ -33,11 +33,12 @@ from nasty_server import (
 )
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines import outage, server_streams
-from sortedrl.engines.http_engine import HttpEngine
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.sglang import SglangEngine
-from sortedrl.engines.vllm_server import VllmServerEngine
+from sortedrl.engines.servers import outage
+from sortedrl.engines.servers import streams as server_streams
+from sortedrl.engines.servers.base import HttpEngine
+from sortedrl.engines.servers.sglang import SglangEngine
+from sortedrl.engines.servers.vllm import VllmServerEngine
 
 DIALECTS: dict[str, type[HttpEngine]] = {"vllm": VllmServerEngine, "sglang": SglangEngine}
 ROLLOUTS = 16

@@ -20,12 +20,13 @@ from sortedrl.config import Train, as_json, parsed, train_command
 from sortedrl.core import Schedule, events
 from sortedrl.core.events import Event, JsonLines, read_events, read_intact
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.observe import report, report_charts
 from sortedrl.observe.metrics import Metrics, RunMetrics
-from sortedrl.observe.report_folds import quantile, slot_grid, slot_time, staleness_floor, update_points
-from sortedrl.observe.report_repair import UNKNOWN_MODE, repaired
-from sortedrl.observe.report_runs import read_runs
-from sortedrl.observe.report_series import series_of
+from sortedrl.observe.report import build as report
+from sortedrl.observe.report import charts as report_charts
+from sortedrl.observe.report.folds import quantile, slot_grid, slot_time, staleness_floor, update_points
+from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
+from sortedrl.observe.report.runs import read_runs
+from sortedrl.observe.report.series import series_of
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.studies.workload import Workload
 from sortedrl.studies.workload import run as simulate

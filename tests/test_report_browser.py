@@ -19,7 +19,7 @@ from sortedrl.core import Schedule
 from sortedrl.core.events import JsonLines, Updated, read_events
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import Metrics, RunMetrics
-from sortedrl.observe.report_folds import quantile
+from sortedrl.observe.report.folds import quantile
 from sortedrl.observe.timeline import Slice, slices
 from sortedrl.studies.workload import Workload, run
 

@@ -138,7 +138,7 @@ def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypat
     """Some network file systems have none. This one cannot be had here: the call is made to fail as theirs does."""
     import errno
 
-    from sortedrl import run_lock
+    from sortedrl.training import run_lock
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -151,7 +151,7 @@ def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypat
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    from sortedrl.run_lock import FolderInUse, FolderLock
+    from sortedrl.training.run_lock import FolderInUse, FolderLock
 
     lock = FolderLock(tmp_path)
     reader, writer = os.pipe()

@@ -52,7 +52,7 @@ def test_the_trace_of_the_embedded_engine_is_valid(mode: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from sortedrl.engines.embedded import EmbeddedEngine
+    from sortedrl.engines.embedded.engine import EmbeddedEngine
 
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

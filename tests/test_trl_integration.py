@@ -25,7 +25,7 @@ from sortedrl.core import Failed, strategy_named
 from sortedrl.core.events import Event, Rejected, Scored, Updated, read_events, without_rolled_back
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.engines.embedded import EmbeddedEngine
+from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed

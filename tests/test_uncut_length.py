@@ -10,9 +10,9 @@ from statistics import fmean
 import pytest
 
 from sortedrl.core.events import Event
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, normal
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.uncut_length import Attempts

@@ -98,7 +98,7 @@ def test_a_finished_run_shows_its_final_state_in_a_terminal_and_as_json(resumed:
     assert session.screen.lines[-2].startswith("ended: score ")
     state = json.loads(watched(str(resumed), "--json").stdout)
     assert state["outcome"] == "ended"
-    assert state["glance"]["goodput"] == run_metrics.goodput
+    assert state["snapshot"]["goodput"] == run_metrics.goodput
     assert state["updates"] == state["updates_in_all"] == 12
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sortedrl.engines.weight_files import WeightFiles, remove_abandoned
+from sortedrl.engines.servers.weight_files import WeightFiles, remove_abandoned
 
 WEIGHTS = {"norm": torch.zeros(4)}
 

@@ -14,10 +14,10 @@ from typing import Any
 from sortedrl.config import Bench, ProfileSettings, as_json
 from sortedrl.core.events import JsonLines, Sink
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engine_choice import bare_engine
 from sortedrl.models import model_named
 from sortedrl.studies import bench, profile
 from sortedrl.studies.workload import limit as simulated_limit
+from sortedrl.training.engine_choice import bare_engine
 
 Log = Callable[[str], None]
 

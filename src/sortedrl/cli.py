@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl import __version__
-from sortedrl.cpu_threads import let_waiting_threads_sleep
+from sortedrl.training.cpu_threads import let_waiting_threads_sleep
 
 _TOLD = (  # by name: the modules of some need PyTorch
     "CheckpointError",
@@ -341,7 +341,9 @@ def _run_report(settings: Any) -> int:
 
     from sortedrl.config import as_json, train_command
     from sortedrl.core.schedule import ConfigurationError
-    from sortedrl.observe import report, report_runs, watch
+    from sortedrl.observe import watch
+    from sortedrl.observe.report import build as report
+    from sortedrl.observe.report import runs as report_runs
 
     newest = watch.newest_run(Path("runs"))
     paths = settings.runs or ([newest] if newest else [])
@@ -399,7 +401,7 @@ def _intact_log(source: Any) -> tuple[list[Any], int]:
     """What can be read of an event log, and how many lines cannot."""
     from sortedrl.core.events import read_intact
     from sortedrl.core.schedule import ConfigurationError
-    from sortedrl.observe.report_repair import repaired
+    from sortedrl.observe.report.repair import repaired
 
     fix = "Name a run folder, as in runs/NAME, or an event log."
     try:
@@ -454,7 +456,7 @@ def _run_doctor(settings: Any) -> int:
 
 def _print_train_plan(settings: Any) -> int:
     from sortedrl.config import as_json
-    from sortedrl.core.strategy import updates_left
+    from sortedrl.core.strategies.base import updates_left
 
     per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
     derived = {
@@ -474,7 +476,7 @@ def _print_train_plan(settings: Any) -> int:
 def _needs_train_extra() -> Any:
     let_waiting_threads_sleep()
     try:
-        from sortedrl import app
+        from sortedrl.training import trainer as app
     except ImportError as error:
         raise SystemExit(_refuse(f"{error.name} is not installed: pip install 'sortedrl[train]'")) from None
     return app
@@ -495,7 +497,7 @@ def _run_console(settings: Any, *, ends_with_reader: bool = True) -> Any:
 
 def _print_dry_run(settings: Any, schedule: Any, prompts: int) -> int:
     from sortedrl.config import as_json
-    from sortedrl.core.strategy import updates_left
+    from sortedrl.core.strategies.base import updates_left
 
     per_cohort = schedule.rollouts_per_cohort
     derived = {

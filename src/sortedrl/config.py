@@ -20,8 +20,8 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from sortedrl.core.registry import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.observe.trackers import require_packages
@@ -281,7 +281,7 @@ SCORE_WAIT_SECONDS = Schedule().score_wait_seconds
 
 
 # Of our engines: any text would count as yes.
-_SWITCHES = {"reuse_kv_cache", "rests", "seeded", "weights_readable_by_all"}
+_SWITCHES = {"reuse_kv_cache", "enable_sleep_mode", "seeded", "weights_readable_by_all"}
 
 
 class EngineChoice(Settings):

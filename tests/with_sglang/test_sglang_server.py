@@ -21,7 +21,7 @@ from server_process import ServerProcess, serving
 from sortedrl.core import Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.sglang import SglangEngine
+from sortedrl.engines.servers.sglang import SglangEngine
 from tiny_llama import tiny_model
 
 WITHOUT_KERNELS = Path(__file__).parent / "without_kernels"

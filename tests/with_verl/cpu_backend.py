@@ -147,7 +147,7 @@ class EmbeddedServer:
     def __init__(self, model_path: str, slots: int, prompt_length: int, response_length: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from sortedrl.engines.embedded import EmbeddedEngine
+        from sortedrl.engines.embedded.engine import EmbeddedEngine
 
         torch.set_num_threads(1)
         max_length = prompt_length + response_length

@@ -22,8 +22,8 @@ from sortedrl.core import Request
 from sortedrl.core.engine import Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.api_key import VARIABLE
-from sortedrl.engines.vllm_server import VllmServerEngine
+from sortedrl.engines.servers.api_key import VARIABLE
+from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL
 from tiny_llama import ON_GPU, tiny_model
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sortedrl import app
 from sortedrl.cli import main
 from sortedrl.engines.vllm import VllmEngine
+from sortedrl.training import trainer as app
 
 pytest.importorskip("torch")
 SMALL = ["--engine", "vllm", "--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1"]

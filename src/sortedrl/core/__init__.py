@@ -16,12 +16,12 @@ from sortedrl.core.engine import (
 from sortedrl.core.events import Event, EventLog, JsonLines, read_events
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.registry import STRATEGIES, strategy_named
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
-from sortedrl.core.strategy import SchedulerState, Strategy
+from sortedrl.core.strategies.base import SchedulerState, Strategy
+from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 
 __all__ = [
     "STRATEGIES",

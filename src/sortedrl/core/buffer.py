@@ -302,7 +302,7 @@ _PLAIN_FIELDS = (
     "loaded_at_update",
     "attempt",
     "failures",
-    "restarts",
+    "forced_regenerations",
     "reached",
     "truncated",
     "reward",

@@ -34,14 +34,14 @@ from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.hashing import derive_seed, mixing
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.registry import strategy_named
 from sortedrl.core.rejections import NO_REWARD
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer, as_reward
-from sortedrl.core.strategy import SchedulerState, Strategy, is_overdue
+from sortedrl.core.seeds import derive_seed, mixing
+from sortedrl.core.strategies.base import SchedulerState, Strategy, is_overdue
+from sortedrl.core.strategies.registry import strategy_named
 
 OPEN, DRAIN, HELD_BACK = "open", "drain", "held back"
 CARRY_ON_SECONDS = 0.05  # between two looks at a learner that steps beside the engine

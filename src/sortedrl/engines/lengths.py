@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import derive_seed, mixing
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.seeds import derive_seed, mixing
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
 MOST_TOKENS = 10_000_000  # what is longer is no response

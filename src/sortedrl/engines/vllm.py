@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches

@@ -139,7 +139,7 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "tokens_per_micro_batch": (1, math.inf, "it must be 1 or more"),
     "lora_rank": (0, math.inf, "it must be 0 (train all weights) or more"),
     "critic_learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
-    "discount": (0, 1, "it must lie between 0 and 1"),
+    "gamma": (0, 1, "it must lie between 0 and 1"),
     "gae_lambda": (0, 1, "it must lie between 0 and 1"),
 }
 

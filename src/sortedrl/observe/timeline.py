@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.events import Event, without_rolled_back
-from sortedrl.core.registry import STRATEGIES
+from sortedrl.core.strategies.registry import STRATEGIES
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
 LOOKAHEAD, KEPT, TRAINED = "lookahead", "kept", "trained"

@@ -31,7 +31,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report_repair import consistent
+from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import is_metrics_line, is_update
 
 POLL_SECONDS = 0.25

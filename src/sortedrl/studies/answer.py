@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sortedrl.core.registry import STRATEGIES
+from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.studies.plan import Allowed, choose, is_allowed, option
 from sortedrl.studies.simulate import Case
 

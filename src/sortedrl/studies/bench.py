@@ -14,10 +14,10 @@ from typing import Any
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.events import EventLog, Sink
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import length_of_request
 from sortedrl.observe.metrics import Metrics

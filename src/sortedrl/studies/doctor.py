@@ -211,7 +211,7 @@ class MicroRun:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
-        from sortedrl.engines.embedded import EmbeddedEngine
+        from sortedrl.engines.embedded.engine import EmbeddedEngine
         from sortedrl.tasks.encode import encode
         from sortedrl.tasks.registry import task_by_name
         from sortedrl.tasks.scoring import DirectScorer, reward_function

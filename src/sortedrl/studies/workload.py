@@ -11,11 +11,11 @@ from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Finished, Request
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.registry import strategy_named
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.seeds import derive_seed
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.step_time import PRESETS, StepTime

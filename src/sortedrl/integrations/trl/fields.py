@@ -16,9 +16,9 @@ from packaging.version import Version
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.hashing import derive_seed
-from sortedrl.core.registry import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.seeds import derive_seed
+from sortedrl.core.strategies.registry import strategy_named
 
 OLDEST_VERSION = "1.16.0"
 VERIFIED_VERSIONS = ("1.16.0",)

@@ -42,9 +42,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.engine import Engine, Failed, Request, Sampling, Tokens
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.seeds import derive_seed
 from sortedrl.integrations.trl.fields import (
     HOOKS,
     VERIFIED_VERSIONS,
@@ -342,7 +342,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return makers[self._engine_wanted]()
 
     def _embedded_engine(self) -> Engine:
-        from sortedrl.engines.embedded import EmbeddedEngine
+        from sortedrl.engines.embedded.engine import EmbeddedEngine
 
         module = self.model
         if is_peft_model(module):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.registry import strategy_named
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.strategy import Strategy
+from sortedrl.core.strategies.base import Strategy
+from sortedrl.core.strategies.registry import strategy_named
 
 PREFIX = "trainer.v1.sortedrl"
 SCHEDULE_KEYS = (

@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.http_engine import HttpEngine
-from sortedrl.engines.server_dialect import WEIGHT_UPDATE_SECONDS, Sent
-from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
+from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.servers.base import HttpEngine
+from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs "

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.http_engine import HttpEngine
-from sortedrl.engines.server_dialect import WEIGHT_UPDATE_SECONDS, Sent
-from sortedrl.engines.server_messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
+from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.servers.base import HttpEngine
+from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
 
 _EMPTY_SECONDS = 30.0
 _START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"

@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from sortedrl.observe.metrics import RunMetrics
-from sortedrl.observe.report_charts import part_name
-from sortedrl.observe.report_runs import Run
-from sortedrl.observe.report_series import Series
+from sortedrl.observe.report.charts import part_name
+from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.series import Series
 
 RESPONSES_OF_A_KIND = 2
 MOST_CHARACTERS = 20_000  # of a response on the page

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sortedrl.core.buffer import Key
-from sortedrl.core.paper import OnPolicy, Partial
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategy import SchedulerState, cohort_prompts, prompts_closing_epoch, updates_left
+from sortedrl.core.strategies.base import SchedulerState, cohort_prompts, prompts_closing_epoch, updates_left
+from sortedrl.core.strategies.paper import OnPolicy, Partial
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from sortedrl.observe.report_runs import Run
+from sortedrl.observe.report.runs import Run
 
 MODE_COLOURS = {
     "baseline": "#d9772b",

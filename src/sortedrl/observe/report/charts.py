@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from sortedrl.observe.report_folds import UpdatePoint
-from sortedrl.observe.report_runs import Run
-from sortedrl.observe.report_series import Series
+from sortedrl.observe.report.folds import UpdatePoint
+from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.series import Series
 from sortedrl.observe.timeline import Slice
 
 # Bottom to top in every stack: work first, then what the schedule left empty, then what the run did besides.

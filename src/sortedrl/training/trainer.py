@@ -1,4 +1,4 @@
-"""Wires a run together: model, task, engine, scheduler, learner, and the run folder (run_folder.py)."""
+"""Wires a run together: model, task, engine, scheduler, learner, and the run folder (training/run_dir.py)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
-from sortedrl.core.hashing import derive_seed
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scored, Scorer
-from sortedrl.core.strategy import updates_left
-from sortedrl.cpu_threads import threads_here
-from sortedrl.engine_choice import server_engine, vllm_engine
+from sortedrl.core.seeds import derive_seed
+from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
-from sortedrl.engines.embedded import EmbeddedEngine, copy_weights
+from sortedrl.engines.embedded.engine import EmbeddedEngine, copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.models import response_logprobs
@@ -42,14 +40,16 @@ from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.prometheus import Endpoint
-from sortedrl.observe.report_repair import consistent
+from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers, open_tracker, require_login
 from sortedrl.observe.watch import kept_readable
-from sortedrl.resources import Log, Resources, eos_token_ids, read_resources
-from sortedrl.rewards import EvaluationScores, Rewards, unscored_notice
-from sortedrl.run_folder import RunFolder, cannot_write, locked
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
+from sortedrl.training.cpu_threads import threads_here
+from sortedrl.training.engine_choice import server_engine, vllm_engine
+from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
+from sortedrl.training.rewards import EvaluationScores, Rewards, unscored_notice
+from sortedrl.training.run_dir import RunFolder, cannot_write, locked
 
 VLLM_GPU_MEMORY_FRACTION = 0.45  # where learner and engine share one: the learner needs the rest
 EVALUATION_WORTH = 64  # responses after which `sortedrl eval` gives up on a reward that fails on all of them

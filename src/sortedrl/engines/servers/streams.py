@@ -30,11 +30,11 @@ from typing import Any
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
-from sortedrl.engines.outage import Outage
-from sortedrl.engines.outbox import Outbox
-from sortedrl.engines.server_connection import BROKEN, NOT_REACHED, ServerConnection
-from sortedrl.engines.server_dialect import Sent, ServerDialect, Waiting
-from sortedrl.engines.server_messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
+from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.servers.dialect import Sent, ServerDialect, Waiting
+from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
+from sortedrl.engines.servers.outage import Outage
+from sortedrl.engines.servers.outbox import Outbox
 from sortedrl.engines.stop_strings import StopWatches
 
 WATCH_SECONDS = 1.0

@@ -71,7 +71,7 @@ def server_engine(
         raise ConfigurationError(
             "engine_urls", (), f"--engine {settings.engine} needs a server", "--engine-urls http://127.0.0.1:8000"
         )
-    from sortedrl.engines.http_engine import ServerPool
+    from sortedrl.engines.servers.base import ServerPool
 
     count = len(settings.engine_urls)
     if settings.slots < count:
@@ -96,10 +96,10 @@ def server_engine(
 
 def _server(engine: str) -> Any:
     if engine == "sglang":
-        from sortedrl.engines.sglang import SglangEngine
+        from sortedrl.engines.servers.sglang import SglangEngine
 
         return SglangEngine
-    from sortedrl.engines.vllm_server import VllmServerEngine
+    from sortedrl.engines.servers.vllm import VllmServerEngine
 
     return VllmServerEngine
 
@@ -123,7 +123,7 @@ def _bare_embedded(settings: Any, model: str, max_length: int) -> tuple[Engine, 
         reason = f"{error.name} is not installed"
         raise ConfigurationError("engine", "embedded", reason, "pip install 'sortedrl[train]'") from None
 
-    from sortedrl.engines.embedded import EmbeddedEngine
+    from sortedrl.engines.embedded.engine import EmbeddedEngine
 
     on_gpu = torch.cuda.is_available()
     try:

@@ -9,11 +9,11 @@ from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scorer
-from sortedrl.resources import Resources
 from sortedrl.tasks.registry import is_built_in
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
 from sortedrl.tasks.task import Reward
 from sortedrl.tasks.workers import WorkerError, WorkerPool
+from sortedrl.training.resources import Resources
 
 Scoring = Literal["at-once", "background"]
 THREADS = 4  # for rewards in this process

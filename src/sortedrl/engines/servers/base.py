@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.api_key import ApiKey
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.server_connection import BROKEN, NOT_REACHED, ServerConnection
-from sortedrl.engines.server_messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
-from sortedrl.engines.server_streams import PATIENCE_SECONDS, ServerStreams
+from sortedrl.engines.servers.api_key import ApiKey
+from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.servers.messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
+from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
+from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.stop_strings import StopWatches
-from sortedrl.engines.weight_files import WeightFiles, Weights
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sortedrl.core.buffer import Key
-from sortedrl.core.paper import OnPolicy, Partial
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.strategy import SchedulerState, completes_a_group
+from sortedrl.core.strategies.base import SchedulerState, completes_a_group
+from sortedrl.core.strategies.paper import OnPolicy, Partial
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sortedrl.engines.embedded_model import (
+from sortedrl.engines.embedded.model import (
     Masks,
     SlotCache,
     attention_window,
@@ -38,7 +38,7 @@ from sortedrl.engines.embedded_model import (
     reading,
     uses_slot_attention,
 )
-from sortedrl.engines.embedded_sampling import TokenSampler, seed_key
+from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 
 MIN_ROWS = 16
 _ROWS_PER_BLOCK = 8  # rows that a CPU step reads up to the same key

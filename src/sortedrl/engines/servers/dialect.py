@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl.core.engine import Request
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
-from sortedrl.engines.server_messages import Delta, Identity
+from sortedrl.engines.servers.messages import Delta, Identity
 from sortedrl.engines.stop_strings import StopStrings
 
 WEIGHT_UPDATE_SECONDS = 600.0  # for new weights

@@ -8,7 +8,7 @@ runs/NAME/
   checkpoints/      update-000040/ ... each whole or not there
   model/            the trained model in Hugging Face format
   summary.json      written at the end
-  .lock             locked while a process writes here (run_lock.py)
+  .lock             locked while a process writes here (training/run_lock.py)
 
 A checkpoint is all that a resumed run needs. Whatever is damaged in the other files is left out and reported.
 """
@@ -29,7 +29,7 @@ from sortedrl.config import EXTENDING_KEYS, Train, as_json, saved_settings
 from sortedrl.core.events import RunBegan, written
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.run_lock import FolderLock, refuse_if_in_use
+from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 
 Log = Callable[[str], None]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sortedrl.core.additions import ElevatorPartial, LookaheadPartial, PlannedOnPolicy, PlannedPartial
-from sortedrl.core.paper import Baseline, CohortAtOnce, OnPolicy, Partial, UngatedOnPolicy
-from sortedrl.core.peers import April, AsyncPool, TailBatching
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.core.strategy import Strategy
+from sortedrl.core.strategies.base import Strategy
+from sortedrl.core.strategies.ours import ElevatorPartial, LookaheadPartial, PlannedOnPolicy, PlannedPartial
+from sortedrl.core.strategies.paper import Baseline, CohortAtOnce, OnPolicy, Partial, UngatedOnPolicy
+from sortedrl.core.strategies.peers import April, AsyncPool, TailBatching
 
 _ALL: tuple[Strategy, ...] = (
     Baseline("baseline"),

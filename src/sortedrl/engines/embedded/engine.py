@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
-from sortedrl.engines.embedded_decoder import RowStart, SlotDecoder
+from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.api_key import ApiKey
-from sortedrl.engines.server_messages import Malformed, Refused, parsed, reason_of, retry_after
+from sortedrl.engines.servers.api_key import ApiKey
+from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, retry_after
 
 try:
     import aiohttp

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from sortedrl.observe import report_charts as charts
 from sortedrl.observe.metrics import BUBBLE_PARTS
-from sortedrl.observe.report_runs import INCIDENTAL, Run
-from sortedrl.observe.report_series import Series
-from sortedrl.observe.report_tables import differing_keys, percent
+from sortedrl.observe.report import charts
+from sortedrl.observe.report.runs import INCIDENTAL, Run
+from sortedrl.observe.report.series import Series
+from sortedrl.observe.report.tables import differing_keys, percent
 
 GLOSSARY = (
     ("slot", "one place in the engine's running batch"),

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.observe import report_charts as charts
-from sortedrl.observe import report_tables as tables
-from sortedrl.observe import report_words as words
-from sortedrl.observe.report_runs import Run
-from sortedrl.observe.report_series import Series, run_names, series_of
+from sortedrl.observe.report import charts, tables
+from sortedrl.observe.report import text as words
+from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.series import Series, run_names, series_of
 
 PAGE = Path(__file__).parent / "page"
 # plotly.js as its authors bundle it for lines and bars alone. The Python package has only the whole of it, which is

@@ -15,7 +15,7 @@ from typing import Any
 from sortedrl.core.events import Damage, Event, Phase, RunBegan, Updated, read_intact
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.metrics import RunMetrics
-from sortedrl.observe.report_folds import (
+from sortedrl.observe.report.folds import (
     Mark,
     Occupancy,
     UpdatePoint,
@@ -25,7 +25,7 @@ from sortedrl.observe.report_folds import (
     staleness_floor,
     update_points,
 )
-from sortedrl.observe.report_repair import repaired
+from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.timeline import Slice, slices
 
 EVENTS = "events.jsonl"

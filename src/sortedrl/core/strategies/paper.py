@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategy import (
+from sortedrl.core.strategies.base import (
     SchedulerState,
     Strategy,
     cohort_prompts,

@@ -1,0 +1,1 @@
+"""Engines behind an HTTP API: vLLM and SGLang servers that run already."""

@@ -1,0 +1,1 @@
+"""A whole training run: settings, resources, the run directory, the trainer."""
