@@ -1,19 +1,20 @@
-"""The simulated tables of docs/results.md, as Markdown. `python benchmarks/reference_tables.py [SECTION ...]`.
+"""The simulated tables of docs/results.md. `python benchmarks/reference_tables.py [SECTION ...]` (default: all).
 
-Sections: reference staleness oversubscribe siblings update-size kv-limited re-prefill paper speed (default: all).
-Every table states its workload; seeds 0 to 4 unless it says otherwise; means, and in brackets least to greatest.
+reference staleness oversubscribe groups update-size kv-limited re-prefill: each is written to
+docs/data/simulated_SECTION.csv (docs/simulated_tables.md explains the columns).
+paper speed: printed as Markdown.
+Seeds 0 to 4 unless the page states otherwise; means, and for `of_limit` the lowest and highest seed.
 """
 
 from __future__ import annotations
 
-import json
+import csv
 import math
-import platform
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -25,36 +26,45 @@ from sortedrl.core import JsonLines
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.studies.simulate import MODES, Case, cases, compare
-from sortedrl.studies.tables import known
 from sortedrl.studies.workload import Workload, run, with_mode
 
 SEEDS = (0, 1, 2, 3, 4)
 QUALITIES = ("cold", "warm", "oracle")
 Row = dict[str, Any]
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "of limit": lambda f: f"{f['of_limit']:.3f} ({f['spread']['of_limit'][0]:.3f} to {f['spread']['of_limit'][1]:.3f})",
-    "goodput": lambda f: f"{f['goodput']:,.4g}",
-    "bubble": lambda f: f"{f['bubble']:.1%}",
-    "waste": lambda f: f"{f['waste']:.1%}",
-    "staleness": lambda f: f"{f['staleness_mean']:.2f}",
-    "max": lambda f: f"{f['staleness_max']:.0f}",
-    "sorted": lambda f: known(f["sortedness"], "z.2f"),
-    "length bias": lambda f: known(f["length_bias"], "+z.1%"),
-    "longest wait": lambda f: f"{f['longest_wait_updates']:.0f}",
-    "expectation": lambda f: "" if f["expectation_quality"] is None else f"{f['expectation_quality']:z.2f}",
+Column = Callable[[Row], str]
+DATA = Path(__file__).parent.parent / "docs" / "data"
+
+
+def rounded(key: str, digits: int) -> Column:
+    """An empty cell where a run cannot measure the metric."""
+    return lambda f: "" if f[key] is None else f"{f[key]:z.{digits}f}"
+
+
+COLUMNS: dict[str, Column] = {
+    "of_limit": rounded("of_limit", 3),
+    "of_limit_low": lambda f: f"{f['spread']['of_limit'][0]:.3f}",
+    "of_limit_high": lambda f: f"{f['spread']['of_limit'][1]:.3f}",
+    "goodput": lambda f: f"{f['goodput']:.0f}" if f["goodput"] >= 1000 else f"{f['goodput']:.4g}",
+    "bubble": rounded("bubble", 3),
+    "waste": rounded("waste", 3),
+    "staleness_mean": rounded("staleness_mean", 2),
+    "staleness_max": rounded("staleness_max", 0),
+    "sortedness": rounded("sortedness", 2),
+    "length_bias": rounded("length_bias", 3),
+    "longest_wait_updates": rounded("longest_wait_updates", 0),
+    "expectation_quality": rounded("expectation_quality", 2),
 }
 
 
-def table(rows: dict[str, Row], extra: dict[str, Callable[[Row], str]] | None = None) -> None:
+def table(name: str, rows: dict[str, Row], extra: dict[str, Column] | None = None) -> list[dict[str, str]]:
     columns = COLUMNS | (extra or {})
-    print("| schedule | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name, run_metrics in rows.items():
-        print(f"| {name} | " + " | ".join(show(run_metrics) for show in columns.values()) + " |")
-    print()
+    return [
+        {"table": name, "schedule": schedule} | {column: show(run_metrics) for column, show in columns.items()}
+        for schedule, run_metrics in rows.items()
+    ]
 
 
-def reference() -> None:
+def reference() -> Iterator[dict[str, str]]:
     modes = (*MODES, "on-policy+ungated", "cohort-at-once+sorted")
     for preset in ("compute-bound", "memory-bound", "h200-8b"):
         workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
@@ -66,21 +76,22 @@ def reference() -> None:
         ]
         asynchronous = Schedule(mode="async-pool", overlap=True, max_staleness=4)
         rows.append(Case("async-pool, bound 4, overlap", workload, asynchronous))
-        print(f"### {preset}: {PRESETS[preset].source}\n")
-        table(compare(rows, SEEDS))
+        yield from table(preset, compare(rows, SEEDS))
 
 
-def staleness() -> None:
+def staleness() -> Iterator[dict[str, str]]:
     for mode in ("partial", "partial+lookahead", "partial+elevator"):
         rows = []
         for bound in (None, 4, 3, 2, 1):
             schedule = Schedule(mode=mode, max_staleness=bound)
             quality = "warm" if mode == "partial+elevator" else "cold"
             rows.append(Case(f"{mode} ({quality}), max_staleness {bound}", Workload(expectation=quality), schedule))
-        table(compare(rows, SEEDS), {"mean update": lambda f: f"{f['rollouts_per_update_mean']:.0f}"})
+        yield from table(
+            mode, compare(rows, SEEDS), {"rollouts_per_update_mean": rounded("rollouts_per_update_mean", 0)}
+        )
 
 
-def oversubscribe() -> None:
+def oversubscribe() -> Iterator[dict[str, str]]:
     """Fewer responses under way at an update: younger data, less to prefill again, and slots that wait."""
     for preset in ("memory-bound", "h200-8b"):
         workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
@@ -90,11 +101,10 @@ def oversubscribe() -> None:
             for cap in (None, 1.5, 1.3, 1.15)
             for schedule in (Schedule(mode="partial+elevator", oversubscribe=cap),)
         ]
-        print(f"### {preset}\n")
-        table(compare(rows, SEEDS))
+        yield from table(preset, compare(rows, SEEDS))
 
 
-def siblings() -> None:
+def groups() -> Iterator[dict[str, str]]:
     for size in (8, 16):
         schedule = Schedule(
             rollouts_per_prompt=size, whole_groups=True, rollouts_per_update=128, prompts_per_cohort=512 // size
@@ -109,11 +119,10 @@ def siblings() -> None:
             "partial+elevator",
             "april",
         )
-        print(f"Sets of {size}, compared; cohorts of {512 // size} prompts\n")
-        table(compare(cases(workload, schedule, modes, QUALITIES), SEEDS))
+        yield from table(f"groups of {size}", compare(cases(workload, schedule, modes, QUALITIES), SEEDS))
 
 
-def update_size() -> None:
+def update_size() -> Iterator[dict[str, str]]:
     for ratio in (0.5, 1, 2, 4, 8):
         size = int(128 * ratio)
         schedule = Schedule(rollouts_per_update=size, prompts_per_cohort=4 * size)
@@ -127,12 +136,11 @@ def update_size() -> None:
             "partial+elevator",
             "april",
         )
-        print(f"U/Q = {ratio}: updates of {size} on 128 slots, cohorts of {4 * size}\n")
-        table(compare(cases(workload, schedule, modes, ("cold", "warm")), SEEDS))
+        yield from table(f"U/Q = {ratio}", compare(cases(workload, schedule, modes, ("cold", "warm")), SEEDS))
 
 
-def kv_limited() -> None:
-    kv = 427_000  # 8B, 8 KV heads, bf16: 131 kB a token; 80 GB x 0.9 less 16 GB of weights
+def kv_limited() -> Iterator[dict[str, str]]:
+    kv = 427_000  # 8B, 8 KV heads, bf16: 131 kB per token; 80 GB x 0.9 less 16 GB of weights
     for limit, median in ((8192, 1273.7), (16384, 2547.4)):
         lengths = LognormalLengths(mu=math.log(median), limit=limit)
         schedule = Schedule(rollouts_per_update=256, prompts_per_cohort=1024, max_response_tokens=limit)
@@ -147,16 +155,15 @@ def kv_limited() -> None:
                 Case(f"{case.name}, KV {label}", case.workload, case.schedule)
                 for case in cases(workload, schedule, modes, ("warm",))
             ]
-        print(f"Limit {limit}, 256 slots, updates of 256, cohorts of 1024, step time a100-8b, expectation warm\n")
         extra = {
-            "KV-limited": lambda f: f"{f['bubble_parts']['kv_limited']:.1%}",
-            "preemptions": lambda f: f"{f['preemptions']:.0f}",
-            "re-prefill": lambda f: f"{f['re_prefill_tokens'] / f['generated_tokens']:.0%}",
+            "kv_limited": lambda f: f"{f['bubble_parts']['kv_limited']:.3f}",
+            "preemptions": rounded("preemptions", 0),
+            "re_prefill_per_generated": lambda f: f"{f['re_prefill_tokens'] / f['generated_tokens']:.2f}",
         }
-        table(compare(rows, SEEDS[:3]), extra)
+        yield from table(f"limit {limit}", compare(rows, SEEDS[:3]), extra)
 
 
-def re_prefill() -> None:
+def re_prefill() -> Iterator[dict[str, str]]:
     for share in (0.0, 0.16, 0.25, 0.34):
         for preset in ("compute-bound", "memory-bound"):
             base = PRESETS[preset]
@@ -166,8 +173,7 @@ def re_prefill() -> None:
             double = Schedule(rollouts_per_update=256, prompts_per_cohort=1024)
             wide = cases(Workload(step_time=step_time), double, ("partial+elevator", "april"), ("warm",))
             rows += [Case(f"{case.name}, U = 2Q", case.workload, case.schedule) for case in wide]
-            print(f"{preset}, prefill of a token at {share} of its decode cost\n")
-            table(compare(rows, SEEDS[:3]))
+            yield from table(f"{preset}, prefill {share}", compare(rows, SEEDS[:3]))
 
 
 def paper() -> None:
@@ -201,7 +207,7 @@ def without_last(run_metrics: Any) -> float:
 
 def speed() -> None:
     """Controller, simulated engine, metrics and the event log written to a file, in a process of their own."""
-    print("| mode | rollouts | seconds | us a rollout | peak memory MB | log MB |")
+    print("| mode | rollouts | seconds | us per rollout | peak memory MB | log MB |")
     print("|---|---|---|---|---|---|")
     for mode in ("partial", "partial+elevator", "on-policy"):
         for rollouts in (10_000, 100_000, 1_000_000):
@@ -229,28 +235,40 @@ def one_speed_run(mode: str, rollouts: int) -> None:
     print(f"| {mode} | {rollouts:,} | {seconds:.1f} | {seconds / rollouts * 1e6:.0f} | {memory:.0f} | {log:.0f} |")
 
 
-SECTIONS: dict[str, Callable[[], None]] = {
+WRITTEN: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "reference": reference,
     "staleness": staleness,
     "oversubscribe": oversubscribe,
-    "group": siblings,
+    "groups": groups,
     "update-size": update_size,
     "kv-limited": kv_limited,
     "re-prefill": re_prefill,
-    "paper": paper,
-    "speed": speed,
 }
+PRINTED: dict[str, Callable[[], None]] = {"paper": paper, "speed": speed}
+
+
+def write(section: str) -> Path:
+    rows = list(WRITTEN[section]())
+    DATA.mkdir(exist_ok=True)
+    path = DATA / f"simulated_{section.replace('-', '_')}.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
 
 
 def main(words: Sequence[str]) -> None:
     if words[:1] == ["one-speed-run"]:
         one_speed_run(words[1], int(words[2]))
         return
-    print(f"<!-- {json.dumps({'python': platform.python_version(), 'machine': platform.machine()})} -->")
-    for name in words or list(SECTIONS):
+    for name in words or [*WRITTEN, *PRINTED]:
         began = time.perf_counter()
-        print(f"## {name}\n", flush=True)
-        SECTIONS[name]()
+        if name in PRINTED:
+            print(f"## {name}\n", flush=True)
+            PRINTED[name]()
+        else:
+            print(write(name))
         print(f"({time.perf_counter() - began:.0f} s)\n", flush=True)
 
 
