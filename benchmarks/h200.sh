@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # vLLM in process on one GPU of 140 GB, no network: the measurements of docs/results.md, section 9, and those that it still
-# lacks. All were made with 2,048 tokens of prefill a step (PREFILL=2048; the default is vLLM's). Not measured yet: on-policy
+# lacks. All were made with 2,048 tokens of prefill per step (PREFILL=2048; the default is vLLM's). Not measured yet: on-policy
 # among the modes of four, the baselines to their end, the baseline of wide, server.
 #
 #   benchmarks/h200.sh PART [OUT]
 #
 # profile      what the simulator is fitted to (90 s)            cold         one cold cohort, five modes (2 to 4 min each)
-# four         four cohorts in a row, nine modes (3 min each)    four-keys    the elevator with the KV cache of older weights kept
+# four         four cohorts in a row, nine modes (3 min each)    four-kv-reuse  the elevator with stale KV
 # four-large   the elevator with updates of 256                  wide         256 slots, updates of 256
 # memory       little KV memory: preemptions                     smollm       RL with SmolLM2-135M in three modes
 # small        our own time beside SmolLM2's quick steps         contract     the engine contract and its fault tests
@@ -49,9 +49,9 @@ case $part in
     "${long[@]}" --cohorts 2 --updates 4 ;;
   four) bench four "${MODES:-partial+elevator@oracle partial+elevator@oracle*1.3 april partial baseline cohort-at-once+longest-first@oracle on-policy on-policy+planned@cold on-policy+planned@oracle}" \
     "${half[@]}" --cohorts 4 --updates 12 ;;
-  four-keys)
+  four-kv-reuse)
     options+=(reuse_kv_cache True)
-    bench four_keys "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 4 --updates 12
+    bench four_kv_reuse "${MODES:-partial+elevator@oracle}" "${half[@]}" --cohorts 4 --updates 12
     ;;
   four-large) bench four_large "${MODES:-partial+elevator@oracle}" "${half[@]}" --rollouts-per-update 256 --cohorts 4 --updates 6 ;;
   wide) bench wide "${MODES:-partial+elevator@oracle baseline}" "${half[@]}" --slots 256 --rollouts-per-update 256 --cohorts 4 --updates 4 ;;

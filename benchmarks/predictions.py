@@ -1,8 +1,8 @@
-"""The H200 measurements of docs/results.md, section 9, beside what the simulator says of the same runs.
+"""The H200 measurements of docs/results.md, section 9, beside the simulator's prediction of the same runs.
 
     python benchmarks/predictions.py
 
-Reads benchmarks/measured/h200-8b: what `sortedrl bench` wrote, and the profile of the occasion on which it ran.
+Reads benchmarks/measured/h200-8b: the output of `sortedrl bench`, and the profile of the same day.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sortedrl.studies import bench
 from sortedrl.studies.workload import limit
 
 MEASURED = Path(__file__).parent / "measured" / "h200-8b"
-FIRST_OCCASION = {
+FIRST_DAY = {
     "cold_baseline",
     "cold_lookahead",
     "cold_on_policy",
@@ -30,9 +30,9 @@ TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "roll
 
 
 def settings_of(path: Path, written: dict[str, Any]) -> Bench:
-    """The settings of the run, to be predicted with the profile of its occasion."""
+    """The settings of the run, to be predicted with the profile of its day."""
     saved = written["settings"]
-    profile = MEASURED / ("profile.json" if path.stem in FIRST_OCCASION else "profile_second.json")
+    profile = MEASURED / ("profile.json" if path.stem in FIRST_DAY else "profile_second.json")
     return Bench(
         engine="vllm",
         engine_options=saved["engine_options"],
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     run: str
     mode: str
     found: dict[str, Any]
-    goodput_off: float  # of what was predicted, relative
+    goodput_off: float  # prediction over measurement, less 1
     bubble_off: float  # in points
 
 
