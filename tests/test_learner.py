@@ -320,7 +320,7 @@ def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
     )
     assert_close(gradients(dropped, rollouts), gradients(kept, rollouts))  # their advantages are 0 anyway
     metrics = dropped.step(rollouts, version=0)
-    assert (metrics["group_indices"], metrics["zero_variance_groups"]) == (4, 1)
+    assert (metrics["groups"], metrics["zero_variance_groups"]) == (4, 1)
     assert (metrics["rollouts"], metrics["rollouts_trained"]) == (12, 9)
 
 
@@ -494,7 +494,7 @@ def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
     for rollout in second:
         rollout.id += 12
     learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo"))
-    assert learner.step([*first, *second], version=0)["group_indices"] == 6
+    assert learner.step([*first, *second], version=0)["groups"] == 6
 
 
 def test_the_critic_learns_to_explain_returns() -> None:

@@ -132,5 +132,6 @@ def test_ctrl_c_ends_a_run_whose_reward_hangs(task: str, scoring: str, model: Pa
     if scoring == "at-once":  # the first one waits for the score, the second does not
         time.sleep(2.0)
         run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, (tmp_path / "output.txt").read_text()
+    # The second signal may reach a process that is ending already.
+    assert run.wait(60) in (130, -signal.SIGINT), (tmp_path / "output.txt").read_text()
     wait_for_end(*workers)

@@ -90,7 +90,7 @@ class Learner:
         self.model = model
         self.critic = ValueModel(model).eval() if settings.algorithm == "ppo" else None
         self.updates = 0
-        self._normaliser_tokens = settings.normalizer_tokens
+        self._normalizer_tokens = settings.normalizer_tokens
         self._statistics = CohortStatistics()
         self._device: torch.device = model.device
         self._policy_scorer = TokenScorer(model, settings.temperature)
@@ -160,7 +160,7 @@ class Learner:
             "reward_std": rewards_b.std(correction=0).item(),
             "length_mean": whole.response_lengths_b.float().mean().item(),
             "truncated_fraction": truncated_b.float().mean().item(),
-            "group_indices": float(group_b.max() + 1),
+            "groups": float(group_b.max() + 1),
             "zero_variance_groups": float(len(set(group_b[flat_b].tolist()))),
         }
         if self.critic is None:
@@ -211,7 +211,7 @@ class Learner:
         """Plain containers and the learner's own tensors: write them out before the next step."""
         state: dict[str, Any] = {
             "updates": self.updates,
-            "normalizer_tokens": self._normaliser_tokens,
+            "normalizer_tokens": self._normalizer_tokens,
             "statistics": self._statistics.state_dict(),
             "policy": {name: weight.detach() for name, weight in _trainable(self.model).items()},
             "optimizer": self._optimizer.state_dict(),
@@ -230,7 +230,7 @@ class Learner:
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
         # A run goes on with the constant that its optimizer has seen. Older versions saved None at update 0.
-        self._normaliser_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
+        self._normalizer_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
         self.updates = int(state["updates"])
 
     def _rewards(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> tuple[Tensor, Tensor]:
@@ -291,7 +291,7 @@ class Learner:
         warm = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_updates))
         for index, rows in enumerate(parts):
             part = batch.select(rows)
-            normalizer_tokens = self._normaliser_tokens / self.settings.steps_per_update
+            normalizer_tokens = self._normalizer_tokens / self.settings.steps_per_update
             weights_br = token_weights(part.mask_br, self.settings.aggregation, normalizer_tokens)
             part = replace(part, weights_br=weights_br)
             self._forget_gradients()  # of an update that failed half-way
