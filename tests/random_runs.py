@@ -195,7 +195,7 @@ class Player:
                 continue
             self._keep_events(life)
             break
-        self.outcome.live = set(life.controller.scheduler_state.buffer.live)
+        self.outcome.live = set(life.controller.live)
         _count_faults(self.outcome)
         return self.outcome
 
@@ -204,7 +204,7 @@ class Player:
         for batch in life.controller:
             self.outcome.batches.append(batch)
             life.learn(batch)
-            if saves[batch.update % len(saves)] and not life.controller.scheduler_state.buffer.running:
+            if saves[batch.update % len(saves)] and not life.controller.running:
                 self._save(life)
 
     def _save(self, life: Run) -> None:

@@ -141,9 +141,9 @@ class ServerTests(OnServer):
             trained += [rollout.id for rollout in batch]
             assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
             if overlap:
-                finished = controller.scheduler_state.buffer.ready
+                finished = controller.buffer.ready
                 controller.carry_on_during(lambda: time.sleep(0.5))
-                made_meanwhile += controller.scheduler_state.buffer.ready - finished
+                made_meanwhile += controller.buffer.ready - finished
             controller.publish(model[1].state_dict())
         assert sorted(trained) == list(range(24))
         assert (made_meanwhile > 0) == overlap

@@ -95,7 +95,7 @@ def test_the_console_counts_what_the_scheduler_holds(mode: str, workload: dict[s
         nonlocal compared
         if isinstance(event, events.Submitted | events.HarvestBegan | events.Updated):
             compared += 1
-            places, buffer = state.view(0.0).places, controller.scheduler_state.buffer
+            places, buffer = state.view(0.0).places, controller.buffer
             updated = event.rollouts if isinstance(event, events.Updated) else ()
             waiting = [r for r in buffer.live.values() if r.state.name == "WAITING"]
             assert places.resumable == sum(bool(rollout.segments) for rollout in waiting)

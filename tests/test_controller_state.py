@@ -73,7 +73,7 @@ def test_cached_tokens_and_ready_rollouts_are_in_the_checkpoint() -> None:
     plan = scenario("partial", [3] * 6 + [9, 9], slots=8, rollouts_per_update=2)
     first = Run(plan).updates(1)
     second = Run(plan, state=first.checkpoint())
-    buffer = second.controller.scheduler_state.buffer
+    buffer = second.controller.buffer
     assert (buffer.ready, buffer.waiting) == (4, 2)
     assert [len(rollout) for rollout in buffer.live.values() if rollout.resumable] == [3, 3]
     second.to_end()

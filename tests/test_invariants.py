@@ -56,7 +56,7 @@ def check_staleness(batch: Batch, scenario: Scenario) -> None:
 
 
 def check_counts(run: Run) -> None:
-    buffer = run.controller.scheduler_state.buffer
+    buffer = run.controller.buffer
     states = Counter(str(rollout.state) for rollout in buffer.live.values())
     assert states == +Counter(
         waiting=buffer.waiting, running=len(buffer.running), finished=buffer.finished, ready=buffer.ready
@@ -86,7 +86,7 @@ def check_each_once(run: Run, batches: list[Batch], log: list[Event]) -> None:
     early) still there."""
     trained = [rollout.id for batch in batches for rollout in batch]
     rejected = [event.rollout for event in log if isinstance(event, events.Rejected)]
-    live = list(run.controller.scheduler_state.buffer.live)
+    live = list(run.controller.live)
     loaded = [event for event in log if isinstance(event, events.Loaded)]
     rollouts = sum(event.rollouts for event in loaded)
     assert sorted(trained + rejected + live) == list(range(rollouts))
@@ -170,7 +170,7 @@ def check_figures(run: Run, run_metrics: RunMetrics, batches: list[Batch]) -> No
         run_metrics.generated_tokens
         == run_metrics.trained_tokens + run_metrics.dropped_tokens + run_metrics.cached_tokens
     )
-    assert run_metrics.cached_tokens == sum(map(len, run.controller.scheduler_state.buffer.live.values()))
+    assert run_metrics.cached_tokens == sum(map(len, run.controller.live.values()))
     assert run_metrics.trained_tokens == sum(batch.tokens for batch in batches)
     assert sum(run_metrics.staleness_histogram.values()) == run_metrics.trained_tokens
     assert run_metrics.updates == len(batches)
@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: i
     """After a checkpoint some more updates are made and lost. Relative to the checkpoint nothing is lost or trained
     twice, and no figure counts what was rolled back."""
     first = Run(scenario).updates(updates)
-    if first.controller.scheduler_state.buffer.running:  # with overlap and a learner that did not publish
+    if first.controller.running:  # with overlap and a learner that did not publish
         return
     state, batches, events_kept = first.checkpoint(), list(first.batches), len(first.events)
     first.updates(updates + lost_updates)

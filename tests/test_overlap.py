@@ -145,7 +145,7 @@ def test_time_after_a_load_is_not_a_drain() -> None:
     next(batches)
     controller.carry_on_during(lambda: time.sleep(0.01))
     controller.publish()
-    assert controller.scheduler_state.buffer.waiting
+    assert controller.buffer.waiting
     time.sleep(0.3)
     next(batches)
     parts = metrics.run_metrics().bubble_parts

@@ -117,7 +117,7 @@ def test_partial_rollouts_are_not_lost_on_resume(mode: str) -> None:
     """After a restart every prompt is still trained on, the long ones too, and cached tokens are not made again."""
     plan = scenario(mode, ONE_LONG, slots=4, rollouts_per_update=4, prompts_per_cohort=12)
     first = Run(plan).updates(2)
-    cached = sum(len(rollout) for rollout in first.controller.scheduler_state.buffer.live.values())
+    cached = sum(len(rollout) for rollout in first.controller.live.values())
     second = Run(plan, state=first.checkpoint()).to_end()
     trained = [rollout for batch in first.batches + second.batches for rollout in batch]
     assert sorted(rollout.id for rollout in trained) == list(range(len(ONE_LONG)))

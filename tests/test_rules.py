@@ -904,7 +904,7 @@ def test_an_unknown_mode_says_which_one_was_meant(typed: str, meant: str) -> Non
 def test_max_updates_ends_the_run_within_a_harvest() -> None:
     result = run("cohort-at-once", [2] * 8, rollouts_per_update=2, max_updates=3)
     assert result.sizes == [2, 2, 2]
-    assert result.controller.scheduler_state.buffer.ready == 2
+    assert result.controller.buffer.ready == 2
     assert result.all(events.Phase)[-1].phase == "end"
 
 

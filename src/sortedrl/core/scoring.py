@@ -11,6 +11,8 @@ from sortedrl.core.rollout import Rollout
 
 MAX_REWARD = 1e6  # in size: sums and squares of more would leave the range of float32
 MAX_REASON_CHARACTERS = 300
+SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine generates
+SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts are checked
 
 
 class Scored(NamedTuple):
@@ -42,6 +44,23 @@ class Scorer(Protocol):
 
     def wait(self, timeout_seconds: float) -> None:
         """Block until something can be collected or the time is up."""
+
+
+def poll_deadline(scorer: Scorer, now: Callable[[], float], until: float | None) -> float | None:
+    """Until when to poll the engine, at most `until`: only briefly while a score may complete the update."""
+    if not scorer.pending or _wakes_engine(scorer):
+        return until
+    soon = now() + SCORE_CHECK_SECONDS
+    return soon if until is None else min(soon, until)
+
+
+def wait_briefly(scorer: Scorer, seconds: float) -> None:
+    """Wait for a score, in steps that are short enough to notice an interrupt."""
+    scorer.wait(seconds if _wakes_engine(scorer) else min(seconds, SCORE_WAIT_STEP_SECONDS))
+
+
+def _wakes_engine(scorer: Scorer) -> bool:
+    return bool(getattr(scorer, "wakes_engine", False))
 
 
 class ScoreAtOnce:

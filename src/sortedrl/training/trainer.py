@@ -264,7 +264,7 @@ class TrainingRun:
         with _interruptible(self.controller) as signals:
             for batch in self.controller:
                 self._update(batch)
-            done = self.controller.scheduler_state.updates
+            done = self.controller.updates
             try:
                 signals.interrupt_at_once()
                 return self._finish(done)
@@ -475,8 +475,8 @@ class TrainingRun:
 
     def _progress(self) -> tuple[Any, ...]:
         """All that changes what a checkpoint holds: without a harvest or an update nothing else does."""
-        s = self.controller.scheduler_state
-        return s.updates, s.version, s.harvests, self.best
+        c = self.controller
+        return c.updates, c.version, c.harvests, self.best
 
     def _note_best(self, done: int) -> None:
         """Among those that are saved: what is evaluated between two checkpoints cannot be gone back to."""

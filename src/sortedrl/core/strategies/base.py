@@ -16,8 +16,9 @@ and the staleness bound by waiting.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.expectation import Expectation, expected_length
@@ -42,6 +43,27 @@ class SchedulerState:
     last_key: Key = ()  # of the rollout that was started last
     sweep: tuple[int, float] = (0, 0.0)  # the elevator's place: number of the sweep (even: rising), expected length
     must_finish: set[int] = field(default_factory=set)  # ids of sets that the staleness bound wants in this update
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready. Raises an error while rollouts are in the engine."""
+        return {
+            "buffer": self.buffer.state(),
+            "prompts": self.prompts.state(),
+            "expectation": self.expectation.state(),
+            "version": self.version,
+            "updates": self.updates,
+            "harvests": self.harvests,
+            "sweep": list(self.sweep),
+        }
+
+    def restore(self, state: dict[str, Any], key: Callable[[Rollout], Key]) -> None:
+        """`key`: the strategy's, for the queue of waiting rollouts."""
+        self.version, self.updates, self.harvests = state["version"], state["updates"], state["harvests"]
+        self.sweep = (state["sweep"][0], state["sweep"][1])
+        self.prompts.restore(state["prompts"])
+        self.expectation.restore(state["expectation"])
+        prompts = {prompt.id: prompt for prompt in self.prompts.dataset}
+        self.buffer.restore(state["buffer"], prompts, key)  # last: keys depend on all the rest
 
     def expected(self, rollout: Rollout) -> float:
         """Expected length of its group: the longest member's."""
@@ -181,3 +203,11 @@ def is_overdue(group: Group, s: SchedulerState) -> bool:
     """Would the set exceed the staleness bound if the coming update went without it?"""
     bound, oldest = s.schedule.max_staleness, group.oldest_version
     return bound is not None and oldest is not None and s.version + 1 - oldest > bound
+
+
+def overdue_and_unfinished(s: SchedulerState) -> set[int]:
+    """Ids of the groups that the coming update must wait for, because of the staleness bound."""
+    if s.schedule.max_staleness is None:
+        return set()
+    groups = s.buffer.groups()
+    return {group.id for group in groups if group.missing and group.gate == s.buffer.gate and is_overdue(group, s)}

@@ -126,7 +126,7 @@ class ScheduledRun:
 
     @property
     def version(self) -> int:
-        return self._controller.scheduler_state.version
+        return self._controller.version
 
     @property
     def has_batch_in_hand(self) -> bool:
@@ -164,7 +164,7 @@ class ScheduledRun:
 
     def end(self) -> None:
         """The last step is done, or something went wrong: then the engine is emptied, so that it can be used again."""
-        running = list(self._controller.scheduler_state.buffer.running)
+        running = list(self._controller.running)
         if running:
             self._controller.engine.abort(running)
         self.mark_phase("end")

@@ -172,7 +172,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
         self.engine.trained(batch)
         assert self.controller is not None
-        self.engine.forget_all_but(self.controller.scheduler_state.buffer.live)
+        self.engine.forget_all_but(self.controller.live)
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -209,7 +209,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def _publish(self) -> None:
         """Once a step, before the first who needs it: the checkpoint or the weight sync."""
         assert self.controller is not None
-        if self.controller.scheduler_state.version < self.global_steps:
+        if self.controller.version < self.global_steps:
             self.controller.publish()
 
     # Checkpoints: verl's, with the scheduler's state in the same folder

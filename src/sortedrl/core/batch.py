@@ -1,0 +1,45 @@
+"""The update batch that the controller hands out, and the check that none of its tokens is too old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from sortedrl.core.rollout import Rollout
+
+
+class StaleTokens(RuntimeError):
+    """A batch would have held tokens older than the mode allows: a bug in a strategy, never a user error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One update: scored rollouts, shortest first. `version` is the learner's when the batch was handed out."""
+
+    update: int
+    harvest: int
+    version: int
+    rollouts: tuple[Rollout, ...]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.rollouts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.rollouts))
+
+
+def check_staleness(rollouts: Iterable[Rollout], version: int, bound: int | None, mode: str) -> None:
+    """Raise `StaleTokens` if a token is more than `bound` versions older than `version`; None: no bound."""
+    if bound is None:
+        return
+    for rollout in rollouts:
+        oldest = rollout.oldest_version
+        if oldest is not None and version - oldest > bound:
+            raise StaleTokens(
+                f"rollout {rollout.id} has tokens of version {oldest}, the learner holds version {version}, "
+                f"and mode {mode} allows a staleness of {bound}"
+            )

@@ -1,0 +1,103 @@
+"""Takes in the changes that an engine reports, and refuses those that break the engine protocol."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from sortedrl.core import engine as engine_changes
+from sortedrl.core import events
+from sortedrl.core.engine import Change, Engine
+from sortedrl.core.events import EventLog
+from sortedrl.core.moves import RolloutMoves
+from sortedrl.core.rollout import Rollout, Segment
+from sortedrl.core.slot_clock import SlotClock
+
+_log = logging.getLogger(__name__)
+
+
+class EngineReports:
+    """Applies changes to the running rollouts.
+
+    A change that breaks the protocol costs its rollout, not the run: the request is aborted, and the rollout fails
+    without its tokens. A change about a request that is not running is ignored and counted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        moves: RolloutMoves,
+        clock: SlotClock,
+        log: EventLog,
+        finished: Callable[[Rollout], None],
+    ) -> None:
+        self._engine = engine
+        self._moves = moves
+        self._clock = clock
+        self._event_log = log
+        self._finished = finished
+        self._running = moves.state.buffer.running
+        self.ignored = 0
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        broken: dict[int, str] = {}  # by rollout id: what is wrong
+        for change in changes:
+            if change.id not in self._running:
+                self._ignore(change, "it does not run")
+            elif change.id not in broken:
+                fault = self._apply_one(change, self._clock.stamp(change.at))
+                if fault is not None:
+                    broken[change.id] = fault
+        if not broken:
+            return
+        later = self._engine.abort(list(broken))
+        self.apply([change for change in later if change.id not in broken])
+        for id, fault in broken.items():
+            self._moves.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)
+
+    def _apply_one(self, change: Change, at: float) -> str | None:
+        """Returns what is wrong with the change; None: it was applied or ignored."""
+        rollout = self._running[change.id]
+        if isinstance(change, engine_changes.Tokens):
+            fault = self._fault_of(rollout, change.segment)
+            if fault is not None:
+                return fault
+            rollout.append(change.segment)
+        elif isinstance(change, engine_changes.Started):
+            return self._start(rollout, change, at)
+        elif isinstance(change, engine_changes.Finished):
+            self._moves.finish(rollout, at, truncated=change.truncated)
+            self._finished(rollout)
+        elif isinstance(change, engine_changes.Preempted):
+            if self._clock.slot_of(rollout) is None:
+                self._ignore(change, "it has no slot")
+                return None
+            self._clock.free_slot(rollout)
+            self._event_log.append(events.Preempted(at, rollout.id, change.recompute))
+        else:
+            self._moves.fail(rollout, at, change.reason)
+        return None
+
+    def _start(self, rollout: Rollout, change: engine_changes.Started, at: float) -> str | None:
+        if self._clock.slot_of(rollout) is not None:
+            self._ignore(change, "it has a slot")
+            return None
+        slot = self._clock.take_slot(rollout)
+        if slot is None:
+            return f"a start, and all {self._engine.slots} slots are taken"
+        self._event_log.append(events.Started(at, rollout.id, slot))
+        return None
+
+    def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
+        """Why this segment cannot be part of this rollout; None if it can."""
+        limit = self._moves.state.schedule.max_response_tokens
+        if len(rollout) + len(segment) > limit:
+            return f"{len(rollout) + len(segment)} tokens, and max_response_tokens is {limit}"
+        if rollout.segments and segment.version < rollout.segments[-1].version:
+            return f"tokens of version {segment.version} after tokens of version {rollout.segments[-1].version}"
+        return segment.fault
+
+    def _ignore(self, change: Change, reason: str) -> None:
+        self.ignored += 1
+        if self.ignored == 1:  # one line is enough to find a broken engine
+            _log.warning("%s of request %d is ignored: %s", type(change).__name__, change.id, reason)
