@@ -234,7 +234,7 @@ class Controller:
                 return []
             if not self.buffer.untrained:  # every remaining rollout was rejected
                 return []
-            if not (self._has_enough() or self._late_scores.give_up(self.strategy.need(self._state))):
+            if not (self._has_enough() or self._late_scores.give_up(self.strategy.wanted(self._state))):
                 self._advance()
         if not self.schedule.overlap:
             self._abort_running()
@@ -251,7 +251,7 @@ class Controller:
         self.mark_phase("harvest")
         self.log.append(events.HarvestBegan(self._clock.now(), s.harvests, s.version))
         s.harvests += 1
-        s.last_key = ()
+        s.long_round = None
         s.learning = False
         s.must_finish = overdue_and_unfinished(s)
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:

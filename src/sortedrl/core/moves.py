@@ -34,8 +34,7 @@ class RolloutMoves:
         """The first waiting rollout goes to the engine."""
         s = self.state
         rollout, key = s.buffer.start()
-        s.last_key = key
-        s.sweep = self._strategy.sweep_after(key) or s.sweep
+        self._strategy.started(rollout, key, s)
         rollout.expected = s.expected(rollout)
         self._clock.submit(rollout)
         self._log.append(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.expectation import Expectation, expected_length
@@ -27,9 +27,20 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 
 
+class Sweep(NamedTuple):
+    """The elevator's place: sweeps are numbered, even ones rise and odd ones fall by expected length."""
+
+    number: int = 0
+    position: float = 0.0  # expected length of the rollout that was started last
+
+    @property
+    def rises(self) -> bool:
+        return self.number % 2 == 0
+
+
 @dataclass(slots=True)
 class SchedulerState:
-    """What a strategy may look at. The controller keeps it up to date; strategies do not change it."""
+    """What a strategy decides by. The controller keeps it up to date; a strategy changes it in `started` only."""
 
     schedule: Schedule
     slots: int
@@ -40,8 +51,8 @@ class SchedulerState:
     updates: int = 0
     harvests: int = 0  # started
     learning: bool = False  # a batch is with the learner: with overlap, tokens sampled now are older by its update
-    last_key: Key = ()  # of the rollout that was started last
-    sweep: tuple[int, float] = (0, 0.0)  # the elevator's place: number of the sweep (even: rising), expected length
+    sweep: Sweep = field(default_factory=Sweep)  # elevator: where it is
+    long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
     must_finish: set[int] = field(default_factory=set)  # ids of sets that the staleness bound wants in this update
 
     def state(self) -> dict[str, Any]:
@@ -59,7 +70,7 @@ class SchedulerState:
     def restore(self, state: dict[str, Any], key: Callable[[Rollout], Key]) -> None:
         """`key`: the strategy's, for the queue of waiting rollouts."""
         self.version, self.updates, self.harvests = state["version"], state["updates"], state["harvests"]
-        self.sweep = (state["sweep"][0], state["sweep"][1])
+        self.sweep = Sweep(*state["sweep"])
         self.prompts.restore(state["prompts"])
         self.expectation.restore(state["expectation"])
         prompts = {prompt.id: prompt for prompt in self.prompts.dataset}
@@ -83,7 +94,7 @@ class SchedulerState:
         return 0 if gate is None else self.buffer.begun_at(gate)
 
     @property
-    def left(self) -> int:
+    def untrained_here(self) -> int:
         """Rollouts that a harvest can still reach: untrained behind the current gate."""
         gate = self.buffer.gate
         return 0 if gate is None else self.buffer.untrained_at(gate)
@@ -135,37 +146,39 @@ class Strategy:
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """The oversubscribe cap. It is off for the last batch, and lets a set that was started be completed."""
         cap = s.schedule.oversubscribe or self.oversubscribe
-        if cap is None or s.in_hand < math.ceil(cap * self.need(s)) or self.left(s) <= self.need(s):
+        if cap is None or s.in_hand < math.ceil(cap * self.wanted(s)) or self.reachable(s) <= self.wanted(s):
             return True
         return completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
 
     def enough(self, s: SchedulerState) -> bool:
-        return s.ready >= self.need(s) and not s.must_finish
+        return s.ready >= self.wanted(s) and not s.must_finish
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
         """One batch, first completed first. Overdue sets are in it in any case, and all that is ready on-policy."""
         assert s.buffer.gate is not None
         batch: list[Group] = []
-        rollouts, wanted = 0, self.need(s)
+        rollouts, wanted = 0, self.wanted(s)
         for group in s.buffer.ready_groups(s.buffer.gate):
             if self.on_policy or rollouts < wanted or is_overdue(group, s):
                 batch.append(group)
                 rollouts += len(group.members)
         return [batch]
 
-    def sweep_after(self, key: Key) -> tuple[int, float] | None:
-        """The elevator's place once the rollout with this key was started; None if that does not move it."""
-        return None
+    def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
+        """A rollout was started from the queue, where it had this key: note in `s` what later decisions depend on."""
 
-    def left(self, s: SchedulerState) -> int:
+    def reachable(self, s: SchedulerState) -> int:
         """Untrained rollouts that this and later harvests can reach before the next cohort."""
-        return s.left if self.gated else s.left + s.prompts.remaining * s.schedule.rollouts_per_prompt
+        return (
+            s.untrained_here if self.gated else s.untrained_here + s.prompts.remaining * s.schedule.rollouts_per_prompt
+        )
 
-    def need(self, s: SchedulerState) -> int:
-        return need(self.left(s), s.schedule.rollouts_needed)
+    def wanted(self, s: SchedulerState) -> int:
+        """Rollouts that the coming update wants."""
+        return update_size(self.reachable(s), s.schedule.rollouts_needed)
 
 
-def need(left: int, per_update: int) -> int:
+def update_size(left: int, per_update: int) -> int:
     """Rollouts for the coming update: all that is left where the last batch would be less than half an update."""
     return per_update if 2 * (left - per_update) >= per_update else left
 
@@ -173,7 +186,7 @@ def need(left: int, per_update: int) -> int:
 def updates_left(left: int, per_update: int) -> int:
     count = 0
     while left > 0:
-        left -= need(left, per_update)
+        left -= update_size(left, per_update)
         count += 1
     return count
 

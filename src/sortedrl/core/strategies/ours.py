@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Key
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategies.base import SchedulerState, cohort_prompts, prompts_closing_epoch, updates_left
-from sortedrl.core.strategies.paper import OnPolicy, Partial
+from sortedrl.core.strategies.base import SchedulerState, Sweep, cohort_prompts, prompts_closing_epoch, updates_left
+from sortedrl.core.strategies.paper import NEW, OnPolicy, Partial
+
+WAITED_TOO_LONG, IN_SWEEP = 0, 1
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class PlannedPartial(Partial):
 
     reorders: ClassVar[bool] = True
 
-    def place(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return (s.expected(rollout), s.buffer.group_of(rollout).id)
+    def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
+        group = s.buffer.group_of(rollout)
+        return (group.gate, NEW, s.expected(rollout), group.id, rollout.id)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,19 @@ class LookaheadPartial(Partial):
 
     def _in_time(self, s: SchedulerState) -> bool:
         bound = s.schedule.max_staleness
-        return bound is None or updates_left(s.left, s.schedule.rollouts_needed) + s.learning <= bound
+        return bound is None or updates_left(s.untrained_here, s.schedule.rollouts_needed) + s.learning <= bound
+
+
+class SweepKey(NamedTuple):
+    """Queue key of a rollout that the elevator starts in its sweep."""
+
+    gate: int
+    kind: int  # NEW
+    urgency: int  # IN_SWEEP
+    sweep: int  # number of the sweep that reaches the rollout
+    signed_length: float  # expected length, negative in a falling sweep
+    group: int
+    rollout: int
 
 
 @dataclass(frozen=True)
@@ -79,18 +94,21 @@ class ElevatorPartial(Partial):
     def to_load(self, s: SchedulerState) -> int:
         return max(0, cohort_prompts(s) - s.buffer.never_started // s.schedule.rollouts_per_prompt)
 
-    def place(self, rollout: Rollout, s: SchedulerState) -> Key:
+    def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
+        group = s.buffer.group_of(rollout)
         if s.updates - rollout.loaded_at_update >= _longest_wait_updates(s):
-            return (0,)
+            return (group.gate, NEW, WAITED_TOO_LONG, rollout.id)
         expected = s.expected(rollout)
-        sweep, position = s.sweep
-        rising = sweep % 2 == 0
-        if expected < position if rising else expected > position:
-            sweep, rising = sweep + 1, not rising
-        return (1, sweep, expected if rising else -expected, s.buffer.group_of(rollout).id)
+        rises, position = s.sweep.rises, s.sweep.position
+        is_passed = expected < position if rises else expected > position
+        sweep = Sweep(s.sweep.number + is_passed, expected)
+        return SweepKey(
+            group.gate, NEW, IN_SWEEP, sweep.number, expected if sweep.rises else -expected, group.id, rollout.id
+        )
 
-    def sweep_after(self, key: Key) -> tuple[int, float] | None:
-        return (int(key[3]), abs(key[4])) if key[1:3] == (2, 1) else None
+    def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
+        if isinstance(key, SweepKey):
+            s.sweep = Sweep(key.sweep, abs(key.signed_length))
 
 
 def _longest_wait_updates(s: SchedulerState) -> int:

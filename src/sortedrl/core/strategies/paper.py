@@ -16,10 +16,12 @@ from sortedrl.core.strategies.base import (
     Strategy,
     cohort_prompts,
     completes_a_group,
-    need,
     prompts_closing_epoch,
     prompts_per_update,
+    update_size,
 )
+
+RESUMED, COMPLETES_A_GROUP, NEW = 0, 1, 2  # the order in which partial modes start rollouts behind one gate
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Baseline(Strategy):
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (-s.expected(rollout), rollout.id) if self.longest_first else (rollout.id,)
 
-    def need(self, s: SchedulerState) -> int:
-        return self.left(s)
+    def wanted(self, s: SchedulerState) -> int:
+        return self.reachable(s)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class CohortAtOnce(Baseline):
         for group in ready:
             if missing <= 0:
                 batches.append([])
-                missing = need(left, s.schedule.rollouts_needed)
+                missing = update_size(left, s.schedule.rollouts_needed)
             batches[-1].append(group)
             missing -= len(group.members)
             left -= len(group.members)
@@ -99,11 +101,11 @@ class Partial(Strategy):
         if group.id in s.must_finish:
             return (-1, rollout.id)
         if rollout.segments:
-            return (group.gate, 0, -len(rollout), rollout.id)
+            return (group.gate, RESUMED, -len(rollout), rollout.id)
         if len(group.members) > 1 and completes_a_group(rollout, s):
-            return (group.gate, 1, rollout.id)
-        return (group.gate, 2, *self.place(rollout, s), rollout.id)
+            return (group.gate, COMPLETES_A_GROUP, rollout.id)
+        return self.key_of_new(rollout, s)
 
-    def place(self, rollout: Rollout, s: SchedulerState) -> Key:
-        """The order among rollouts that have no tokens yet."""
-        return ()
+    def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
+        """The key of a rollout without tokens, whose group was not started; it begins with the gate and `NEW`."""
+        return (s.buffer.group_of(rollout).gate, NEW, rollout.id)

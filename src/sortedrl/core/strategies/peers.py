@@ -33,29 +33,30 @@ class TailBatching(OnPolicy):
     surplus: ClassVar[float] = 1.25
 
     def to_load(self, s: SchedulerState) -> int:
-        in_long_round = bool(s.last_key[1]) if s.last_key else self._long_round(s)
-        if in_long_round:
-            wanted = self.need(s) - s.buffer.untrained  # above 0 only where members were rejected
+        if self._long_round_is_due(s) if s.long_round is None else s.long_round:
+            wanted = self.wanted(s) - s.buffer.untrained  # above 0 only where members were rejected
         else:
-            wanted = math.ceil(self.surplus * self.need(s)) - (s.buffer.untrained - self._set_aside(s))
+            wanted = math.ceil(self.surplus * self.wanted(s)) - (s.buffer.untrained - self._set_aside(s))
         return max(0, -(-wanted // s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         regenerate = rollout.attempt > 0
-        return (regenerate != self._long_round(s), regenerate, s.buffer.group_of(rollout).id, rollout.id)
+        return (regenerate != self._long_round_is_due(s), regenerate, s.buffer.group_of(rollout).id, rollout.id)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
-        if self.left(s) <= self.need(s) or completes_a_group(rollout, s):
+        if self.reachable(s) <= self.wanted(s) or completes_a_group(rollout, s):
             return True
         regenerate = rollout.attempt > 0
-        regenerating_round = bool(s.last_key[1]) if s.last_key else regenerate
-        if regenerate != regenerating_round:  # none of the round's own kind waits
-            return s.in_hand < self.need(s)
+        if s.long_round is not None and regenerate != s.long_round:  # none of the round's own kind waits
+            return s.in_hand < self.wanted(s)
         surplus = 1.0 if regenerate else self.surplus
-        return s.in_hand < math.ceil(surplus * self.need(s))
+        return s.in_hand < math.ceil(surplus * self.wanted(s))
 
-    def _long_round(self, s: SchedulerState) -> bool:
-        return self._set_aside(s) >= self.need(s)
+    def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
+        s.long_round = rollout.attempt > 0
+
+    def _long_round_is_due(self, s: SchedulerState) -> bool:
+        return self._set_aside(s) >= self.wanted(s)
 
     def _set_aside(self, s: SchedulerState) -> int:
         return s.buffer.waiting - s.buffer.never_started
