@@ -64,9 +64,9 @@ def check_counts(run: Run) -> None:
     assert buffer.loaded == sum(states.values()) + buffer.trained + buffer.rejected
     never_started = sum(r.state == "waiting" and not r.segments and not r.attempt for r in buffer.live.values())
     assert buffer.never_started == never_started
-    begun = [group for group in buffer.groups() if all(member.state != "waiting" for member in group.members)]
+    started = [group for group in buffer.groups() if all(member.state != "waiting" for member in group.members)]
     for gate in {group.gate for group in buffer.groups()}:
-        assert buffer.begun_at(gate) == sum(len(group.members) for group in begun if group.gate == gate)
+        assert buffer.started_at(gate) == sum(len(group.members) for group in started if group.gate == gate)
     assert len(buffer.running) == 0 or run.scenario.schedule.overlap
 
 

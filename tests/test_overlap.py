@@ -157,7 +157,7 @@ def test_time_after_a_load_is_not_a_drain() -> None:
     [
         ({"engine": "embedded", "max_staleness": 4}, "share the device"),
         ({"engine": "vllm-server"}, "--max-staleness"),
-        ({"engine": "vllm-server", "max_staleness": None, "mode": "on-policy"}, "has to rest"),
+        ({"engine": "vllm-server", "max_staleness": None, "mode": "on-policy"}, "must be idle"),
     ],
 )
 def test_overlap_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from random_runs import Case, Ending, Outcome, case_of, play
 from scenarios import scenario
 from schedule_rules import check_outcome
-from sortedrl.core import Controller, Event, Request, events
+from sortedrl.core import Controller, Event, Request, Rollout, events
 from sortedrl.core.buffer import Buffer
 
 SEEDS_PER_TEST = 50
@@ -145,12 +145,12 @@ def test_the_rules_notice(damage: Callable[[Outcome], None]) -> None:
 def test_the_rules_notice_a_controller_that_gives_a_resumed_rollout_its_whole_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start = Controller._start
+    request = Controller._request
 
-    def generous(self: Controller) -> Request:
-        return start(self)._replace(max_new_tokens=100)
+    def generous(self: Controller, rollout: Rollout) -> Request:
+        return request(self, rollout)._replace(max_new_tokens=100)
 
-    monkeypatch.setattr(Controller, "_start", generous)
+    monkeypatch.setattr(Controller, "_request", generous)
     failures = 0
     for seed in range(60):
         try:

@@ -1,18 +1,17 @@
-"""The stateful rollout buffer: every loaded rollout, its state, and what is cached of it.
+"""The rollout buffer: every loaded rollout, its state, and its tokens so far.
 
-Owns all state moves:
+It owns all state changes:
 
     load -> WAITING -> start -> RUNNING -> finish -> FINISHED -> score -> READY -> train -> TRAINED
-               ^                   |                     |           |
-               +---- stop / fail --+------- regenerate --------+-----------+          any but TRAINED -> reject
+               ^                   |                     |                  |
+               +--- abort / fail --+----- regenerate ----+------------------+       any but TRAINED -> reject
 
-What holds after every move: loaded = waiting + running + finished + ready + trained + rejected, and each rollout
-is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so its size is that of the
-live rollouts.
+Invariants after every change: loaded = waiting + running + finished + ready + trained + rejected, and each rollout
+is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so it holds live rollouts only.
 
-The unit of a harvest is the group: all members where siblings are compared, else each rollout is a set of one.
-A set is ready with its last member. Sets stand behind a gate, the number of their cohort (0 for all without a cohort
-gate): a harvest takes from the lowest gate that has untrained rollouts.
+A harvest takes whole groups: all responses to a prompt with `whole_groups`, otherwise each rollout is a group of one.
+A group is ready when its last member is. Each group has a gate, the number of its cohort (0 for all groups if the
+mode has no cohort gate): a harvest takes from the lowest gate that has untrained rollouts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Key = tuple[float, ...]
 
 
 class Group:
-    """Rollouts that are trained on together. `missing` of them are not ready, `waiting` of these not started."""
+    """Rollouts that are trained on together: `missing` of them are not ready, `waiting` of them wait for a slot."""
 
     __slots__ = ("gate", "id", "members", "missing", "waiting")
 
@@ -45,7 +44,7 @@ class Group:
         return min(versions, default=None)
 
     @property
-    def begun(self) -> bool:
+    def is_started(self) -> bool:
         return any(member.state is not State.WAITING or member.segments for member in self.members)
 
 
@@ -56,7 +55,7 @@ class Buffer:
         self.loaded = 0
         self.trained = 0
         self.rejected = 0
-        self.never_started = 0  # waiting, no token of it was ever sampled
+        self.never_started = 0  # waiting rollouts of which no token was ever sampled
         self.gate: int | None = None  # the lowest with untrained rollouts
         self._queue: list[tuple[Key, int, Rollout]] = []
         self._finished: dict[int, Rollout] = {}
@@ -64,9 +63,9 @@ class Buffer:
         self._ready: dict[int, dict[int, Group]] = {}  # by gate, first completed first
         self._ready_members: dict[int, int] = {}
         self._untrained: dict[int, int] = {}  # by gate
-        self._begun: dict[int, int] = {}  # by gate, rollouts in groups of which no member waits
+        self._started: dict[int, int] = {}  # by gate: rollouts in groups without a waiting member
 
-    # What a strategy may ask
+    # Counts and lookups, for strategies
 
     @property
     def waiting(self) -> int:
@@ -79,7 +78,7 @@ class Buffer:
 
     @property
     def ready(self) -> int:
-        """Ready members, those of incomplete sets included."""
+        """Ready rollouts, including those in incomplete groups."""
         return len(self.live) - len(self._queue) - len(self.running) - len(self._finished)
 
     @property
@@ -93,23 +92,23 @@ class Buffer:
     def untrained_at(self, gate: int) -> int:
         return self._untrained.get(gate, 0)
 
-    def begun_at(self, gate: int) -> int:
-        """Rollouts behind this gate in groups of which no member waits."""
-        return self._begun.get(gate, 0)
+    def started_at(self, gate: int) -> int:
+        """Rollouts behind this gate in groups without a waiting member."""
+        return self._started.get(gate, 0)
 
     def ready_at(self, gate: int) -> int:
         """Rollouts in complete groups behind this gate."""
         return self._ready_members.get(gate, 0)
 
     def ready_groups(self, gate: int) -> Iterable[Group]:
-        """Complete sets behind this gate, first completed first."""
+        """Complete groups behind this gate, first completed first."""
         return self._ready.get(gate, {}).values()
 
     def group_of(self, rollout: Rollout) -> Group:
         return self._groups[rollout.id]
 
     def groups(self) -> Iterator[Group]:
-        """All live sets, oldest first."""
+        """All live groups, oldest first."""
         return (group for member, group in self._groups.items() if group.members[0].id == member)
 
     def unscored(self) -> list[Rollout]:
@@ -133,26 +132,26 @@ class Buffer:
         if _is_new(rollout):
             self.never_started += change
         group = self._groups[rollout.id]
-        was_begun = not group.waiting
+        was_started = not group.waiting
         group.waiting += change
-        if was_begun:
-            self._begun[group.gate] -= len(group.members)
+        if was_started:
+            self._started[group.gate] -= len(group.members)
         elif not group.waiting:
-            self._begun[group.gate] += len(group.members)
+            self._started[group.gate] += len(group.members)
 
-    # Moves
+    # State changes
 
-    def load(self, siblings: list[Rollout], gate: int, *, compare: bool, key: Callable[[Rollout], Key]) -> None:
-        for members in [siblings] if compare else [[rollout] for rollout in siblings]:
+    def load(self, rollouts: list[Rollout], gate: int, *, whole_groups: bool, key: Callable[[Rollout], Key]) -> None:
+        for members in [rollouts] if whole_groups else [[rollout] for rollout in rollouts]:
             group = Group(members[0].id, gate, members)
             for rollout in members:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
-        self.loaded += len(siblings)
-        self._begun[gate] = self._begun.get(gate, 0) + len(siblings)
-        self._untrained[gate] = self._untrained.get(gate, 0) + len(siblings)
+        self.loaded += len(rollouts)
+        self._started[gate] = self._started.get(gate, 0) + len(rollouts)
+        self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
         self.gate = next(iter(self._untrained))
-        for rollout in siblings:
+        for rollout in rollouts:
             self._enqueue(rollout, key(rollout))
 
     def start(self) -> tuple[Rollout, Key]:
@@ -175,12 +174,12 @@ class Buffer:
         return self._wait_again(rollout, keep=keep, key=key)
 
     def regenerate(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
-        """A finished or ready rollout is thrown away and waits again; returns how many tokens were dropped."""
+        """Drop the tokens of a finished or ready rollout, which waits again; returns how many were dropped."""
         self._unfinish(rollout)
         return self._wait_again(rollout, keep=False, key=key)
 
     def awaiting_score(self, rollout_id: int, attempt: int) -> Rollout | None:
-        """None when the rollout no longer waits for the score of this attempt: it is regenerated, or gone."""
+        """The rollout, or None if it no longer waits for the score of this attempt."""
         rollout = self._finished.get(rollout_id)
         return rollout if rollout is not None and rollout.attempt == attempt else None
 
@@ -194,14 +193,14 @@ class Buffer:
     def train(self, group: Group) -> None:
         del self._ready[group.gate][group.id]
         self._ready_members[group.gate] -= len(group.members)
-        self._begun[group.gate] -= len(group.members)
+        self._started[group.gate] -= len(group.members)
         for rollout in group.members:
             rollout.state = State.TRAINED
             self._release(rollout, group.gate)
         self.trained += len(group.members)
 
     def reject(self, rollout: Rollout) -> int:
-        """For good; its set goes on without it. Returns how many tokens were dropped."""
+        """Remove the rollout for good; its group continues without it. Returns how many tokens were dropped."""
         group = self._groups[rollout.id]
         if rollout.state is State.RUNNING:
             self._leave_engine(rollout)
@@ -212,7 +211,7 @@ class Buffer:
         else:
             self._unfinish(rollout)
         rollout.state = State.REJECTED
-        self._begun[group.gate] -= not group.waiting
+        self._started[group.gate] -= not group.waiting
         self._release(rollout, group.gate)
         self.rejected += 1
         group.members.remove(rollout)
@@ -252,30 +251,30 @@ class Buffer:
         if not self._untrained[gate]:
             del self._untrained[gate]
             self.gate = next(iter(self._untrained), None)
-            self._begun.pop(gate, None)
+            self._started.pop(gate, None)
             self._ready.pop(gate, None)
             self._ready_members.pop(gate, None)
 
-    # Checkpoints, taken while nothing runs
+    # Checkpoints, while no rollout is in the engine
 
     def state(self) -> dict[str, Any]:
         if self.running:
-            raise RuntimeError(f"{len(self.running)} rollouts are in the engine: stop them before a checkpoint")
+            raise RuntimeError(f"{len(self.running)} rollouts are in the engine: abort them before a checkpoint")
         return {
             "counts": [self.loaded, self.trained, self.rejected],
-            "sets": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.groups()],
+            "groups": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.groups()],
             "ready": [group_id for groups in self._ready.values() for group_id in groups],
         }
 
     def restore(self, state: dict[str, Any], prompts: dict[str, Prompt], key: Callable[[Rollout], Key]) -> None:
         self.loaded, self.trained, self.rejected = state["counts"]
         by_id: dict[int, Group] = {}
-        for group_id, gate, members in state["sets"]:
+        for group_id, gate, members in state["groups"]:
             rollouts = [_restored(fields, prompts) for fields in members]
             group = Group(group_id, gate, rollouts)
             group.missing = sum(rollout.state is not State.READY for rollout in rollouts)
             by_id[group.id] = group
-            self._begun[gate] = self._begun.get(gate, 0) + len(rollouts)
+            self._started[gate] = self._started.get(gate, 0) + len(rollouts)
             self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
             for rollout in rollouts:
                 self.live[rollout.id] = rollout
@@ -285,7 +284,7 @@ class Buffer:
         self.gate = next(iter(self._untrained), None)
         for group_id in state["ready"]:
             self._note_if_complete(by_id[group_id])
-        for rollout in self.live.values():  # after all sets stand: keys look at siblings
+        for rollout in self.live.values():  # after all groups exist: keys depend on other members
             if rollout.state is State.WAITING:
                 self._enqueue(rollout, key(rollout))
 
@@ -323,7 +322,7 @@ def _rollout_state(rollout: Rollout) -> dict[str, Any]:
 
 
 def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    """As it was saved; without its tokens, to be generated again, if they must not be trained on."""
+    """The rollout as it was saved. If its tokens are invalid, they are dropped and it is regenerated."""
     rollout = Rollout(
         prompt=prompts[state["prompt"]],
         state=State(state["state"]),
@@ -331,10 +330,10 @@ def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
     )
     try:
         segments = [Segment(*fields).copy() for fields in state["segments"]]  # a segment grows in place
-        is_right = all(segment.fault is None for segment in segments)
+        is_valid = all(segment.fault is None for segment in segments)
     except (TypeError, ValueError):
-        is_right = False
-    if not is_right:
+        is_valid = False
+    if not is_valid:
         return replace(
             rollout, state=State.WAITING, attempt=rollout.attempt + 1, truncated=False, reward=None, detail=None
         )

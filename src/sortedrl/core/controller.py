@@ -89,7 +89,7 @@ class Controller:
         self._phase = ""
         self._gate = ""
         self._max_updates = max_updates
-        self._has_begun = False
+        self._has_started = False
         self._is_interrupted = False
 
     # What callers may read
@@ -140,7 +140,7 @@ class Controller:
     # The loop
 
     def __iter__(self) -> Iterator[Batch]:
-        self._begin_run()
+        self._start_run()
         self._collect_scores()  # of rollouts that `restore` submitted to the scorer
         while self._has_more():
             batches = self._harvest()
@@ -151,9 +151,9 @@ class Controller:
         self._abort_running()
         self.mark_phase("end")
 
-    def _begin_run(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
+    def _start_run(self) -> None:
+        if not self._has_started:
+            self._has_started = True
             self.log.append(self.first_event())
             self.mark_phase("start")
 
@@ -226,7 +226,7 @@ class Controller:
     # One harvest
 
     def _harvest(self) -> list[list[Group]]:
-        self._begin_harvest()
+        self._start_harvest()
         while not self._has_enough():
             self._fill()
             if self._is_interrupted:
@@ -244,7 +244,7 @@ class Controller:
     def _has_enough(self) -> bool:
         return self.buffer.untrained > 0 and self.strategy.enough(self._state)
 
-    def _begin_harvest(self) -> None:
+    def _start_harvest(self) -> None:
         s = self._state
         self.update_engine()
         self._loader.load()
@@ -366,7 +366,7 @@ class Controller:
 
     def mark_phase(self, phase: str) -> None:
         """Log the phase that starts now; a caller may mark a `checkpoint` or an `evaluation`."""
-        self._begin_run()
+        self._start_run()
         if phase != self._phase:
             self._phase = phase
             self.log.append(events.Phase(self._clock.now(), phase))
@@ -395,7 +395,7 @@ class Controller:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
         self._clock.continue_from(last_time)
         self.log.count = state["events"]
-        self._has_begun = True
+        self._has_started = True
         self._loader.restore(state)
         self._state.restore(state, self._moves.key)
         for rollout in self.buffer.unscored():

@@ -1,27 +1,27 @@
-"""The engine protocol: all that the scheduler asks of whatever generates tokens.
+"""The engine protocol: what the scheduler requires of anything that generates tokens.
 
-An engine keeps its own queue. It starts requests in the order in which they were submitted, runs at most
-`slots` of them at once and refills a freed slot at once. It reports what happened as `Change`s in time order:
+An engine has its own queue. It starts requests in submission order, runs at most `slots` of them at a time, and
+refills a freed slot immediately. It reports `Change`s in time order:
 
-    Started     a request took a slot (its prefill counts as running)
-    Preempted   it lost its slot, for lack of memory or because a server takes no work for now, and went back to the
-                engine's queue; Started follows again
-    Tokens      tokens it made, as a segment. An engine may deliver as finely or as coarsely as it likes: what
-                counts is that the segments of a request, in order, are all its tokens, once
-    Finished    it ended by itself or (`truncated`) by its budget; all its tokens were delivered before
+    Started     a request took a slot (prefill counts as running)
+    Preempted   it lost its slot, because memory ran out or a server is paused, and is back in the engine's queue;
+                another Started follows
+    Tokens      new tokens, as one segment. An engine may deliver them in chunks of any size; the segments of a
+                request, in order, must hold each of its tokens once
+    Finished    it ended by itself, or (`truncated`) at `max_new_tokens`; all its tokens were delivered before
     Failed      the engine refused or lost it; tokens delivered before are valid, and it is out of the engine
 
-What must hold for every engine (tests/engine_contract.py):
-- every submitted request ends in exactly one of Finished, Failed, or a call of `stop` that names it;
-- `stop` returns undelivered tokens and leaves nothing of the request behind;
-- a request never yields more tokens than its `budget`, kept tokens not counted;
-- a segment's version is that of the weights that sampled it;
-- all calls come from one thread, and an engine that is gone raises `EngineDied` from then on. What it had delivered
-  before is valid; where it can, it hands out what it still holds before it raises, and last tokens come with their
-  Finished in one list, so that nobody goes on behind an end.
+Rules for every engine (tests/engine_contract.py checks them):
+- every submitted request ends in exactly one of Finished, Failed, or an `abort` that names it;
+- `abort` returns undelivered tokens and leaves nothing of the request behind;
+- a request never yields more than `max_new_tokens`, its prefix not counted;
+- a segment's version is the version of the weights that sampled it;
+- all calls come from one thread;
+- an engine that has died raises `EngineDied` from then on. Changes delivered before stay valid. If it can, it delivers
+  the changes it still holds before it raises. The last tokens of a request and its Finished come in one list.
 
-The controller trusts no engine with a run: a report that breaks this protocol costs its rollout, at most. An engine
-whose server may be busy can have a property `is_available`; a pool then gives new work to others first.
+A change that breaks this protocol costs at most its rollout, never the run (core/engine_reports.py). An engine whose
+server may be busy can have a property `is_available`; a pool then prefers other engines for new requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sortedrl.core.rollout import Prompt, Segment
 
 
 class EngineDied(RuntimeError):
-    """The engine is gone, with all that runs in it: a process that ended, a server that does not answer."""
+    """The engine and all requests in it are lost: its process ended, or its server does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_strings: tuple[str, ...] = ()
-    ignore_eos: bool = False  # go on to the max_new_tokens, whatever is sampled: for measurements with forced lengths
+    ignore_eos: bool = False  # always generate max_new_tokens: for benchmarks with fixed lengths
 
 
 class Request(NamedTuple):
-    """A rollout to start or to resume. `budget` is what is left of its token budget."""
+    """A rollout to start or to resume. `prefix`: the tokens generated so far, which do not count as new."""
 
     id: int
     prompt: Prompt
@@ -100,22 +100,22 @@ class Engine(Protocol):
     slots: int
 
     def now(self) -> float:
-        """Seconds on the engine's clock: virtual time in the simulator. Never goes back."""
+        """Seconds on the engine's clock (virtual time in the simulator). It never goes back."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the requests, in this order."""
 
     def poll(self, until: float | None = None) -> list[Change]:
-        """Block until something changed or the clock reaches `until`; what happened since, in time order.
+        """Block until there are changes or the clock reaches `until`; returns the changes in time order.
 
-        With nothing submitted and no `until` it returns an empty list at once.
+        With nothing submitted and no `until` it returns an empty list immediately.
         """
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
-        """Take the requests out; what happened up to now, undelivered tokens included.
+        """Remove the requests; returns all changes up to now, undelivered tokens included.
 
-        A request that finished before it could be stopped is reported as Finished, not as stopped.
+        A request that finished before it could be aborted is reported as Finished.
         """
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """Continue under these weights. Called only while nothing is submitted."""
+        """Generate with these weights from now on. Called only while no request is submitted."""

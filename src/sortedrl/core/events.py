@@ -1,8 +1,8 @@
-"""The append-only event log. Every figure, report and trace is a fold over these events and nothing else.
+"""The append-only event log. Every metric, report and trace is computed from these events and nothing else.
 
-All times are seconds on the engine's clock. Events that count are ordered by time; a `RolledBack` may go back in time,
-to the last event that counts. Slot-time can be rebuilt exactly:
-`Started` takes a slot; `Preempted`, `Finished`, `Stopped` and `Failed` give it back (if it had one).
+Times are seconds on the engine's clock. Events that count are ordered by time; a `RolledBack` may go back in time, to
+the last event that counts. Slot-time can be computed exactly: `Started` takes a slot; `Preempted`, `Finished`,
+`Aborted` and `Failed` free it, if the rollout had one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunBegan(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What the run does from now on: harvest, learner, weights, scores, checkpoint, start or end."""
+    """The phase that starts: start, harvest, scores, learner, weights, checkpoint, evaluation or end."""
 
     at: float
     phase: str
@@ -53,7 +53,7 @@ class HarvestBegan(NamedTuple):
 
 
 class Submitted(NamedTuple):
-    """A rollout went to the engine; `kept` cached tokens are prefilled with the prompt."""
+    """A rollout was submitted to the engine; `prefix` tokens generated so far are prefilled with the prompt."""
 
     at: float
     rollout: int
@@ -64,7 +64,7 @@ class Submitted(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Why free slots are not given work from now on: open (they are), drain, or held back."""
+    """Whether free slots get work from now on: open (yes), drain (no rollout waits), held back (by the strategy)."""
 
     at: float
     why: str
@@ -77,7 +77,7 @@ class Started(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """`recompute`: tokens of prompt and response that must be prefilled again."""
+    """`recompute`: tokens of prompt and response to prefill again."""
 
     at: float
     rollout: int
@@ -85,7 +85,7 @@ class Preempted(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """`made`: tokens since it was last submitted; `length`: of the whole response."""
+    """`made`: tokens since it was submitted; `length`: tokens of the whole response."""
 
     at: float
     rollout: int
@@ -95,7 +95,7 @@ class Finished(NamedTuple):
 
 
 class Aborted(NamedTuple):
-    """`dropped` tokens were thrown away (0 in partial mode)."""
+    """`dropped`: tokens discarded (0 in partial modes)."""
 
     at: float
     rollout: int
@@ -113,7 +113,7 @@ class Failed(NamedTuple):
 
 
 class Regenerated(NamedTuple):
-    """Tokens of a rollout outside the engine were thrown away, and it waits again."""
+    """The tokens of a finished rollout were discarded, and it waits again."""
 
     at: float
     rollout: int
@@ -135,9 +135,9 @@ class Rejected(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """A batch went to the learner, which held `version`. Columns are parallel, one entry for each rollout.
+    """A batch went to the learner, which held `version`. Columns are parallel, one entry per rollout.
 
-    `segments`: for each rollout its runs of tokens as (version, tokens). `waited`: updates since it was loaded.
+    `segments`: per rollout, its segments as (version, tokens). `waited`: updates since it was loaded.
     """
 
     at: float
@@ -157,7 +157,7 @@ class Published(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """The run went back to a checkpoint: the `events` events before this one are void. No metric counts them, or the
+    """The run went back to a checkpoint: the `events` events before this one are void. No metric counts them, nor the
     time between the last event that counts and this one."""
 
     at: float
@@ -165,7 +165,7 @@ class RolledBack(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Stands where an event was that could not be read any more: checkpoints count the events of the log."""
+    """Placeholder for an unreadable event: checkpoints count the events of the log."""
 
     at: float
 
@@ -218,7 +218,7 @@ _TYPES: dict[str, type] = {
 
 
 def _template(kind: type) -> str:
-    """How an event of plain numbers is written: the most frequent ones need no encoder."""
+    """Format of an event of plain numbers: the most frequent events bypass the JSON encoder."""
     fields = ",".join(f'"{name}":%r' for name in kind._fields)  # type: ignore[attr-defined]
     return f'{{"event":"{kind.__name__}",{fields}}}\n'
 
@@ -229,7 +229,7 @@ _FINISHED = _template(Finished).removesuffix("%r}\n")
 
 
 class EventLog:
-    """Hands every event to its sinks and counts them."""
+    """Passes every event to its sinks and counts events."""
 
     def __init__(self, *sinks: Sink) -> None:
         self.sinks = list(sinks)
@@ -242,8 +242,8 @@ class EventLog:
 
 
 class Batched:
-    """A sink that hands events on to its sinks many at a time: at each change of phase, once in this time, or when many
-    wait. Between the steps of a model, code and data that were not used for a while cost several times as much."""
+    """A sink that passes events on in batches: at each phase change, after `seconds`, or when `most` are waiting.
+    Between the steps of a model, handling events one by one costs several times as much because of cold caches."""
 
     def __init__(self, *sinks: Sink, most: int = 1024, seconds: float = 0.5) -> None:
         self.sinks = list(sinks)
@@ -259,7 +259,7 @@ class Batched:
             self.flush()
 
     def flush(self) -> None:
-        """Hand on what waits."""
+        """Pass on all waiting events."""
         waiting, self._waiting = self._waiting, []
         for sink in self.sinks:
             for event in waiting:
@@ -267,7 +267,7 @@ class Batched:
 
 
 class JsonLines:
-    """A sink that writes one JSON object a line: the event's name, then its fields."""
+    """A sink that writes one JSON object per line: the event's name, then its fields."""
 
     def __init__(self, file: TextIO) -> None:
         self._write = file.write
@@ -281,13 +281,13 @@ class JsonLines:
             truncated = "true" if event.truncated else "false"
             self._write(f"{_FINISHED % event[:-1]}{truncated}}}\n")
         elif isinstance(event, Scored):
-            self._write(_SCORED % (event.at, event.rollout, float(event.reward)))  # whatever number a reward is
+            self._write(_SCORED % (event.at, event.rollout, float(event.reward)))  # a reward may be any kind of number
         else:
             self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
 
 
 def written(log: Iterable[Event]) -> str:
-    """The lines of a log."""
+    """The log as text, one line per event."""
     file = io.StringIO()
     write = JsonLines(file)
     for event in log:
@@ -302,7 +302,7 @@ def decode(line: str) -> Event:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log file, those that a roll-back made void included. Stops at a torn last line."""
+    """The events of a log file, including those that a rollback made void. Stops at a torn last line."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
@@ -311,15 +311,15 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def without_rolled_back(events: Iterable[Event]) -> list[Event]:
-    """The events that count: what a `RolledBack` made void is left out, the mark itself and the void time too.
+    """The events that count, without void events, the `RolledBack` marks and the void time.
 
-    What follows a mark is moved back in time by what lies between the last event that counts and the mark.
+    Events after a mark move back in time by the gap between the last event that counts and the mark.
     """
     kept: list[Event] = []
     void = VoidTime()
     for event in events:
         if isinstance(event, RolledBack):
-            del kept[max(0, len(kept) - event.events) :]  # a damaged log may hold fewer
+            del kept[max(0, len(kept) - event.events) :]  # a damaged log may have fewer
             void = VoidTime.between(kept, event)
         else:
             kept.append(void.taken_from(event))
@@ -327,8 +327,8 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
 
 
 class VoidTime(NamedTuple):
-    """Time that a roll-back made void: by `seconds` the events after the mark are late. None of them comes before
-    `earliest`, the last event that counts, not even by rounding."""
+    """Time that a rollback made void: events after the mark are `seconds` late. None of them may precede `earliest`,
+    the last event that counts, not even by rounding."""
 
     seconds: float = 0.0
     earliest: float = -math.inf
@@ -351,9 +351,9 @@ class Damage(NamedTuple):
 
 
 def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
-    """What a damaged log still says: the events that count, and the lines among them that cannot be read.
+    """The readable part of a damaged log: the events that count, and the unreadable lines among them.
 
-    A line that cannot be read keeps its place until all is read: it was an event, and `RolledBack` counts events.
+    An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
     """
     intact: list[Event] = []
     damage: list[Damage] = []
@@ -366,7 +366,7 @@ def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
 
 
 def counting_lines(path: Path) -> list[Event | Damage]:
-    """The log without what a roll-back made void; unreadable lines keep their places."""
+    """The log without void events; unreadable lines keep their places."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
         kept: list[Event | Damage] = []
@@ -383,8 +383,8 @@ def counting_lines(path: Path) -> list[Event | Damage]:
 
 
 def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:
-    """A harvest that begins a second time behind damage: the run was resumed there, and the mark is unreadable."""
-    saved = damaged = None  # the last checkpoint before the harvest began the first time; the last damage after it
+    """If a harvest starts a second time after damage, the run was resumed there and its mark is unreadable."""
+    saved = damaged = None  # last checkpoint before the harvest first started; last damage after it
     began_before = False
     for place in range(len(kept) - 1, -1, -1):
         line = kept[place]
@@ -401,7 +401,7 @@ def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -
 
 
 def decoded_or_damage(number: int, line: str) -> Event | Damage:
-    """The event of a line, if it is one in every field; `number` counts from 1."""
+    """The event in a line, with every field checked; `number` counts from 1."""
     if not line.endswith("\n"):
         return Damage(number, "the line is torn: the log ends within it", is_torn=True)
     try:
@@ -422,7 +422,7 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
 
 @cache
 def _checks() -> dict[type, tuple[Callable[[Any], bool], ...]]:
-    """For each kind of event a test of each field."""
+    """One test per field, by event type."""
     return {kind: tuple(map(_check_of, get_type_hints(kind).values())) for kind in _TYPES.values()}
 
 

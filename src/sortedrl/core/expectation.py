@@ -1,7 +1,7 @@
-"""Expected length, sensed as it happens: no model predicts it.
+"""Expected lengths from observed lengths, without a prediction model.
 
-Expected = max(estimate, 1.3 x the length reached when last stopped). The estimate is the prompt's length in its
-last epoch, else that of its finished siblings, else the median of what finished lately.
+Expected = max(estimate, 1.3 x the length when last aborted). The estimate is the prompt's mean length in the last
+epoch, else the mean of the finished members of its group, else the median of recently finished rollouts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
 
-BEYOND_REACHED = 1.3  # a rollout that was stopped at n tokens is expected to need at least 1.3 n
-RECENT = 1024  # how many finished lengths the running median looks back on
+BEYOND_REACHED = 1.3  # a rollout that was aborted at n tokens is expected to reach at least 1.3 n
+RECENT = 1024  # window of the running median, in finished rollouts
 
 
 class Expectation(Protocol):
     def estimate(self, rollout: Rollout) -> float:
-        """Expected length before what the rollout itself has reached is considered."""
+        """Expected length, without regard to the length that the rollout itself has reached."""
 
     def observe(self, rollout: Rollout) -> None:
         """A rollout finished."""
@@ -28,7 +28,7 @@ class Expectation(Protocol):
         """The prompt will not be loaded again."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """JSON-ready, for a checkpoint."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
@@ -41,7 +41,7 @@ def expected_length(rollout: Rollout, expectation: Expectation) -> float:
 
 
 class Sensed(NamedTuple):
-    """What is known of one prompt: the mean length of its last epoch, and its siblings in this one."""
+    """Observed lengths of one prompt: the mean of its last epoch, and its finished rollouts of this one."""
 
     last_epoch: float | None
     group: int  # the prompt's rollouts of this epoch: two epochs can fall into one cohort
@@ -50,20 +50,20 @@ class Sensed(NamedTuple):
 
 
 class SensedLengths:
-    """The default expectation. `last_epoch` may be fed from an earlier run: mean length by prompt id."""
+    """The default expectation. `last_epoch` may come from an earlier run: mean length by prompt id."""
 
     def __init__(self, last_epoch: Mapping[str, float] | None = None, *, first_guess: float = 1024.0) -> None:
         self._by_prompt = {name: Sensed(length, -1, 0.0, 0) for name, length in (last_epoch or {}).items()}
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
-        self.median = first_guess  # of what finished lately
+        self.median = first_guess  # of recently finished rollouts
 
     def estimate(self, rollout: Rollout) -> float:
         known = self._by_prompt.get(rollout.prompt.id)
         if known is None:
             return self.median
         if known.group != rollout.group and known.seen:
-            return known.mean  # what this epoch calls last
+            return known.mean  # the group of the last epoch
         if known.last_epoch is not None:
             return known.last_epoch
         return known.mean if known.seen else self.median

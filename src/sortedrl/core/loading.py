@@ -58,7 +58,7 @@ class PromptLoader:
         ]
         self._next_id += len(members)
         gate = cohort if self._strategy.gated else 0
-        s.buffer.load(members, gate, compare=schedule.whole_groups, key=self._moves.key)
+        s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._moves.key)
         limit = schedule.max_prompt_tokens
         if limit is not None and len(prompt.tokens) > limit:
             for rollout in list(members):  # a copy: the group's own list shrinks with each rejection

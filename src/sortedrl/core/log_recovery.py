@@ -1,8 +1,8 @@
-"""What an event log still says up to a checkpoint, however damaged it is.
+"""Recovers an event log up to a checkpoint, even if it is damaged.
 
-A checkpoint holds all that a run needs to go on. The log is where its metrics come from: a damaged one costs metrics,
-never the run. What holds: the recovered log has exactly as many events as the checkpoint counts, lost ones as `Lost`;
-it begins with `RunBegan`, and every rollout that the run may still speak of is loaded in it or before a gap in it.
+A checkpoint holds all that a run needs to resume; the log is the source of its metrics. A damaged log costs metrics,
+never the run. Invariants: the recovered log has exactly as many events as the checkpoint counts, with `Lost` for lost
+ones. It starts with `RunBegan`, and every rollout of a later event was loaded in it or before a gap in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """`events`: up to the checkpoint. `void`: how many follow them in the file."""
+    """`events`: up to the checkpoint. `void`: how many events follow in the file."""
 
     events: list[Event]
     void: int
@@ -35,7 +35,7 @@ class RecoveredLog:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMark:
-    """What a checkpoint knows about the log: how many events, harvests, updates and loaded rollouts are before it."""
+    """Where a checkpoint is in the log: how many events, harvests, updates and loaded rollouts precede it."""
 
     events: int
     harvests: int
@@ -44,18 +44,18 @@ class CheckpointMark:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> CheckpointMark:
-        """`state`: of the controller."""
+        """`state`: the controller's."""
         return cls(state["events"], state["harvests"], state["updates"], state["next_id"])
 
     def fits(self, lines: list[Event | Damage]) -> bool:
-        """Whether a run begins in the log, and the checkpoint is where its count of events says."""
+        """Whether the log starts with a run, and the checkpoint is at its count of events."""
         if len(lines) < self.events or not isinstance(lines[0], RunBegan):
             return False
         newest = lines[self.events - 1]
         return isinstance(newest, Phase) and newest.phase == "checkpoint"
 
     def precedes(self, line: Event | Damage) -> bool:
-        """Whether an event tells that it came later than the checkpoint."""
+        """Whether the event certainly came after the checkpoint."""
         return (
             (isinstance(line, HarvestBegan) and line.harvest >= self.harvests)
             or (isinstance(line, Updated) and line.update >= self.updates)
@@ -67,7 +67,7 @@ def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
     """The log up to a checkpoint; `first` replaces a lost first event."""
     lines = counting_lines(path) if path.exists() else []
     if lines and isinstance(lines[-1], Damage) and lines[-1].is_torn:
-        lines.pop()  # a kill does that; whether the checkpoint counts the event shows below
+        lines.pop()  # a kill leaves one; `fits` checks whether the checkpoint counts it
     is_damaged = not mark.fits(lines) or any(isinstance(line, Damage) for line in lines)
     if not is_damaged:
         log = [line for line in lines if not isinstance(line, Damage)]
@@ -80,7 +80,7 @@ def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
 
 
 def _load_again(log: list[Event], loaded: int) -> None:
-    """Where the newest loads are lost, one event for all of them takes the place of the last lost one."""
+    """If the newest `Loaded` events are lost, one event for all of them replaces the last `Lost`."""
     newest = max((e for e in log if isinstance(e, Loaded)), key=lambda e: e.first, default=None)
     known, cohort = (newest.first + newest.rollouts, newest.cohort + 1) if newest else (0, 0)
     place = next((place for place in range(len(log) - 1, 0, -1) if isinstance(log[place], Lost)), None)
@@ -89,11 +89,11 @@ def _load_again(log: list[Event], loaded: int) -> None:
 
 
 def _fitted(lines: list[Event | Damage], mark: CheckpointMark) -> list[Event | Damage]:
-    """As many lines as the checkpoint counts. Damage may have swallowed lines or made more of them: placeholders make
-    up for it.
+    """As many lines as the checkpoint counts: damage may have joined or split lines, so placeholders are added or
+    removed.
 
-    Where the checkpoint was taken is found by what the lines say: in its phase, after its last update, and before
-    anything that came later.
+    The checkpoint's place is found by the events: in the phase `checkpoint`, after its last update, and before any
+    later event.
     """
     count = mark.events
     beyond = next((place for place, line in enumerate(lines) if mark.precedes(line)), len(lines))
@@ -109,7 +109,7 @@ def _fitted(lines: list[Event | Damage], mark: CheckpointMark) -> list[Event | D
 
 
 def _ends_of_checkpoint(lines: list[Event | Damage], updates: int) -> list[int]:
-    """Where the phase `checkpoint` begins behind update number `updates`."""
+    """Places after the phase `checkpoint` starts, once `updates` updates are done."""
     ends, done = [], 0
     for place, line in enumerate(lines, start=1):
         if isinstance(line, Updated):

@@ -32,11 +32,11 @@ class Prompts:
         return len(self.dataset) - self.position
 
     def is_in_last_epoch(self, place: int) -> bool:
-        """Was the prompt that was taken as number `place` (from 0) taken in the last epoch?"""
+        """Whether the prompt that was taken as number `place` (from 0) belongs to the last epoch."""
         return place >= (self.epochs - 1) * len(self.dataset)
 
     def take(self, count: int, *, within_epoch: bool) -> list[Prompt]:
-        """The next prompts: at most `count`, fewer where the data (or the epoch) ends."""
+        """The next prompts: at most `count`, fewer if the data (or the epoch) ends."""
         taken: list[Prompt] = []
         while len(taken) < count and self.remaining:
             if not self.remaining_in_epoch:
@@ -67,6 +67,6 @@ class Prompts:
                 f"this run has {len(self.dataset)} and seed {self.seed}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
-        epochs_left = self.epochs - 1 - self.epoch  # below 0 where a run is resumed with fewer epochs than it had
+        epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
         self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
         self._order = self._permutation()

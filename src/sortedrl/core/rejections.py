@@ -1,10 +1,10 @@
-"""Stops a run whose rollouts are rejected: a reward that always fails must not be silent.
+"""Stops a run in which too many rollouts are rejected: a reward function that always fails must not go unnoticed.
 
     watch = RejectionWatch(schedule.rollouts_needed, log=print)
     controller = Controller(engine, prompts, scorer, schedule, log=EventLog(watch))
     for batch in controller: ...        # raises TooManyRejected
 
-It prints the first rejection at once, and new reasons as they come, at most one line in `SECONDS_BETWEEN_LINES`.
+It logs the first rejection at once and new reasons as they occur, at most one line per `SECONDS_BETWEEN_LINES`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable
 
 from sortedrl.core.events import Event, Failed, Finished, Regenerated, Rejected, Scored
 
-MIN_FIRST = 8  # a few unlucky rollouts are no reason to stop, however small an update is
+MIN_FIRST = 8  # a few rejections are no reason to stop, even with tiny updates
 MIN_WINDOW = 32
 WINDOW_UPDATES = 4
 SECONDS_BETWEEN_LINES = 5.0
-MAX_KINDS = 1000  # of reasons that are told apart
+MAX_KINDS = 1000  # of distinct reasons that are counted
 NO_REWARD = "no reward: "
 
 
 class TooManyRejected(RuntimeError):
-    """So many rollouts were rejected that training cannot be what it should be."""
+    """So many rollouts were rejected that training on the rest would be misleading."""
 
 
 class RejectionWatch:
@@ -34,7 +34,7 @@ class RejectionWatch:
     - the first update's worth of rollouts (at least `MIN_FIRST`) is rejected, every one of them;
     - among the last four updates' worth (at least `MIN_WINDOW`) more than `max_fraction` were rejected.
 
-    A rollout counts when it was generated: a prompt that is too long is printed, but does not count.
+    Only generated rollouts count: a prompt that is too long is logged but does not count.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RejectionWatch:
         self._max_fraction = max_fraction
         self._log = log
         self._clock = clock
-        self._ended: set[int] = set()  # rollouts that the engine finished or lost, and that have no outcome yet
+        self._ended: set[int] = set()  # generated rollouts without an outcome yet
         self._reasons: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._quiet_until = -1.0
@@ -75,7 +75,7 @@ class RejectionWatch:
         self._outcomes.append(False)
 
     def count_rejected(self, reason: str, what: str, *, counts: bool = True) -> None:
-        """`what` was rejected. It is printed if the reason is new, and raised if it is one too many."""
+        """`what` was rejected: log it if the reason is new, raise an error if it is one too many."""
         kind = self._note(reason)
         if self._reasons[kind] == 1 and self._clock() >= self._quiet_until:
             self._quiet_until = self._clock() + SECONDS_BETWEEN_LINES
@@ -95,12 +95,12 @@ class RejectionWatch:
             )
 
     def require_some_scored(self) -> None:
-        """For an end that comes before the first update's worth."""
+        """For a run that ends before its first update."""
         if self.rejected and not self.scored:
             raise TooManyRejected(f"all {self.rejected} responses were rejected; {self.most_frequent()}")
 
     def most_frequent(self) -> str:
-        """The reason that was given most often, with its first example."""
+        """The most frequent reason, with its first example."""
         if not self._reasons:
             return "no reason is known"
         kind, count = self._reasons.most_common(1)[0]
@@ -109,7 +109,7 @@ class RejectionWatch:
         return f"{count} times: {self._examples[kind]}{more}"
 
     def _note(self, reason: str) -> str:
-        """Reasons that differ in their numbers alone are of one kind."""
+        """Count the reason. Reasons that differ only in numbers are of one kind."""
         kind = re.sub(r"\d+(\.\d+)?", "#", reason)[:80]
         if kind not in self._reasons and len(self._reasons) >= MAX_KINDS:
             kind = "other"

@@ -1,12 +1,11 @@
 """Prompts, rollouts and the segments that they are made of.
 
-A rollout grows by segments. Each segment is a run of tokens that one weight
-version made, with the log-probability that each token was sampled at. The
-invariant of this file: tokens, log-probabilities, versions and the mask of
-trained tokens have equal length, always, across any number of stops and resumes.
+A rollout consists of segments. A segment is a run of tokens that one weight version sampled, with the
+log-probability of each token. Invariant: tokens, log-probabilities, versions and the loss mask have equal length
+across any number of aborts and resumes.
 
-Token sequences are any `Sequence`: a list from a real engine, a `range` from the
-simulated one (whose token is its position), so that simulating costs nothing per token.
+Token sequences are any `Sequence`: a list from a real engine, a `range` from the simulated one (where a token is its
+position), so that simulation has no cost per token.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-HIGHEST_LOGPROB = 1e-3  # a probability of 1, and the rounding of whoever computed it
+HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question. `payload` is whatever the scorer needs, such as the reference answer."""
+    """One prompt. `payload` is for the scorer, for example the reference answer."""
 
     id: str
     tokens: Sequence[int]
@@ -33,11 +32,11 @@ class Prompt:
 
 
 class State(StrEnum):
-    """The lifecycle of a rollout. Exactly one state at a time; the buffer owns the moves."""
+    """The lifecycle of a rollout. The buffer owns all changes."""
 
     WAITING = "waiting"  # not in the engine: never started, to be regenerated, or resumable
     RUNNING = "running"  # in the engine, in a slot or in its queue
-    FINISHED = "finished"  # complete, its score is not known yet
+    FINISHED = "finished"  # complete, not scored yet
     READY = "ready"  # finished and scored
     TRAINED = "trained"
     REJECTED = "rejected"
@@ -62,21 +61,21 @@ class Segment:
         return len(self.tokens)
 
     def copy(self) -> Segment:
-        """Shares nothing that can grow."""
+        """A copy that shares no list."""
         if type(self.tokens) is range:
             return self
         return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
 
     @property
     def fault(self) -> str | None:
-        """Why it must not be trained on, if so. Only lists are looked at: they come from outside."""
+        """Why it must not be trained on; None if it may. Only lists are checked: they come from real engines."""
         if not isinstance(self.logprobs, list) or not self.logprobs:
             return None
         try:
-            is_right = math.isfinite(sum(self.logprobs)) and max(self.logprobs) <= HIGHEST_LOGPROB
+            is_valid = math.isfinite(sum(self.logprobs)) and max(self.logprobs) <= HIGHEST_LOGPROB
         except TypeError:
-            is_right = False
-        if is_right:
+            is_valid = False
+        if is_valid:
             return None
         return "a log-probability is not a finite number up to 0"
 
@@ -93,15 +92,15 @@ class Rollout:
     loaded_at_update: int
     state: State = State.WAITING
     segments: list[Segment] = field(default_factory=list)
-    attempt: int = 0  # how often it was started again
+    attempt: int = 0  # how often it was regenerated
     failures: int = 0
-    forced_regenerations: int = 0  # attempts that the staleness bound forced
-    reached: int = 0  # the length at which it was last stopped
-    truncated: bool = False  # ended by the token budget
+    forced_regenerations: int = 0  # regenerations because its score was late
+    reached: int = 0  # its length when it was last aborted
+    truncated: bool = False  # ended by the token limit
     reward: float | None = None
-    detail: Any = None  # what the scorer wants to hand to the learner or the log beside the reward
-    expected: float = 0.0  # the expected length when it was last started
-    _length: int = field(init=False, repr=False)  # of all segments; asked for so often that it is kept
+    detail: Any = None  # from the scorer, for the learner or the log
+    expected: float = 0.0  # its expected length when it was last started
+    _length: int = field(init=False, repr=False)  # of all segments; cached because it is read often
 
     def __post_init__(self) -> None:
         self._length = sum(map(len, self.segments)) if self.segments else 0
@@ -111,15 +110,15 @@ class Rollout:
 
     @property
     def group(self) -> int:
-        """Shared by the responses to one prompt that were loaded together, and by no others: the first member's id.
+        """Id of the group: the responses to one prompt that were loaded together. It is the first member's id.
 
-        The members' ids follow each other. A prompt that is loaded again, in the next epoch, begins another group.
+        Members have consecutive ids. A prompt that is loaded again in the next epoch gets a new group.
         """
         return self.id - self.index_in_group
 
     @property
     def resumable(self) -> bool:
-        """Stopped with its tokens kept."""
+        """Aborted, with its tokens kept."""
         return self.state is State.WAITING and bool(self.segments)
 
     @property
@@ -144,7 +143,7 @@ class Rollout:
         return [bit for segment in self.segments for bit in _mask_of(segment)]
 
     def append(self, segment: Segment) -> None:
-        """Add tokens at the end; a run of the same version continues the last segment."""
+        """Add tokens at the end. Tokens of the same version extend the last segment."""
         if not len(segment):
             return
         last = self.segments[-1] if self.segments else None
@@ -162,7 +161,7 @@ class Rollout:
         )
 
     def drop_tokens(self) -> int:
-        """Forget all tokens; returns how many there were."""
+        """Drop all tokens; returns how many there were."""
         dropped, self._length = self._length, 0
         self.segments.clear()
         self.truncated = False
@@ -174,7 +173,7 @@ def _mask_of(segment: Segment) -> Iterator[int]:
 
 
 def _joined(first: Sequence[Any], second: Sequence[Any]) -> Sequence[Any]:
-    """The two after each other; in place for lists, and still a range for adjacent ranges."""
+    """Concatenate: in place for lists, as a range for adjacent ranges."""
     match first, second:
         case range(), range() if (first.stop, first.step) == (second.start, second.step):
             return range(first.start, second.stop, first.step)

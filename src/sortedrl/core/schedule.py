@@ -1,4 +1,4 @@
-"""The settings of a schedule, and the error that a wrong setting gives."""
+"""The settings of a schedule, and the error for a wrong setting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot work: which one, its value, why (in numbers), and a fix to copy."""
+    """A setting that cannot work: its name, its value, why, and a fix to copy."""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:
         super().__init__(f"{key} = {value!r}: {why}. {fix}")
@@ -19,20 +19,20 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a user sets. Sizes are in the unit that the name says; None means the mode's own value."""
+    """What a user sets. Names contain the unit; None means the default of the mode."""
 
     mode: str = "partial+elevator"
     rollouts_per_update: int = 128
     prompts_per_cohort: int | None = 512  # None: one cohort holds the whole epoch
     rollouts_per_prompt: int = 1
-    whole_groups: bool = False  # the algorithm compares siblings, so it gets whole groups
-    oversubscribe: float | None = None  # cap on what is started, as a multiple of what the update needs
+    whole_groups: bool = False  # a batch holds whole groups only, as GRPO and RLOO need
+    oversubscribe: float | None = None  # cap on started rollouts, as a multiple of what the update needs
     max_staleness: int | None = None  # in versions
     max_response_tokens: int = 8192
     max_prompt_tokens: int | None = None  # a longer prompt is rejected at load
     max_wait_updates: int | None = None  # elevator: a rollout that waited this long is started next
-    keep_seed: bool = False  # a regenerate samples with the seed of the attempt that was cut
-    overlap: bool = False  # the engine goes on while the learner steps
+    keep_seed: bool = False  # regenerate with the seed of the aborted attempt
+    overlap: bool = False  # the engine generates while the learner steps
     max_retries: int = 2
     score_wait_seconds: float = 60.0
     seed: int = 0
@@ -54,12 +54,12 @@ class Schedule:
                     f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less.",
                 )
         if self.oversubscribe is not None and not self.oversubscribe <= 1e6:
-            raise ConfigurationError("oversubscribe", self.oversubscribe, "more than can be", "Leave it out: no cap.")
+            raise ConfigurationError("oversubscribe", self.oversubscribe, "too large", "Leave it out for no cap.")
         if self.oversubscribe is not None and not self.oversubscribe >= 1.0:
             raise ConfigurationError(
                 "oversubscribe",
                 self.oversubscribe,
-                "less than the update needs would be started, so no harvest could end",
+                "fewer rollouts would start than the update needs, so no harvest could end",
                 "Set it to 1.0 (exactly what is needed) or more.",
             )
         if self.max_staleness is not None:
@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def rollouts_needed(self) -> int:
-        """For one update: rounded up to whole groups where siblings are compared."""
+        """Rollouts for one update: rounded up to whole groups with `whole_groups`."""
         if not self.whole_groups:
             return self.rollouts_per_update
         return math.ceil(self.rollouts_per_update / self.rollouts_per_prompt) * self.rollouts_per_prompt

@@ -1,4 +1,4 @@
-"""Scoring runs beside generation: a rollout is handed over when it finishes, its reward is collected later."""
+"""Scoring runs in parallel with generation: a rollout is submitted when it finishes, its reward is collected later."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
 
-MAX_REWARD = 1e6  # in size: sums and squares of more would leave the range of float32
+MAX_REWARD = 1e6  # absolute value: sums of larger squares could overflow float32
 MAX_REASON_CHARACTERS = 300
 SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine generates
 SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts are checked
 
 
 class Scored(NamedTuple):
-    """`error` says why there is no reward: the scorer raised or ran out of time.
+    """`error`: why there is no reward, for example an exception or a timeout.
 
-    `attempt` is the rollout's when it was submitted: a score that comes after the rollout was regenerated is void.
+    `attempt` is the rollout's when it was submitted: a score of an earlier attempt is ignored.
     """
 
     rollout_id: int
@@ -29,18 +29,18 @@ class Scored(NamedTuple):
 
 
 class Scorer(Protocol):
-    """A scorer that makes `engine.poll` return when a score arrives says so with an attribute `wakes_engine = True`.
-    The controller polls briefly while any other has scores pending, so that a score is seen while the engine works."""
+    """A scorer that makes `engine.poll` return when a score arrives sets an attribute `wakes_engine = True`. With any
+    other scorer the controller polls only briefly while scores are pending."""
 
     @property
     def pending(self) -> int:
         """How many were submitted and not yet collected."""
 
     def submit(self, rollout: Rollout) -> None:
-        """Begin to score the rollout as it is now; must not block and must not raise for what the reward does."""
+        """Start scoring the rollout as it is now. Must not block, and must not raise errors of the reward function."""
 
     def collect(self) -> list[Scored]:
-        """What is done, in no particular order; never blocks."""
+        """Finished scores, in any order; never blocks."""
 
     def wait(self, timeout_seconds: float) -> None:
         """Block until something can be collected or the time is up."""
@@ -64,7 +64,7 @@ def _wakes_engine(scorer: Scorer) -> bool:
 
 
 class ScoreAtOnce:
-    """Calls the reward inside `submit`: deterministic, for cheap rewards."""
+    """Calls the reward function inside `submit`: deterministic, for cheap rewards."""
 
     def __init__(self, reward: Callable[[Rollout], float]) -> None:
         self._reward = reward
@@ -113,7 +113,7 @@ def as_reward(value: Any, name: str = "the reward") -> float:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in one short line, even if it cannot show itself."""
+    """An exception in one short line, even if its message raises an error."""
     name = type(error).__name__
     try:
         text = str(error)
@@ -123,7 +123,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message names it: its type, and what it is where that is short and safe."""
+    """A value for an error message: its type, and the value if that is short and safe to print."""
     kind = type(value).__name__
     if type(value) in (str, int, float, bool):
         part = value[:60] if isinstance(value, str) else value
@@ -132,7 +132,7 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: str, most: int = MAX_REASON_CHARACTERS) -> str:
-    """Fit for a log and for any terminal: no line breaks, no control characters, no lone surrogates, not long."""
+    """Text for a log or a terminal: no line breaks, control characters or lone surrogates, limited in length."""
     words = " ".join(text[: 4 * most].split())
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
     return plain if len(plain) <= most else f"{plain[: most - 3]}..."

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 
 def derive_seed(*numbers: int) -> int:
-    """63 well-mixed bits of the numbers, in order (splitmix64's finaliser)."""
+    """63 well-mixed bits of the numbers, in order (splitmix64's finalizer)."""
     return mixing(0, *numbers) >> 1
 
 
 def mixing(state: int, *numbers: int) -> int:
-    """The hash on its way: numbers that begin alike share `state = mixing(0, *beginning)`.
-
-    `mixing(state, *rest) >> 1` is `mixed(*beginning, *rest)`. Python spends 2 us on a number, most of a simulated draw.
+    """The intermediate state of the hash: with `state = mixing(0, *first)`, `mixing(state, *rest) >> 1` is
+    `derive_seed(*first, *rest)`. A shared `state` saves time: each number takes Python 2 us.
     """
     for number in numbers:
         state = ((state ^ number) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

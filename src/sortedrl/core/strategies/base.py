@@ -1,16 +1,16 @@
-"""The one interface of all schedules: what to load, what to start and in which order, when to harvest, what to keep.
+"""The interface of all schedules: what to load, what to start and in which order, when to harvest, what to keep.
 
-A strategy is a value: it holds settings only and answers from the `SchedulerState`. The controller asks it, at every
-change, these questions in this order:
+A strategy holds settings only and decides by the `SchedulerState`. The controller calls, in this order:
 
     to_load     how many prompts to load now
-    key         where a waiting rollout stands in the queue (lowest starts first)
+    key         position of a waiting rollout in the queue (the lowest key starts first)
     may_start   may the head of the queue take the free slot?
+    started     the head of the queue was started
     enough      is it time to harvest?
     take        the update batches of this harvest, as lists of groups
 
-The base class answers with the rules that most schedules share: the cohort gate, load order, one update a harvest,
-and the staleness bound by waiting.
+The base class has the rules that most schedules share: the cohort gate, load order, one update per harvest, and a
+staleness bound that is kept by waiting.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SchedulerState:
     learning: bool = False  # a batch is with the learner: with overlap, tokens sampled now are older by its update
     sweep: Sweep = field(default_factory=Sweep)  # elevator: where it is
     long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
-    must_finish: set[int] = field(default_factory=set)  # ids of sets that the staleness bound wants in this update
+    must_finish: set[int] = field(default_factory=set)  # ids of groups that the staleness bound requires in this update
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. Raises an error while rollouts are in the engine."""
@@ -77,7 +77,7 @@ class SchedulerState:
         self.buffer.restore(state["buffer"], prompts, key)  # last: keys depend on all the rest
 
     def expected(self, rollout: Rollout) -> float:
-        """Expected length of its group: the longest member's."""
+        """Expected length of the rollout, or of the longest member of its group with `whole_groups`."""
         if not self.schedule.whole_groups:
             return expected_length(rollout, self.expectation)
         return max(expected_length(member, self.expectation) for member in self.buffer.group_of(rollout).members)
@@ -88,14 +88,14 @@ class SchedulerState:
 
     @property
     def in_hand(self) -> int:
-        """Rollouts that this harvest can have without starting more: running, finished or ready, in groups of which no
-        member waits, behind the current gate."""
+        """Rollouts that this harvest can get without starting more: behind the current gate, in groups
+        without a waiting member."""
         gate = self.buffer.gate
-        return 0 if gate is None else self.buffer.begun_at(gate)
+        return 0 if gate is None else self.buffer.started_at(gate)
 
     @property
     def untrained_here(self) -> int:
-        """Rollouts that a harvest can still reach: untrained behind the current gate."""
+        """Untrained rollouts behind the current gate."""
         gate = self.buffer.gate
         return 0 if gate is None else self.buffer.untrained_at(gate)
 
@@ -109,11 +109,13 @@ class SchedulerState:
 @dataclass(frozen=True)
 class Strategy:
     name: str
-    keeps_tokens: ClassVar[bool] = False  # of what is stopped
-    gated: ClassVar[bool] = True  # a cohort is trained on before the next is loaded
+    keeps_tokens: ClassVar[bool] = False  # of aborted rollouts
+    gated: ClassVar[bool] = True  # the next cohort is loaded after all of this one was trained on
     reorders: ClassVar[bool] = False  # keys change between harvests
-    on_policy: ClassVar[bool] = False  # a batch is of one version, so all that is ready is trained on now
-    oversubscribe: ClassVar[float | None] = None  # unless the schedule sets it; None: unlimited
+    on_policy: ClassVar[bool] = (
+        False  # all tokens of a batch are of one version, so every ready rollout is trained on now
+    )
+    oversubscribe: ClassVar[float | None] = None  # the default of the schedule's setting; None: unlimited
 
     def check(self, schedule: Schedule) -> None:
         """Raise a ConfigurationError for settings that this strategy cannot honor."""
@@ -123,14 +125,15 @@ class Strategy:
             raise ConfigurationError(
                 "max_staleness",
                 schedule.max_staleness,
-                f"mode {self.name} keeps no tokens of stopped rollouts, so there is nothing to bound",
+                f"mode {self.name} keeps no tokens of aborted rollouts, so there is nothing to bound",
                 "Leave it out, or use a partial mode.",
             )
         if schedule.overlap:
             raise ConfigurationError(
                 "overlap",
                 schedule.overlap,
-                f"mode {self.name} must not train on tokens of older weights, so the engine has to rest",
+                f"mode {self.name} must not train on tokens of older weights, so the engine must be idle "
+                f"while the learner steps",
                 "Leave it out, or use a partial mode.",
             )
 
@@ -144,7 +147,7 @@ class Strategy:
         return (rollout.id,)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
-        """The oversubscribe cap. It is off for the last batch, and lets a set that was started be completed."""
+        """The oversubscribe cap. It does not apply to the last batch, nor to members of a started group."""
         cap = s.schedule.oversubscribe or self.oversubscribe
         if cap is None or s.in_hand < math.ceil(cap * self.wanted(s)) or self.reachable(s) <= self.wanted(s):
             return True
@@ -154,7 +157,7 @@ class Strategy:
         return s.ready >= self.wanted(s) and not s.must_finish
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
-        """One batch, first completed first. Overdue sets are in it in any case, and all that is ready on-policy."""
+        """One batch, first completed first. Overdue groups are always in it; on-policy, every ready group is."""
         assert s.buffer.gate is not None
         batch: list[Group] = []
         rollouts, wanted = 0, self.wanted(s)
@@ -168,7 +171,7 @@ class Strategy:
         """A rollout was started from the queue, where it had this key: note in `s` what later decisions depend on."""
 
     def reachable(self, s: SchedulerState) -> int:
-        """Untrained rollouts that this and later harvests can reach before the next cohort."""
+        """Untrained rollouts for this and later harvests: of this cohort, or of all data without a cohort gate."""
         return (
             s.untrained_here if self.gated else s.untrained_here + s.prompts.remaining * s.schedule.rollouts_per_prompt
         )
@@ -179,7 +182,7 @@ class Strategy:
 
 
 def update_size(left: int, per_update: int) -> int:
-    """Rollouts for the coming update: all that is left where the last batch would be less than half an update."""
+    """Rollouts in the coming update: `per_update`, or all that are left if fewer than half an update would remain."""
     return per_update if 2 * (left - per_update) >= per_update else left
 
 
@@ -200,20 +203,20 @@ def prompts_per_update(s: SchedulerState) -> int:
 
 
 def prompts_closing_epoch(s: SchedulerState, count: int) -> int:
-    """`count`, or all that is left of the epoch where the rest would not fill half an update."""
-    in_epoch = s.prompts.remaining_in_epoch or len(s.prompts.dataset)  # none left: the next epoch begins
+    """`count`, or the whole rest of the epoch if fewer than half an update would remain after `count`."""
+    in_epoch = s.prompts.remaining_in_epoch or len(s.prompts.dataset)  # none left: the next epoch starts
     rest = (in_epoch - count) * s.schedule.rollouts_per_prompt
     return in_epoch if 0 < 2 * rest < s.schedule.rollouts_needed else count
 
 
 def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:
-    """Is it a member of a group that was started? What there is of a set is of no use without the rest."""
+    """Whether other members of its group were started: a group is of no use until it is complete."""
     group = s.buffer.group_of(rollout)
-    return len(group.members) > 1 and group.begun
+    return len(group.members) > 1 and group.is_started
 
 
 def is_overdue(group: Group, s: SchedulerState) -> bool:
-    """Would the set exceed the staleness bound if the coming update went without it?"""
+    """Whether the group would exceed the staleness bound if it were not in the coming update."""
     bound, oldest = s.schedule.max_staleness, group.oldest_version
     return bound is not None and oldest is not None and s.version + 1 - oldest > bound
 

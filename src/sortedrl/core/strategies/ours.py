@@ -1,4 +1,4 @@
-"""What we add to the paper's modes: planning by expected length, lookahead, and the elevator."""
+"""Our additions to the paper's modes: planning by expected length, lookahead, and the elevator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WAITED_TOO_LONG, IN_SWEEP = 0, 1
 
 @dataclass(frozen=True)
 class PlannedOnPolicy(OnPolicy):
-    """Shortest expected first, and no more started than the update needs.
+    """Shortest expected length first, and no more rollouts started than the update needs.
 
-    At the default of exactly 1.0 the members of a batch are fixed before sampling: nothing is stopped, nothing is
-    wasted, and short responses are not favored.
+    With the default oversubscribe of 1.0 the members of a batch are fixed before sampling: nothing is aborted, no
+    token is wasted, and short responses are not favored.
     """
 
     reorders: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class PlannedOnPolicy(OnPolicy):
 
 @dataclass(frozen=True)
 class PlannedPartial(Partial):
-    """Resumes first, then shortest expected first."""
+    """Aborted rollouts first, then shortest expected length first."""
 
     reorders: ClassVar[bool] = True
 
@@ -42,10 +42,10 @@ class PlannedPartial(Partial):
 
 @dataclass(frozen=True)
 class LookaheadPartial(Partial):
-    """Slots that a drain leaves empty start the next cohort, one cohort deep.
+    """Slots that a drain leaves empty start the next cohort, one cohort ahead.
 
-    What is started ahead never counts toward the current harvest. Under a staleness bound it is started only where
-    the current cohort's updates end in time.
+    Rollouts of the next cohort never count toward the current harvest. Under a staleness bound they start only if the
+    remaining updates of the current cohort do not exceed the bound.
     """
 
     def to_load(self, s: SchedulerState) -> int:
@@ -82,10 +82,10 @@ class SweepKey(NamedTuple):
 @dataclass(frozen=True)
 class ElevatorPartial(Partial):
     """No cohort is drained. Freed slots are refilled from a window of waiting prompts, in a sweep
-    short -> long -> short by expected length; what has waited too many updates comes first.
+    short -> long -> short by expected length; rollouts that waited for too many updates start first.
 
-    Admission is gated, not training: a batch is the first `rollouts_per_update` to finish, and since neighbors in
-    the sweep finish together, batches stay sorted and young.
+    A batch is the first `rollouts_per_update` rollouts to finish. Neighbors in the sweep finish at about the same
+    time, so batches stay sorted and fresh.
     """
 
     gated: ClassVar[bool] = False
@@ -112,7 +112,7 @@ class ElevatorPartial(Partial):
 
 
 def _longest_wait_updates(s: SchedulerState) -> int:
-    """The elevator's bound on waiting: two full sweeps of the window (up, down, up, down) unless set."""
+    """How many updates a rollout may wait: `max_wait_updates`, or two sweeps up and down the window."""
     if s.schedule.max_wait_updates is not None:
         return s.schedule.max_wait_updates
     window = cohort_prompts(s) * s.schedule.rollouts_per_prompt

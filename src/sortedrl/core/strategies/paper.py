@@ -1,7 +1,7 @@
 """The schedules of the paper: its baselines, its two modes, and its ablations.
 
-The paper's modes start everything that is loaded (unlimited oversubscription), in load order, and look at no
-expected length. What they share, the cohort gate and the harvest, is in `Strategy`.
+The paper's modes start all loaded rollouts (unlimited oversubscription) in load order and use no expected length.
+The cohort gate and the harvest, which they share, are in `Strategy`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESUMED, COMPLETES_A_GROUP, NEW = 0, 1, 2  # the order in which partial modes st
 
 @dataclass(frozen=True)
 class Baseline(Strategy):
-    """Load one update, wait for all of it, train. `longest_first` starts what is expected to be long first."""
+    """Load one update, wait for all of it, train. `longest_first`: longest expected length first."""
 
     on_policy: ClassVar[bool] = True
     longest_first: bool = False
@@ -75,7 +75,7 @@ class CohortAtOnce(Baseline):
 
 @dataclass(frozen=True)
 class OnPolicy(Strategy):
-    """The paper's fully on-policy mode: what is stopped loses its tokens and is regenerated under the new weights."""
+    """The paper's on-policy mode: aborted rollouts lose their tokens and are regenerated under the new weights."""
 
     on_policy: ClassVar[bool] = True
 
@@ -85,14 +85,14 @@ class OnPolicy(Strategy):
 
 @dataclass(frozen=True)
 class UngatedOnPolicy(OnPolicy):
-    """Ablation: new prompts are loaded whenever a slot is free, so what was stopped comes last of all."""
+    """Ablation: prompts are loaded whenever a slot is free, so aborted rollouts start last."""
 
     gated: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Partial(Strategy):
-    """The paper's partial mode: what is stopped keeps its tokens and is resumed, most cached tokens first."""
+    """The paper's partial mode: aborted rollouts keep their tokens and are resumed, most tokens first."""
 
     keeps_tokens: ClassVar[bool] = True
 

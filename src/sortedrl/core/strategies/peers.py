@@ -1,6 +1,6 @@
-"""Schedules of other systems, re-implemented here from their descriptions so that they run on the same engines.
+"""Schedules of other systems, re-implemented from their papers so that they run on the same engines.
 
-They are ours in every detail that their papers leave open; none of them is the original code.
+None of this is the original code. Details that a paper leaves open are our choice.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sortedrl.core.strategies.paper import OnPolicy, Partial
 
 @dataclass(frozen=True)
 class April(Partial):
-    """APRIL: slots always full, stop when the update is ready, resume first, no cohort."""
+    """APRIL: slots always full, abort when the update is ready, resume aborted rollouts first, no cohorts."""
 
     gated: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class TailBatching(OnPolicy):
-    """RollPacker's tail batching: short rounds start 1.25 x what they need and set aside what they stop; when an
-    update's worth is set aside, a long round runs exactly those to their end."""
+    """RollPacker's tail batching: a short round starts 1.25 x the rollouts it needs and sets aside those it aborts.
+    When enough for an update are set aside, a long round runs exactly those to their end."""
 
     gated: ClassVar[bool] = False
     reorders: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class TailBatching(OnPolicy):
 
     def to_load(self, s: SchedulerState) -> int:
         if self._long_round_is_due(s) if s.long_round is None else s.long_round:
-            wanted = self.wanted(s) - s.buffer.untrained  # above 0 only where members were rejected
+            wanted = self.wanted(s) - s.buffer.untrained  # above 0 only if rollouts were rejected
         else:
             wanted = math.ceil(self.surplus * self.wanted(s)) - (s.buffer.untrained - self._set_aside(s))
         return max(0, -(-wanted // s.schedule.rollouts_per_prompt))
@@ -47,7 +47,7 @@ class TailBatching(OnPolicy):
         if self.reachable(s) <= self.wanted(s) or completes_a_group(rollout, s):
             return True
         regenerate = rollout.attempt > 0
-        if s.long_round is not None and regenerate != s.long_round:  # none of the round's own kind waits
+        if s.long_round is not None and regenerate != s.long_round:  # no rollout of the round's kind is waiting
             return s.in_hand < self.wanted(s)
         surplus = 1.0 if regenerate else self.surplus
         return s.in_hand < math.ceil(surplus * self.wanted(s))
@@ -64,8 +64,8 @@ class TailBatching(OnPolicy):
 
 @dataclass(frozen=True)
 class AsyncPool(Partial):
-    """An asynchronous pool as in AReaL: the engine never rests, and a rollout is started only while the number started
-    stays within `max_staleness` updates of what was trained on. Needs `overlap`."""
+    """An asynchronous pool as in AReaL: the engine never idles, and a rollout starts only while the started and
+    untrained ones are at most `max_staleness + 1` updates' worth. Requires `overlap`."""
 
     gated: ClassVar[bool] = False
 
@@ -83,5 +83,5 @@ class AsyncPool(Partial):
         assert s.schedule.max_staleness is not None
         if rollout.segments or rollout.attempt or completes_a_group(rollout, s):
             return True
-        begun_and_untrained = s.buffer.untrained - s.buffer.never_started
-        return begun_and_untrained < (s.schedule.max_staleness + 1) * s.schedule.rollouts_needed
+        started_and_untrained = s.buffer.untrained - s.buffer.never_started
+        return started_and_untrained < (s.schedule.max_staleness + 1) * s.schedule.rollouts_needed

@@ -1,4 +1,4 @@
-"""All schedules by name. A new one is a class with a line here."""
+"""All schedules by name. To add one, write a class and add a line here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 def strategy_named(mode: str) -> Strategy:
     if mode in STRATEGIES:
         return STRATEGIES[mode]
-    import difflib  # slow to import, and needed for this error alone
+    import difflib  # slow to import, and needed only for this error
 
     near = difflib.get_close_matches(mode, STRATEGIES, n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]}? " if near else ""
