@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from scenarios import Run, Scenario, peaceful, run, scenario
 from sortedrl.core import STRATEGIES, Batch, events
+from sortedrl.core.strategies.base import Sweep
 
 MODES = sorted(set(STRATEGIES) - {"async-pool"})
 LENGTHS = [7, 1, 12, 2, 5, 5, 9, 1, 1, 3, 14, 2, 6]
@@ -66,6 +67,15 @@ def test_the_state_of_a_restored_controller_is_the_state_it_was_restored_from(mo
     plan = scenario(mode, LENGTHS, slots=3, rollouts_per_update=3, prompts_per_cohort=6, epochs=2)
     state = Run(plan).updates(2).checkpoint()
     assert Run(plan, state=state).checkpoint() == state
+
+
+def test_the_elevators_sweep_is_in_the_checkpoint() -> None:
+    """Expected lengths 1 to 6 from an epoch before, two slots: the sweep rises, turns, and a checkpoint keeps it."""
+    plan = scenario("partial+elevator", [1, 2, 3, 4, 5, 6], slots=2, rollouts_per_update=2, epochs=3, shuffle=False)
+    first = Run(plan).updates(5)
+    sweep = Sweep(*first.checkpoint()["sweep"])
+    assert sweep != Sweep()
+    assert Run(plan, state=first.checkpoint()).checkpoint()["sweep"] == list(sweep)
 
 
 def test_cached_tokens_and_ready_rollouts_are_in_the_checkpoint() -> None:

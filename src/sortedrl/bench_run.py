@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.config import Bench, ProfileSettings, as_json
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.events import JsonLines, Sink
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named
@@ -177,6 +178,4 @@ def machine() -> str:
 def _write(path: Path | None, found: dict[str, Any]) -> None:
     if path is None:
         return
-    unfinished = path.with_suffix(path.suffix + ".new")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_atomically(path, json.dumps(found, indent=1) + "\n")

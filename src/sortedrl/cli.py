@@ -415,16 +415,15 @@ def _intact_log(source: Any) -> tuple[list[Any], int]:
 
 def _write_trace(log: list[Any], out: Any) -> None:
     """The whole file or none."""
+    from sortedrl.core.atomic_write import atomic_writer
     from sortedrl.core.schedule import ConfigurationError
     from sortedrl.observe.trace import write_trace
 
     if out.is_dir():
         raise ConfigurationError("out", str(out), "a folder, not a file", f"Use {out / 'trace.json'}.")
-    temporary = out.with_name(f".{out.name}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with atomic_writer(out) as file:
             write_trace(log, file)
-        temporary.replace(out)
     except OSError as error:
         raise ConfigurationError("out", str(out), f"{error.strerror}", "Name a file in a folder that exists.") from None
 

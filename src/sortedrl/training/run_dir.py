@@ -18,16 +18,17 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from sortedrl.config import EXTENDING_KEYS, Train, as_json, saved_settings
-from sortedrl.core.events import RunBegan, written
-from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
+from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_file
+from sortedrl.core.events import RunBegan
+from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 
@@ -112,7 +113,7 @@ class RunFolder:
 
     def stream(self, name: str) -> TextIO:
         if name not in self._files:
-            _cut_torn_line(self.path / name)
+            cut_torn_line(self.path / name)
             # Whoever watches the run sees whole lines at once; there are few, but for events, which have a sink for it.
             self._files[name] = _LogFile(self.path / name, line_buffering=name != "events.jsonl")
         return self._files[name]
@@ -135,18 +136,15 @@ class RunFolder:
                 self._lock.release()
 
     def recover_events(self, mark: CheckpointMark, first: RunBegan, log: Log) -> RecoveredLog:
-        """The event log up to a checkpoint (core/log_recovery.py).
-
-        A damaged log is copied, and a log of what is intact takes its place.
-        """
+        """The event log up to a checkpoint (core/event_file.py)."""
         path = self.path / "events.jsonl"
-        recovered = recover(path, mark, first)
-        if recovered.is_damaged:
-            copy = self._copy_of_damaged(path)
-            self._replace(path.name, written(recovered.events))
-            what = f"the damaged log is now {copy.name}" if copy else "the log was missing"
-            lost = f"{recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
-            log(f"{path}: {lost}; {what}")
+        self.require_in_place()
+        try:
+            recovered, notice = recover_file(path, mark, first)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        if notice:
+            log(notice)
         return recovered
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -156,45 +154,26 @@ class RunFolder:
     def drop_lines_after(self, name: str, update: int, log: Log) -> None:
         """Forget what a roll-back made void in a file whose lines carry their update, and what cannot be read."""
         path = self.path / name
-        _cut_torn_line(path)
+        cut_torn_line(path)
         texts = _text_lines(path)
         if not texts:
             return
         found = [(text, _line_or_none(text)) for text in texts]
         unreadable = sum(line is None for _, line in found)
         if unreadable:
-            copy = self._copy_of_damaged(path)
+            try:
+                copy = copy_of_damaged(path)
+            except OSError as error:
+                raise cannot_write(path, error) from error
             log(f"{path}: {unreadable:,} lines cannot be read and are left out; the damaged file is now {copy}")
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
-
-    def _copy_of_damaged(self, path: Path) -> Path | None:
-        """A copy under a free name beside it, or None if there is nothing to copy."""
-        if not path.exists():
-            return None
-        number = 1
-        while (copy := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
-            number += 1
-        try:
-            shutil.copyfile(path, copy)
-        except OSError as error:
-            with suppress(OSError):
-                copy.unlink()
-            raise cannot_write(copy, error) from error
-        return copy
 
     def _replace(self, name: str, text: str) -> None:
         """The whole file or the one before."""
         self.require_in_place()
-        temporary = self.path / f".{name}"
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path / name)
+            write_atomically(self.path / name, text)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise cannot_write(self.path / name, error) from error
 
 
@@ -287,16 +266,6 @@ def _exists_already(path: Path) -> ConfigurationError:
         "this run folder exists already, and a run is never overwritten",
         f"Name another folder, or continue it with --resume {path}.",
     )
-
-
-def _cut_torn_line(path: Path) -> None:
-    """A killed run may leave half a line at the end."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
 
 
 def _text_lines(path: Path) -> Sequence[str]:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as_json
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
-from sortedrl.core.events import Batched, EventLog, JsonLines, RolledBack
+from sortedrl.core.event_file import EventFile
+from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
@@ -242,7 +243,7 @@ class TrainingRun:
             for sink in self.log.sinks:
                 sink(event)
         write = self._write_events()
-        write(RolledBack(recovered.last_time, recovered.void))
+        write.roll_back(recovered)
         self.folder.drop_lines_after("metrics.jsonl", state["updates"], log)
         self.folder.drop_lines_after("rollouts.jsonl", state["updates"], log)
         for line in filter(is_metrics_line, self.folder.lines("metrics.jsonl")):
@@ -352,9 +353,9 @@ class TrainingRun:
 
     # What is written down
 
-    def _write_events(self) -> JsonLines:
+    def _write_events(self) -> EventFile:
         stream = self.folder.stream("events.jsonl")
-        write = JsonLines(stream)
+        write = EventFile(stream)
         self.batched.flush()  # what was read from the file is not written again
         self.batched.sinks += [write, kept_readable(stream)]
         return write

@@ -13,31 +13,26 @@ until its rewards can be written into them. The log is complete whenever no batc
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, Sampling
-from sortedrl.core.events import (
-    Event,
-    EventLog,
-    JsonLines,
-    Rejected,
-    RolledBack,
-    Scored,
-    Sink,
-    Updated,
-    read_events,
-    without_rolled_back,
-)
+from sortedrl.core.event_file import EventFile, recover_file
+from sortedrl.core.events import Event, EventLog, Rejected, Scored, Sink, Updated
+from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.report.repair import consistent
+
+_logger = logging.getLogger(__name__)
 
 # What a resumed run may change: the rest of the schedule is part of what the checkpoint holds.
 _MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds"})
@@ -105,24 +100,25 @@ class ScheduledRun:
         )
         if saved is None:
             self._file = _new_log(log_path)
-            self._log.sinks.append(JsonLines(self._file))
+            self._log.sinks.append(self._file)
         else:
             self._go_on(saved, log_path)
         self._batches: Iterator[Batch] = iter(self._controller)
 
     def _go_on(self, saved: dict[str, Any], log_path: Path) -> None:
-        """Later events stay in the log behind a mark, and no figure counts them."""
+        """Later events stay in the log behind a mark, and no metric counts them."""
         _refuse_changes(saved["schedule"], asdict(self._schedule))
-        events = _events_so_far(log_path)
-        counted = events[: saved["events"]]
-        last_time = max((event.at for event in counted), default=0.0)
+        _require_log(log_path)
+        mark = replace(CheckpointMark.of(saved["controller"]), events=saved["events"])
+        recovered, notice = recover_file(log_path, mark, self._controller.first_event())
+        if notice:
+            _logger.warning(notice)
         self._log.count = saved["events"]
-        self.metrics.fold(counted)
-        self._file = log_path.open("a", encoding="utf-8")
-        write = JsonLines(self._file)
-        write(RolledBack(last_time, len(events) - saved["events"]))
-        self._log.sinks.append(write)
-        self._controller.restore(saved["controller"], last_time=last_time)
+        self.metrics.fold(consistent(recovered.events))
+        self._file = EventFile.open(log_path)
+        self._file.roll_back(recovered)
+        self._log.sinks.append(self._file)
+        self._controller.restore(saved["controller"], last_time=recovered.last_time)
 
     @property
     def version(self) -> int:
@@ -155,7 +151,7 @@ class ScheduledRun:
         """JSON-ready. Only between two batches, when all that happened is in the log."""
         if self._in_hand is not None:
             raise RuntimeError("a batch is in hand: publish first")
-        self._flush()
+        self._file.sync()
         return {
             "schedule": asdict(self._schedule),
             "controller": self._controller.state(),
@@ -168,12 +164,8 @@ class ScheduledRun:
         if running:
             self._controller.engine.abort(running)
         self.mark_phase("end")
-        self._flush()
+        self._file.sync()
         self._file.close()
-
-    def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Rejected):
@@ -186,10 +178,9 @@ def _epochs(prompts: int, schedule: Schedule, updates: int) -> int:
     return 2 * -(-updates * schedule.rollouts_per_update // per_epoch) + 2
 
 
-def _new_log(path: Path) -> Any:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _new_log(path: Path) -> EventFile:
     try:
-        return path.open("x", encoding="utf-8")
+        return EventFile.open(path, must_be_new=True)
     except FileExistsError:
         raise ConfigurationError(
             "output_dir", str(path.parent), f"{path.name} of an earlier run is there, and a run is never overwritten",
@@ -197,18 +188,12 @@ def _new_log(path: Path) -> Any:
         ) from None  # fmt: skip
 
 
-def _events_so_far(path: Path) -> list[Event]:
-    """The events that count. A killed run may have left half a line at the end, which is cut off."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+def _require_log(path: Path) -> None:
+    if not path.exists():
         raise ConfigurationError(
             "output_dir", str(path.parent), f"{path.name} of the run to go on with is not there",
             "Set output_dir to the folder in which the run began.",
-        ) from None  # fmt: skip
-    if not text.endswith(b"\n"):
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
-    return without_rolled_back(read_events(path))
+        )  # fmt: skip
 
 
 def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -222,8 +207,5 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(state), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(state))

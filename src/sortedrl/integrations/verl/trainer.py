@@ -14,7 +14,7 @@ verl's `global_steps` and the scheduler's version are the same number, always: b
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +30,12 @@ from verl.utils import tensordict_utils
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.debug import marked_timer
 
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Request
-from sortedrl.core.events import EventLog, JsonLines, RolledBack, read_events, without_rolled_back
+from sortedrl.core.event_file import EventFile, all_void, recover_file
+from sortedrl.core.events import EventLog, RunBegan
+from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
@@ -42,10 +45,12 @@ from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import Settings, settings_of
 from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.report.repair import consistent
 
 PARTITION = "train"
 STATE_FILE = "sortedrl.json"
 SHOWN = ("bubble", "bubble_now", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max")
+_logger = logging.getLogger(__name__)
 _MANAGER = "sortedrl.integrations.verl.agent.SortedAgentLoopManager"
 
 
@@ -219,12 +224,11 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self._publish()
         self._mark("checkpoint")
         self.engine.scores.wait_for_all(self.sortedrl.schedule.score_wait_seconds)
-        self._events.flush()
-        os.fsync(self._events.fileno())
+        self._events.sync()
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         state = {"controller": self.controller.state(), "engine": self.engine.state()}
-        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        write_atomically(folder / STATE_FILE, json.dumps(state))
         super()._save_checkpoint()  # writes last which checkpoint is the newest
 
     def _load_checkpoint(self) -> None:
@@ -274,25 +278,26 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             schedule,
             log=log,
         )
-        self._open_log(log)
+        recovered = self._open_log(log, controller.first_event())
         if self._restored is not None:
-            controller.restore(self._restored["controller"], last_time=self._last_time)
+            controller.restore(self._restored["controller"], last_time=recovered.last_time)
         return controller
 
-    def _open_log(self, log: EventLog) -> None:
-        """What an earlier run wrote beyond the checkpoint stays, behind a mark, and no figure counts it."""
+    def _open_log(self, log: EventLog, first: RunBegan) -> RecoveredLog:
+        """Events of an earlier run after the checkpoint stay in the file, behind a mark, and no metric counts them."""
         path = self.sortedrl.folder / "events.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = without_rolled_back(read_events(path)) if path.exists() else []
-        counted = 0 if self._restored is None else self._restored["controller"]["events"]
-        self._last_time = max((event.at for event in earlier[:counted]), default=0.0)
-        self.metrics.fold(earlier[:counted])
-        _cut_torn_line(path)
-        self._events = path.open("a", encoding="utf-8")
-        write = JsonLines(self._events)
-        if len(earlier) > counted:
-            write(RolledBack(self._last_time, len(earlier) - counted))
-        log.sinks.append(write)
+        if self._restored is None:
+            recovered = all_void(path)
+        else:
+            recovered, notice = recover_file(path, CheckpointMark.of(self._restored["controller"]), first)
+            if notice:
+                _logger.warning(notice)
+        self.metrics.fold(consistent(recovered.events))
+        self._events = EventFile.open(path)
+        if recovered.void:
+            self._events.roll_back(recovered)
+        log.sinks.append(self._events)
+        return recovered
 
     def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
         """Rows of the dataset, each with its ticket, to the agent loop workers."""
@@ -313,10 +318,3 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
 def _clear(keys: Collection[str]) -> None:
     transfer_queue.kv_clear(keys=list(keys), partition_id=PARTITION)
-
-
-def _cut_torn_line(path: Path) -> None:
-    """A killed run may leave half a line at the end."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)

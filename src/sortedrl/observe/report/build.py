@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report import charts, tables
 from sortedrl.observe.report import text as words
@@ -55,11 +56,9 @@ def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> s
 def write(path: Path, runs: Sequence[Run], commands: Sequence[str | None], version: str) -> None:
     """The page, whole or not at all. An earlier page there is replaced."""
     text = page(runs, commands, version)
-    temporary = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, text)
     except OSError as error:
         raise ConfigurationError("out", str(path), f"{error.strerror}", "Name a file that can be written.") from None
 

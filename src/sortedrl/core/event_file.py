@@ -1,0 +1,108 @@
+"""The event log on disk: appended to, recovered after damage, and resumed after a rollback to a checkpoint.
+
+recovered, notice = recover_file(path, CheckpointMark.of(state), controller.first_event())
+log_file = EventFile.open(path)
+log_file.roll_back(recovered)       # later events stay in the file, but no metric counts them
+log.sinks.append(log_file)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.events import Event, JsonLines, RolledBack, RunBegan, counting_lines, written
+from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
+
+
+class EventFile:
+    """A sink that appends events to a file."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._write = JsonLines(file)
+
+    @classmethod
+    def open(cls, path: Path, *, must_be_new: bool = False) -> EventFile:
+        """Creates the folder if necessary. `must_be_new`: raise a FileExistsError instead of appending."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if must_be_new:
+            return cls(path.open("x", encoding="utf-8"))
+        cut_torn_line(path)
+        return cls(path.open("a", encoding="utf-8"))
+
+    def __call__(self, event: Event) -> None:
+        self._write(event)
+
+    def roll_back(self, recovered: RecoveredLog) -> None:
+        """Mark the events after `recovered` as void."""
+        self._write(RolledBack(recovered.last_time, recovered.void))
+
+    def flush(self) -> None:
+        """Readers see all events when this returns."""
+        self._file.flush()
+
+    def sync(self) -> None:
+        """All events are on the disk when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RecoveredFile(NamedTuple):
+    """`notice`: what was lost and where the damaged file is; empty if nothing was damaged."""
+
+    log: RecoveredLog
+    notice: str
+
+
+def recover_file(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredFile:
+    """The event log up to a checkpoint. A damaged file is copied, and its readable part takes its place.
+
+    `first` replaces a lost first event.
+    """
+    recovered = recover(path, mark, first)
+    if not recovered.is_damaged:
+        return RecoveredFile(recovered, "")
+    copy = copy_of_damaged(path)
+    write_atomically(path, written(recovered.events))
+    where = f"the damaged log is now {copy.name}" if copy else "the log was missing"
+    lost = f"{recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
+    return RecoveredFile(recovered, f"{path}: {lost}; {where}")
+
+
+def all_void(path: Path) -> RecoveredLog:
+    """For a run that starts from the beginning in a file with earlier events: none of them counts."""
+    return RecoveredLog([], len(counting_lines(path)) if path.exists() else 0, is_damaged=False)
+
+
+def copy_of_damaged(path: Path) -> Path | None:
+    """A copy under a free name beside it, or None if there is nothing to copy."""
+    if not path.exists():
+        return None
+    number = 1
+    while (copy := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
+        number += 1
+    try:
+        shutil.copyfile(path, copy)
+    except OSError:
+        with suppress(OSError):
+            copy.unlink()
+        raise
+    return copy
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove a last line without a line feed, as a killed run may leave it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)

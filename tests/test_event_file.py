@@ -1,0 +1,84 @@
+"""The event log on disk and the atomic write: what a kill, damage or a full disk leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from full_disk import fill, small_file_system
+from sortedrl.core.atomic_write import atomic_writer, write_atomically
+from sortedrl.core.event_file import EventFile, all_void, recover_file
+from sortedrl.core.events import Event, Phase, RolledBack, RunBegan, Updated, read_events, without_rolled_back, written
+from sortedrl.core.log_recovery import CheckpointMark
+
+FIRST = RunBegan(0.0, 2, "partial", {})
+SAVED: list[Event] = [
+    FIRST,
+    Phase(0.0, "start"),
+    Updated(1.0, 0, 0, 0, (0,), (3,), (1.0,), (((0, 3),),), (0,)),
+    Phase(2.0, "checkpoint"),
+]
+LATER: list[Event] = [Phase(3.0, "harvest"), Phase(4.0, "learner")]
+MARK = CheckpointMark(events=len(SAVED), harvests=1, updates=1, loaded=0)
+
+
+def resume(path: Path) -> str:
+    recovered, notice = recover_file(path, MARK, FIRST)
+    file = EventFile.open(path)
+    file.roll_back(recovered)
+    file(Phase(5.0, "end"))
+    file.close()
+    return notice
+
+
+@pytest.mark.parametrize("torn", ["", '{"event":"Pha'])
+def test_a_resumed_file_counts_what_the_checkpoint_counts(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(written([*SAVED, *LATER]) + torn)
+    assert resume(path) == ""
+    assert list(read_events(path)) == [*SAVED, *LATER, RolledBack(2.0, 2), Phase(5.0, "end")]
+    assert without_rolled_back(read_events(path)) == [*SAVED, Phase(5.0, "end")]
+
+
+def test_a_damaged_file_is_copied_and_its_readable_part_takes_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    damaged = written([*SAVED, *LATER]).replace('"phase":"start"', '"phase":"st', 1)
+    path.write_text(damaged)
+    notice = resume(path)
+    assert "1 of 4 events up to the checkpoint are lost" in notice
+    assert (tmp_path / "events.damaged-1.jsonl").read_text() == damaged
+    assert list(read_events(path))[-2:] == [RolledBack(2.0, 0), Phase(5.0, "end")]
+
+
+def test_a_new_file_refuses_an_existing_one_and_a_fresh_start_voids_its_events(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "events.jsonl"
+    assert all_void(path).void == 0
+    file = EventFile.open(path, must_be_new=True)
+    for event in SAVED:
+        file(event)
+    file.sync()
+    assert all_void(path).void == len(SAVED)
+    with pytest.raises(FileExistsError):
+        EventFile.open(path, must_be_new=True)
+
+
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_atomically(path, "old")
+    with pytest.raises(ValueError, match="in the middle"), atomic_writer(path) as file:
+        file.write("new")
+        raise ValueError("in the middle")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "disk", "64k") as disk:
+        path = disk / "state.json"
+        write_atomically(path, "old")
+        filler = fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_atomically(path, "n" * 100_000)
+        assert path.read_text() == "old"
+        assert sorted(disk.iterdir()) == sorted([filler, path])
