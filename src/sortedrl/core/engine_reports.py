@@ -37,6 +37,7 @@ class EngineReports:
         self._event_log = log
         self._finished = finished
         self._running = moves.state.buffer.running
+        self._max_tokens = moves.state.schedule.max_response_tokens
         self.ignored = 0
 
     def apply(self, changes: Sequence[Change]) -> None:
@@ -90,9 +91,8 @@ class EngineReports:
 
     def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
         """Why this segment cannot be part of this rollout; None if it can."""
-        limit = self._moves.state.schedule.max_response_tokens
-        if len(rollout) + len(segment) > limit:
-            return f"{len(rollout) + len(segment)} tokens, and max_response_tokens is {limit}"
+        if len(rollout) + len(segment) > self._max_tokens:
+            return f"{len(rollout) + len(segment)} tokens, and max_response_tokens is {self._max_tokens}"
         if rollout.segments and segment.version < rollout.segments[-1].version:
             return f"tokens of version {segment.version} after tokens of version {rollout.segments[-1].version}"
         return segment.fault

@@ -33,10 +33,6 @@ class Sweep(NamedTuple):
     number: int = 0
     position: float = 0.0  # expected length of the rollout that was started last
 
-    @property
-    def rises(self) -> bool:
-        return self.number % 2 == 0
-
 
 @dataclass(slots=True)
 class SchedulerState:

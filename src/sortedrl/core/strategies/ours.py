@@ -99,12 +99,11 @@ class ElevatorPartial(Partial):
         if s.updates - rollout.loaded_at_update >= _longest_wait_updates(s):
             return (group.gate, NEW, WAITED_TOO_LONG, rollout.id)
         expected = s.expected(rollout)
-        rises, position = s.sweep.rises, s.sweep.position
-        is_passed = expected < position if rises else expected > position
-        sweep = Sweep(s.sweep.number + is_passed, expected)
-        return SweepKey(
-            group.gate, NEW, IN_SWEEP, sweep.number, expected if sweep.rises else -expected, group.id, rollout.id
-        )
+        number, position = s.sweep
+        rises = number % 2 == 0
+        if expected < position if rises else expected > position:  # passed: the next sweep reaches it
+            number, rises = number + 1, not rises
+        return SweepKey(group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
         if isinstance(key, SweepKey):
