@@ -1,13 +1,13 @@
 """The scheduler's side of a training run in TRL: controller, engine, event log and checkpoint of one process.
 
-TRL asks for a batch when it wants one, so the controller's loop is turned inside out:
+TRL requests batches, so the controller's loop is inverted:
 
-    next_batch      runs a harvest and hands its batch out
-    score           the rewards, which TRL computes for the whole batch, are known
-    publish         the optimizer has stepped: the engine continues under the new weights
+    next_batch      runs a harvest and returns its batch
+    score           receives the rewards, which TRL computes for the whole batch
+    publish         after the optimizer step: the engine continues under the new weights
 
-Because rewards come late, a finished rollout counts as ready, and the events from a batch's hand-out on are held back
-until its rewards can be written into them. The log is complete whenever no batch is in hand.
+Because rewards come late, a finished rollout counts as ready, and the events after a batch are held back until its
+rewards can be written into them. The log is complete whenever no batch is in use.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.observe.metrics import Metrics
 
-# What a resumed run may change: the rest of the schedule is part of what the checkpoint holds.
+# Settings that a resumed run may change. All others must match the checkpoint.
 _MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds"})
 
 
 class LateRewards:
-    """A sink before others. Holds events back from a batch's hand-out until `release`, and counts what it passes on."""
+    """A sink in front of others. Holds events back between a batch and `release`, and counts the events passed on."""
 
     def __init__(self, *sinks: Sink) -> None:
         self.sinks = list(sinks)
@@ -52,7 +52,7 @@ class LateRewards:
         self._held: list[Event] = []
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Scored):  # finished is all that it says: the reward is not known yet
+        if isinstance(event, Scored):  # it only means finished: the reward is not known yet
             return
         if self._held or isinstance(event, Updated):
             self._held.append(event)
@@ -76,7 +76,7 @@ class LateRewards:
 
 
 class ScheduledRun:
-    """See the module's docstring. `saved` is the state that an earlier run wrote down, to go on from."""
+    """See the module docstring. `saved` is the saved state of the run to resume."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ScheduledRun:
         self._batches: Iterator[Batch] = iter(self._controller)
 
     def _go_on(self, saved: dict[str, Any], log_path: Path) -> None:
-        """Later events stay in the log behind a mark, and no figure counts them."""
+        """Mark later events in the log as rolled back, so that no metric counts them."""
         _refuse_changes(saved["schedule"], asdict(self._schedule))
         events = _events_so_far(log_path)
         counted = events[: saved["events"]]
@@ -138,11 +138,11 @@ class ScheduledRun:
             return batch
         rejected = self.metrics.snapshot().rejected
         why = f": {rejected} rollouts were rejected, the last for {self._last_rejection}" if rejected else ""
-        raise RuntimeError(f"the prompts are used up before the last step{why}")
+        raise RuntimeError(f"ran out of prompts before the last step{why}")
 
     def score(self, reward_of: dict[int, float]) -> None:
         self._log.release(reward_of)
-        self._file.flush()  # whoever watches the log sees whole updates
+        self._file.flush()  # so that `sortedrl watch` sees whole updates
 
     def publish(self, weights: Any) -> None:
         self._in_hand = None
@@ -152,9 +152,9 @@ class ScheduledRun:
         self._controller.mark_phase(phase)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready. Only between two batches, when all that happened is in the log."""
+        """JSON-ready. Only valid between two batches, when the log is complete."""
         if self._in_hand is not None:
-            raise RuntimeError("a batch is in hand: publish first")
+            raise RuntimeError("a batch has not been published yet: call publish first")
         self._flush()
         return {
             "schedule": asdict(self._schedule),
@@ -163,7 +163,7 @@ class ScheduledRun:
         }
 
     def end(self) -> None:
-        """The last step is done, or something went wrong: then the engine is emptied, so that it can be used again."""
+        """End the run. After an error, abort all requests so that the engine can be used again."""
         running = list(self._controller.scheduler_state.buffer.running)
         if running:
             self._controller.engine.abort(running)
@@ -181,7 +181,7 @@ class ScheduledRun:
 
 
 def _epochs(prompts: int, schedule: Schedule, updates: int) -> int:
-    """Enough for `updates` even if half of the data is rejected: TRL counts in steps, and ends the run by them."""
+    """Enough for `updates` even if half of the rollouts are rejected: TRL ends the run after a number of steps."""
     per_epoch = max(1, prompts * schedule.rollouts_per_prompt)
     return 2 * -(-updates * schedule.rollouts_per_update // per_epoch) + 2
 
@@ -192,19 +192,19 @@ def _new_log(path: Path) -> Any:
         return path.open("x", encoding="utf-8")
     except FileExistsError:
         raise ConfigurationError(
-            "output_dir", str(path.parent), f"{path.name} of an earlier run is there, and a run is never overwritten",
-            "Use another folder, or go on with trainer.train(resume_from_checkpoint=True).",
+            "output_dir", str(path.parent), f"it has the {path.name} of an earlier run, which is never overwritten",
+            "Use another folder, or continue with trainer.train(resume_from_checkpoint=True).",
         ) from None  # fmt: skip
 
 
 def _events_so_far(path: Path) -> list[Event]:
-    """The events that count. A killed run may have left half a line at the end, which is cut off."""
+    """The valid events. A partial line at the end, left by a killed run, is cut off."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         raise ConfigurationError(
-            "output_dir", str(path.parent), f"{path.name} of the run to go on with is not there",
-            "Set output_dir to the folder in which the run began.",
+            "output_dir", str(path.parent), f"it has no {path.name} of the run to resume",
+            "Set output_dir to the folder in which the run started.",
         ) from None  # fmt: skip
     if not text.endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])
@@ -222,7 +222,7 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(state), encoding="utf-8")

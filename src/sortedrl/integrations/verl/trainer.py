@@ -1,14 +1,14 @@
-"""The trainer mode `sortedrl`: verl's V1 PPO trainer, whose batches come from the scheduler.
+"""The trainer mode `sortedrl`: verl's V1 PPO trainer with batches from the scheduler.
 
 One step of verl is one update:
 
     prepare_step      nothing: the scheduler submits
     sample            the next batch of `core.Controller`, as keys of the TransferQueue
-    on_sample_end     servers rest and give their memory to the training engine
+    on_sample_end     servers sleep and free their memory for the training engine
     (verl)            old log-probabilities, reference, values, advantages, critic, actor
-    on_step_end       version + 1; weights to the servers; they wake
+    on_step_end       version + 1; weight sync; servers wake up
 
-verl's `global_steps` and the scheduler's version are the same number, always: both count weight publications.
+verl's `global_steps` always equals the scheduler's version: both count weight updates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MANAGER = "sortedrl.integrations.verl.agent.SortedAgentLoopManager"
 
 
 class PromptTokens(Sequence[int]):
-    """A prompt's tokens as the scheduler needs them: their number. Counted when first asked for."""
+    """A prompt's tokens, of which the scheduler only needs the number. Counted lazily."""
 
     def __init__(self, dataset: Any, index: int, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
         self._source = (dataset, index, tokenizer, template_arguments)
@@ -69,7 +69,7 @@ class PromptTokens(Sequence[int]):
 
 
 class DatasetPrompts(Sequence[Prompt]):
-    """verl's dataset, read as prompts; a prompt's id is its row."""
+    """verl's dataset as prompts; a prompt's id is its row."""
 
     def __init__(self, dataset: Any, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
         self._source = (dataset, tokenizer, template_arguments)
@@ -85,7 +85,7 @@ class DatasetPrompts(Sequence[Prompt]):
 
 
 class SchedulerBatches(ReplayBufferAsync):  # type: ignore[misc]
-    """The trainer asks its replay buffer for a batch: in training it gets the scheduler's next one."""
+    """A replay buffer that returns the scheduler's next batch in training."""
 
     next_batch: Any = None
 
@@ -100,9 +100,9 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         try:
             self.sortedrl: Settings = settings_of(config)
-        except ConfigurationError as error:  # one line, and one that Ray can carry to the driver
+        except ConfigurationError as error:  # a one-line error that Ray can send to the driver
             raise ValueError(str(error)) from None
-        with open_dict(config):  # verl makes the manager that this names, after the trainer
+        with open_dict(config):  # verl creates the manager of this name after the trainer
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = _MANAGER
         super().__init__(config)
         self.exchange = open_exchange()
@@ -124,7 +124,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         client: SortedClient = self.llm_server_manager.get_client(client_cls=SortedClient, exchange=self.exchange)
         return client
 
-    # The hooks, in the order in which verl calls them
+    # The hooks, in verl's call order
 
     def on_init_end(self) -> None:
         self.checkpoint_manager.update_weights(self.global_steps)
@@ -176,11 +176,11 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """A batch is padded so that it splits into as many mini-batches as a batch of the configured size."""
+        """Pad the batch so that it splits into as many mini-batches as a batch of the configured size."""
         return self.sortedrl.minibatches * dp_size * int(self.config.actor_rollout_ref.rollout.n)
 
     def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """verl's, which gives every rank its rows; then each rank's rows in the order in which they train."""
+        """verl's balancing, which assigns rows to ranks; then reorder each rank's rows for training."""
         batch = super()._balance_batch(batch, *args, **kwargs)
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         lengths = [tag["seq_len"] for tag in batch.tags]
@@ -197,7 +197,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def _minibatches_of(self, settings: Any, batch: Any) -> Iterator[None]:
-        """Batches differ in size; the number of optimizer steps must not, or a few left over would make one alone."""
+        """Batches vary in size, but the number of optimizer steps must not: leftovers would form a tiny step."""
         usual = settings.ppo_mini_batch_size
         prompts = len(batch) // int(self.config.actor_rollout_ref.rollout.n)
         settings.ppo_mini_batch_size = prompts // self.sortedrl.minibatches
@@ -207,7 +207,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             settings.ppo_mini_batch_size = usual
 
     def _publish(self) -> None:
-        """Once a step, before the first who needs it: the checkpoint or the weight sync."""
+        """Once per step, before the checkpoint or the weight sync, whichever comes first."""
         assert self.controller is not None
         if self.controller.scheduler_state.version < self.global_steps:
             self.controller.publish()
@@ -225,7 +225,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         folder.mkdir(parents=True, exist_ok=True)
         state = {"controller": self.controller.state(), "engine": self.engine.state()}
         (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-        super()._save_checkpoint()  # writes last which checkpoint is the newest
+        super()._save_checkpoint()  # its last write marks the checkpoint as the latest
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
@@ -264,7 +264,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         arguments = dict(data.get("apply_chat_template_kwargs") or {})
         prompts = DatasetPrompts(self.train_dataset, self.tokenizer, arguments)
         rollouts_per_epoch = len(prompts) * schedule.rollouts_per_prompt
-        # verl's number of steps is the run's length, whatever the batches hold: the data must not end before.
+        # verl's number of steps determines the length of the run: the data must not run out before.
         epochs = 1 + -(-2 * self.total_training_steps * schedule.rollouts_per_update // rollouts_per_epoch)
         log = EventLog(self.metrics)
         controller = Controller(
@@ -280,7 +280,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         return controller
 
     def _open_log(self, log: EventLog) -> None:
-        """What an earlier run wrote beyond the checkpoint stays, behind a mark, and no figure counts it."""
+        """Mark events after the checkpoint as rolled back, so that no metric counts them."""
         path = self.sortedrl.folder / "events.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = without_rolled_back(read_events(path)) if path.exists() else []
@@ -295,7 +295,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         log.sinks.append(write)
 
     def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
-        """Rows of the dataset, each with its ticket, to the agent loop workers."""
+        """Send rows of the dataset, each with its ticket, to the agent loop workers."""
         fields = collate_fn([self.train_dataset[int(request.prompt.id)] for request, _ in requests])
         siblings = self.sortedrl.schedule.rollouts_per_prompt
         fields["uid"] = numpy.array([str(request.id // siblings) for request, _ in requests], dtype=object)
@@ -316,7 +316,7 @@ def _clear(keys: Collection[str]) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A killed run may leave half a line at the end."""
+    """A killed run may leave a partial line at the end."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
