@@ -83,7 +83,7 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     assert "an impossible time" in capsys.readouterr().err
     for broken, words in [
         ({"weight_update_seconds": math.nan}, "an impossible time"),
-        ({"weight_update_seconds": -5.0}, "cannot be"),
+        ({"weight_update_seconds": -5.0}, "an impossible time"),
     ]:
         replace(found, **broken).write(path)
         assert main(arguments) == 2

@@ -343,8 +343,10 @@ FAULTS: dict[str, Fault] = {
         DIES,
         "no longer responds",
     ),
-    "a server that says nothing sensible at its start": Fault(answers("/server_info", "[1]"), REFUSED, "shape"),
-    "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "shape"),
+    "a server that says nothing sensible at its start": Fault(
+        answers("/server_info", "[1]"), REFUSED, "unexpected format"
+    ),
+    "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "unexpected format"),
     "weights that are refused": Fault(
         both(*(answers(p, '{"success": false, "message": "no"}', code=400) for p in ("/pause", "/pause_generation"))),
         DIES,

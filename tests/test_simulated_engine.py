@@ -215,7 +215,7 @@ def test_a_context_that_can_never_fit_fails_with_the_numbers() -> None:
     one = engine(kv_tokens=20)
     one.submit([request(0, 2, prompt=30), request(1, 2, prompt=3)])
     changes = to_end(one)
-    reason = "a context of 30 tokens does not fit into the KV cache of 20"
+    reason = "a context of 30 tokens does not fit into the KV cache of 20 tokens"
     assert [c.reason for c in changes if isinstance(c, Failed)] == [reason]
     assert ends(changes) == [(1, 2.0)]
 
@@ -402,7 +402,7 @@ def test_a_fit_has_no_negative_coefficient() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fit([Point(1, 1, 1)] * 2), "2 measured points: a fit needs at least 3"),
+        (lambda: fit([Point(1, 1, 1)] * 2), "2 measured points, but a fit needs at least 3"),
         (lambda: fit([Point(8, 100, 0.1)] * 5), "do not vary enough"),
         (lambda: StepTime(((1, 0.1),)), "two or more ascending"),
         (lambda: StepTime(((2, 0.1), (1, 0.2))), "two or more ascending"),
