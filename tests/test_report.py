@@ -298,7 +298,7 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
     ("words", "said"),
     [
         (["nowhere"], "no such file or folder"),
-        (["empty"], "no events.jsonl is there"),
+        (["empty"], "no events.jsonl in it"),
         (["noise.jsonl"], "it contains no valid event"),
         (["good.jsonl", "--out", "empty"], "a folder, not a file"),
         (["good.jsonl", "--out", "page.pdf"], "Use page.html"),
