@@ -58,7 +58,7 @@ def row(run: dict[str, Any], shuffled: bool) -> str:
         f"{f['goodput']:,.0f}",
         f"{f['waste']:.1%}",
         f"{f['staleness_mean']:.2f}",
-        "not known" if f["length_bias"] is None else f"{f['length_bias']:+.1%}",
+        "unknown" if f["length_bias"] is None else f"{f['length_bias']:+.1%}",
     ]
     return f"| {' | '.join(map(str, cells))} |"
 

@@ -174,7 +174,7 @@ QUICK: dict[str, tuple[Callable[[], Any], str]] = {
     "reward_untrue": (lambda: Reward(1.0, Untrue()), "RuntimeError: neither"),  # type: ignore[arg-type]
     "reward_with_text": (lambda: Reward(1.0, True, {"style": "bad"}), "part 'style' of the reward is 'bad'"),  # type: ignore[dict-item]
     "reward_without_parts": (lambda: Reward(1.0, True, None), "TypeError"),  # type: ignore[arg-type]
-    "reward_with_many_parts": (lambda: Reward(1.0, True, {str(n): 1.0 for n in range(5000)}), "bytes; at most"),
+    "reward_with_many_parts": (lambda: Reward(1.0, True, {str(n): 1.0 for n in range(5000)}), "bytes; the maximum is"),
     "takes_all_memory": (lambda: bytearray(2**45), "MemoryError"),
     "eats_memory": (_eat_memory, "MemoryError"),
 }
@@ -188,7 +188,7 @@ DEADLY: dict[str, tuple[Callable[[], Any], str]] = {
     "segfaults": (_segfault, "died with signal SIGSEGV"),
     "overflows_stack": (_overflow_stack, "died with signal|RecursionError|MemoryError|not a number"),
     "closes_descriptors": (_close_everything, "its file descriptor was closed"),
-    "writes_everywhere": (_write_everywhere, "something else than an answer"),
+    "writes_everywhere": (_write_everywhere, "sent an invalid message"),
 }
 HANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "spins": (_spin, "no result within .* s; the worker process was killed"),

@@ -168,7 +168,7 @@ class ServerEnds(OnServer):
         pooled.run()
         assert sorted(pooled.finished) == list(range(8)) and not pooled.failed
         assert all(len(pooled.tokens(id)) == ENDLESS for id in range(8))
-        with pytest.raises(EngineDied, match="does not answer any more"):
+        with pytest.raises(EngineDied, match="no longer responds"):
             while True:
                 alone.apply(alone.engine.poll())
         assert not alone.failed, "no retry is used up"
@@ -181,8 +181,8 @@ class ServerEnds(OnServer):
         """The server stays paused, with some of the new weights."""
         engine = self.engine_at(server)
         wrong = {name: weight[:-1] if weight.ndim == 2 else weight for name, weight in model[1].state_dict().items()}
-        with pytest.raises(EngineDied, match=r"weights of version 1 did not load to the end .*restart the server"):
+        with pytest.raises(EngineDied, match=r"weight update to version 1 did not complete .*restart the server"):
             engine.update_weights(wrong, 1)
-        with pytest.raises(EngineDied, match="did not load to the end"):
+        with pytest.raises(EngineDied, match="did not complete"):
             engine.submit([endless(0, 3)])
         engine.close()

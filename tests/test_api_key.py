@@ -60,7 +60,7 @@ def test_the_key_is_sent_with_every_request(server: SglangStandIn, monkeypatch: 
     engine.close()
 
 
-@pytest.mark.parametrize(("key", "words"), [(None, "asks for an API"), ("sk-wrong-one", "does not accept this API")])
+@pytest.mark.parametrize(("key", "words"), [(None, "requires an API"), ("sk-wrong-one", "does not accept this API")])
 def test_a_missing_or_wrong_key_is_one_clear_line(
     server: SglangStandIn, key: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

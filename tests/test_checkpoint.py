@@ -83,7 +83,7 @@ def test_the_newest_intact_checkpoint_is_used_and_the_damaged_one_is_set_aside(
     said: list[str] = []
     assert checkpoint.load_newest_intact(tmp_path, said.append).controller == {"updates": 2}
     assert len(said) == 1
-    assert "update-000004 is damaged" in said[0] and "goes on from update-000002" in said[0]
+    assert "update-000004 is damaged" in said[0] and "continues from update-000002" in said[0]
     assert names(tmp_path) == ["damaged-update-000004", "update-000002"]
 
 

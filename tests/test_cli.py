@@ -220,7 +220,7 @@ BAD_FILES = {
     "unknown key": ("run.toml", "slotz = 3\n", ["slotz = 3", "Did you mean slots?"]),
     "broken TOML": ("run.toml", "slots = 3\nmodes = [\n", ["not TOML", "line"]),
     "wrong type": ("run.toml", 'slots = "many"\n', ["slots = 'many'", "run.toml"]),
-    "empty lengths": ("lengths.jsonl", "\n", ["holds no lengths"]),
+    "empty lengths": ("lengths.jsonl", "\n", ["no lengths in this file"]),
     "negative length": ("lengths.jsonl", "12\n-4\n", ["line 2", "-4"]),
     "zero length": ("lengths.jsonl", '{"length": 0}\n', ["line 1"]),
     "length without sense": ("lengths.jsonl", "12\n1e308\n", ["lengths.jsonl, line 2", "1e+308", "10,000,000"]),

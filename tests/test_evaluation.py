@@ -82,7 +82,7 @@ def test_gain_pairs_problems_by_id() -> None:
     before = Evaluation.of({"a": [True, True], "b": [False, False]})
     after = Evaluation.of({"b": [False, True], "a": [True, True]})
     assert after.gain_over(before).value == 0.25
-    with pytest.raises(ValueError, match="1 are in one only, such as 'c'"):
+    with pytest.raises(ValueError, match="1 are in only one, for example 'c'"):
         after.gain_over(Evaluation.of({"a": [True, True], "b": [True, True], "c": [True, True]}))
 
 
@@ -91,5 +91,5 @@ def test_ragged_and_empty_samples_are_refused() -> None:
         Evaluation.of({"a": [True], "b": [True, False]})
     with pytest.raises(ValueError, match="at least one problem"):
         Evaluation.of({})
-    with pytest.raises(ValueError, match="pass@3: k must lie between 1 and the samples per problem, which are 2"):
+    with pytest.raises(ValueError, match="pass@3: k must be between 1 and the number of samples per problem, 2"):
         Evaluation.of({"a": [True, False]}).pass_at(3)

@@ -346,7 +346,7 @@ def test_files_that_are_missing_too_short_or_lack_a_column(tmp_path: Path) -> No
     write_logic_rl_files(tmp_path)
     with pytest.raises(ValueError, match=r"5ppl-train\.parquet"):
         KnightsAndKnaves(characters=(5,), count=10, data=tmp_path).train()
-    with pytest.raises(ValueError, match="90 puzzles are asked for, but it has 9"):
+    with pytest.raises(ValueError, match="90 puzzles were requested, but it has 9"):
         KnightsAndKnaves(characters=(3,), count=100, data=tmp_path).train()
     write_logic_rl_files(tmp_path, without="solution")
     with pytest.raises(ValueError, match="no column solution among quiz, names"):

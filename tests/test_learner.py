@@ -470,7 +470,7 @@ def test_no_batch_of_the_first_cohort_sets_the_scale_for_the_others(algorithm: A
 def test_initial_rewards_are_for_a_learner_without_updates() -> None:
     learner = Learner(tiny_model(), LearnerSettings())
     learner.step(random_rollouts(), version=0)
-    with pytest.raises(ValueError, match="1 updates were made already"):
+    with pytest.raises(ValueError, match="1 updates were already made"):
         learner.set_initial_rewards([0.0, 1.0])
 
 
@@ -658,9 +658,12 @@ def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_p": 0.9}, "top_p = 0.9: .*kept mass.*top_p = 1.0"),
+        ({"top_p": 0.9}, "top_p = 0.9: .*ratio is biased.*top_p = 1.0"),
         ({"algorithm": "dpo"}, "algorithm = 'dpo': choose one of reinforce"),
-        ({"algorithm": "grpo", "advantage_baseline": "batch"}, "advantage_baseline = batch: grpo compares siblings"),
+        (
+            {"algorithm": "grpo", "advantage_baseline": "batch"},
+            "advantage_baseline = batch: grpo uses the group baseline",
+        ),
         ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = group: with ppo the critic"),
         ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5: .*use 2.0"),

@@ -265,7 +265,7 @@ FAULTS: dict[str, Fault] = {
     "an infinite log-probability": Fault(token_event([12], [float("-inf")]), says="log-probability"),
     "a log-probability above 0": Fault(token_event([12], [0.5]), says="log-probability"),
     "no log-probability": Fault(token_event([12], [])),
-    "a log-probability too many": Fault(token_event([12], [-0.1, -0.2]), dialects=("vllm",), says="came with 2"),
+    "a log-probability too many": Fault(token_event([12], [-0.1, -0.2]), dialects=("vllm",), says="arrived with 2"),
     "a token id that is a float": Fault(token_event([12.0], [-0.1]), says="not a whole number"),
     "a token id that is a bool": Fault(token_event([True], [-0.1]), says="not a whole number"),
     "a token id that is a string": Fault(token_event(["12"], [-0.1]), says="not a whole number"),
@@ -280,8 +280,8 @@ FAULTS: dict[str, Fault] = {
     "an end without a token": Fault(altered(lambda s, _: [s.event([], [], 0, "stop"), b"[DONE]"]), says="token"),
     "an unknown end": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, "tired")]), says="tired"),
     "an end of another type": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, [1, 2])])),
-    "no end": Fault(altered(lambda s, lines: lines[:2]), says="before its end"),
-    "done without an end": Fault(altered(lambda s, lines: [lines[0], b"[DONE]"]), says="before its end"),
+    "no end": Fault(altered(lambda s, lines: lines[:2]), says="before the end"),
+    "done without an end": Fault(altered(lambda s, lines: [lines[0], b"[DONE]"]), says="before the end"),
     "an event twice": Fault(altered(lambda s, lines: [x for y in lines[:-2] for x in (y, y)] + lines[-2:]), LOSSLESS),
     "done twice": Fault(altered(lambda s, lines: [*lines, b"[DONE]"]), LOSSLESS),
     "the last event twice": Fault(altered(lambda s, lines: [*lines[:-1], lines[-2], b"[DONE]"]), LOSSLESS),
@@ -296,12 +296,12 @@ FAULTS: dict[str, Fault] = {
     "garbage as gzip": Fault(every(4, garbage_as_gzip)),
     "status 400": Fault(every(4, status(400, "not like this")), says="not like this"),
     "status 500": Fault(every(4, status(500, "<html>oops</html>")), says="oops"),
-    "a stream that falls silent": Fault(first(6, silent_after_a_token), says="no token came for"),
-    "a stream that is silent from its start": Fault(first(6, silent), says="no token came for"),
-    "comments instead of tokens": Fault(first(6, drips_comments), says="no token came for"),
+    "a stream that falls silent": Fault(first(6, silent_after_a_token), says="no token for"),
+    "a stream that is silent from its start": Fault(first(6, silent), says="no token for"),
+    "comments instead of tokens": Fault(first(6, drips_comments), says="no token for"),
     "headers without end": Fault(first(6, endless_headers)),
     "silence while nothing is said to run": Fault(
-        both(first(6, silent), answers("/metrics", "vllm:num_requests_running 0\n", "text/plain")), says="no token came"
+        both(first(6, silent), answers("/metrics", "vllm:num_requests_running 0\n", "text/plain")), says="no token for"
     ),
     # The server's state
     "a burst of 429": Fault(first(6, status(429)), LOSSLESS),
@@ -316,7 +316,7 @@ FAULTS: dict[str, Fault] = {
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),
     "503 in every stream": Fault(first(10**9, error_503_in_the_stream), DIES, "restarting"),
-    "gone": Fault(vanishes(6, None), DIES, "does not answer any more"),
+    "gone": Fault(vanishes(6, None), DIES, "no longer responds"),
     "another server": Fault(restart, DIES, "restarted"),
     # Small questions
     "running is NaN": Fault(answers("/metrics", "vllm:num_requests_running NaN\n", "text/plain"), dialects=("vllm",)),
@@ -328,7 +328,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "running is a list": Fault(malformed_after_start("[1, 2]", "/metrics"), dialects=("vllm",)),
     "loads in another shape": Fault(
-        malformed_after_start('{"loads": [{"num_running_reqs": "x"}]}', "/v1/loads"), DIES, "did not load", ("sglang",)
+        malformed_after_start('{"loads": [{"num_running_reqs": "x"}]}', "/v1/loads"),
+        DIES,
+        "did not complete",
+        ("sglang",),
     ),
     "health is no JSON": Fault(answers("/health", "{", "application/json")),
     "aborts are refused": Fault(both(*(answers(p, "no", code=500) for p in ("/abort_request", "/abort_requests")))),
@@ -338,14 +341,16 @@ FAULTS: dict[str, Fault] = {
     "its identity is nonsense from some time on": Fault(
         malformed_after_start("[]", "/model_info", "/weight_info"),
         DIES,
-        "does not answer any more",
+        "no longer responds",
     ),
-    "a server that says nothing sensible at its start": Fault(answers("/server_info", "[1]"), REFUSED, "shape"),
-    "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "shape"),
+    "a server that says nothing sensible at its start": Fault(
+        answers("/server_info", "[1]"), REFUSED, "unexpected format"
+    ),
+    "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "unexpected format"),
     "weights that are refused": Fault(
         both(*(answers(p, '{"success": false, "message": "no"}', code=400) for p in ("/pause", "/pause_generation"))),
         DIES,
-        "did not load to the end",
+        "did not complete",
     ),
     "weights that fail with status 200": Fault(
         answers("/update_weights_from_disk", '{"success": false, "message": "no memory"}'),
@@ -354,7 +359,7 @@ FAULTS: dict[str, Fault] = {
         ("sglang",),
     ),
     "weights that are answered with nonsense": Fault(
-        answers("/update_weights_from_disk", "[]"), DIES, "did not load", ("sglang",)
+        answers("/update_weights_from_disk", "[]"), DIES, "did not complete", ("sglang",)
     ),
 }
 
@@ -515,7 +520,7 @@ def test_a_server_that_restarts_while_nothing_runs_gets_the_next_weights(
         engine.update_weights(tmp_path, 2)
         assert server.shift == 0
         server.restart()
-        with pytest.raises(EngineDied, match="not the server of before"):
+        with pytest.raises(EngineDied, match="a different server"):
             engine.update_weights(None, 3)
     finally:
         engine.close()

@@ -70,9 +70,9 @@ def test_options_reach_the_generator() -> None:
 
 
 def test_unknown_datasets_and_options_are_named() -> None:
-    with pytest.raises(ValueError, match=r"no dataset 'leg_counter'; near it: leg_counting"):
+    with pytest.raises(ValueError, match=r"no dataset 'leg_counter'; similar names: leg_counting"):
         ReasoningGym("leg_counter")
-    with pytest.raises(ValueError, match=r"does not take these options .*legs"):
+    with pytest.raises(ValueError, match=r"does not accept the options .*legs"):
         ReasoningGym("leg_counting", legs=4)
 
 

@@ -170,7 +170,7 @@ def test_a_log_cut_in_mid_line_is_shown_up_to_there(tmp_path: Path) -> None:
     (read,) = read_runs([path])
     assert read.run_metrics == figures_of(intact)
     assert any("torn" in notice and f"line {len(intact) + 1} " in notice for notice in read.notices)
-    assert any("killed, or it still runs" in notice for notice in read.notices)
+    assert any("killed or is still running" in notice for notice in read.notices)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 21, 34, 55])
@@ -179,7 +179,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, count: int) -> N
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
     (read,) = read_runs([path])
     assert read.run_metrics == figures_of(list(read_events(path)))
-    assert "it still runs" in report.page([read], [None], "0")
+    assert "is still running" in report.page([read], [None], "0")
 
 
 def test_lost_loads_and_a_lost_beginning_are_inferred(tmp_path: Path) -> None:
@@ -298,8 +298,8 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
     ("words", "said"),
     [
         (["nowhere"], "no such file or folder"),
-        (["empty"], "no events.jsonl is there"),
-        (["noise.jsonl"], "not one line of it is an event"),
+        (["empty"], "no events.jsonl in it"),
+        (["noise.jsonl"], "it contains no valid event"),
         (["good.jsonl", "--out", "empty"], "a folder, not a file"),
         (["good.jsonl", "--out", "page.pdf"], "Use page.html"),
         (["good.jsonl", "--out", "good.jsonl/page.html"], "Name a file that can be written"),
@@ -380,7 +380,7 @@ RESPONSES: list[dict[str, Any]] = [
 def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) -> None:
     (read,) = read_runs([run_folder(tmp_path / "a-run")])
     assert [line["clipped_fraction"] for line in read.learner] == [0.02, 0.02]
-    assert read.notices[-1] == "metrics.jsonl: 1 line that cannot be read, left out."
+    assert read.notices[-1] == "metrics.jsonl: skipped 1 unreadable line."
     command = train_command(read.settings)
     assert command is not None
     page = report.page([read], [command], "0")
@@ -390,7 +390,7 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     assert '<span class="segment" data-version="2">&lt;/script&gt;three</span>' in page
     assert "<b>Best, Longest, Most resumed</b>" in page
     assert "<b>Worst, Longest</b>" in page
-    assert "cut at the limit" in page
+    assert "truncated at max_new_tokens" in page
 
 
 def test_the_command_makes_the_same_settings() -> None:

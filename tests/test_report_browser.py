@@ -89,21 +89,21 @@ def test_every_chart_holds_what_the_event_log_says(browser: Chromium, compared: 
     checked = {"shares", "bubble", "staleness-histogram", "segments-histogram", "staleness-updates"}
     checked |= {f"{kind}-{i}" for kind in ("occupancy", "lengths") for i in range(len(MODES))}
     assert set(charts) == checked, "every chart of the page is checked below"
-    all_figures = [figures_of(log) for log in logs]
+    all_metrics = [figures_of(log) for log in logs]
 
     shares = {trace["name"]: trace for trace in drawn(browser, "shares")}
-    for i, run_metrics in enumerate(all_figures):
+    for i, run_metrics in enumerate(all_metrics):
         for part, share in run_metrics.idle_parts.items():
             shown = shares.get(part.replace("_", " ").replace("kv limited", "KV-limited"))
             assert (shown["x"][i] if shown else 0) == pytest.approx(100 * share, abs=1e-4)
         assert sum(trace["x"][i] for trace in shares.values()) == pytest.approx(100, abs=1e-3)
 
-    for trace, run_metrics in zip(drawn(browser, "bubble"), all_figures, strict=True):
+    for trace, run_metrics in zip(drawn(browser, "bubble"), all_metrics, strict=True):
         assert trace["y"] == pytest.approx([100 * value for value in run_metrics.bubble_per_harvest], abs=1e-4)
         assert trace["name"] == run_metrics.mode
 
     for chart, histogram in (("staleness-histogram", "staleness"), ("segments-histogram", "segments")):
-        for trace, run_metrics in zip(drawn(browser, chart), all_figures, strict=True):
+        for trace, run_metrics in zip(drawn(browser, chart), all_metrics, strict=True):
             counts = getattr(run_metrics, f"{histogram}_histogram")
             expected = [100 * counts.get(key, 0) / sum(counts.values()) for key in trace["x"]]
             assert trace["y"] == pytest.approx(expected, abs=1e-4)
@@ -335,4 +335,4 @@ def test_a_run_of_50_000_rollouts_is_usable_within_two_seconds(browser: Chromium
     )
     assert moved < 200, "a zoom of the slot timeline takes milliseconds"
     options = browser.ask("[...document.querySelectorAll('#timeline-run option')].map(option => option.textContent)")
-    assert [option.split(", ")[-1] for option in options] == ["every stay", "aggregated"]
+    assert [option.split(", ")[-1] for option in options] == ["in full", "aggregated"]

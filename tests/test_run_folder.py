@@ -256,7 +256,7 @@ def test_resume_falls_back_to_the_intact_checkpoint_and_says_so(run: Path) -> No
     (run / "checkpoints" / ".writing-update-000006").mkdir()
     done = resume(run, 5)
     assert done.returncode == 0, done.stderr
-    assert "update-000004 is damaged" in done.stdout and "goes on from update-000002" in done.stdout
+    assert "update-000004 is damaged" in done.stdout and "continues from update-000002" in done.stdout
     assert updates_of(run) == [0, 1, 2, 3, 4]
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert "damaged-update-000004" in names and not any(name.startswith(".") for name in names)

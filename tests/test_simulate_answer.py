@@ -160,7 +160,7 @@ def test_a_spread_of_too_few_parts_is_unknown() -> None:
     assert relative_error([]) is relative_error([3.0, 4.0]) is None
     assert relative_error([4.0, 4.0, 4.0]) == 0
     modes = {"baseline": metrics_of("baseline", 1e7) | {"goodput_error": None}}
-    assert spread(rows_of("baseline"), modes, 1, 1).startswith("Spread unknown: 1 seed of 1 cohort.")
+    assert spread(rows_of("baseline"), modes, 1, 1).startswith("Standard error unknown with 1 seed of 1 cohort.")
 
 
 @pytest.mark.parametrize("mode", ["partial", "partial+elevator", "on-policy"])

@@ -143,7 +143,7 @@ def test_the_budget_cuts_and_says_so() -> None:
 def test_a_request_without_budget_is_refused() -> None:
     one = engine()
     one.submit([request(0, 5, max_new_tokens=0)])
-    assert one.poll() == [Failed(0, 0.0, "no budget left")]
+    assert one.poll() == [Failed(0, 0.0, "max_new_tokens is 0")]
 
 
 def test_stop_hands_over_all_tokens_and_leaves_nothing_behind() -> None:
@@ -215,7 +215,7 @@ def test_a_context_that_can_never_fit_fails_with_the_numbers() -> None:
     one = engine(kv_tokens=20)
     one.submit([request(0, 2, prompt=30), request(1, 2, prompt=3)])
     changes = to_end(one)
-    reason = "a context of 30 tokens does not fit into the KV budget of 20"
+    reason = "a context of 30 tokens does not fit into the KV cache of 20 tokens"
     assert [c.reason for c in changes if isinstance(c, Failed)] == [reason]
     assert ends(changes) == [(1, 2.0)]
 
@@ -346,7 +346,7 @@ def test_lengths_that_name_no_prompt_are_everybodys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no lengths"),
+        ("", "no lengths in this file"),
         ("12\n{\n", "line 2: not JSON"),
         ("12\n-3\n", "line 2: length -3 is not a number of tokens"),
         ("0\n", "line 1: length 0"),
@@ -355,7 +355,7 @@ def test_lengths_that_name_no_prompt_are_everybodys(tmp_path: Path) -> None:
         ("NaN\n", "line 1: length nan"),
         ('{"size": 3}\n', r"line 1: no `length` or `lengths` in \['size'\]"),
         ('{"lengths": []}\n', "line 1: no `length`"),
-        ('7\n{"prompt": "a", "length": 3}\n', "some lengths name their prompt and some do not"),
+        ('7\n{"prompt": "a", "length": 3}\n', "some lengths have a `prompt` and some do not"),
     ],
 )
 def test_a_broken_file_of_lengths_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
@@ -402,7 +402,7 @@ def test_a_fit_has_no_negative_coefficient() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fit([Point(1, 1, 1)] * 2), "2 measured points: a fit needs at least 3"),
+        (lambda: fit([Point(1, 1, 1)] * 2), "2 measured points, but a fit needs at least 3"),
         (lambda: fit([Point(8, 100, 0.1)] * 5), "do not vary enough"),
         (lambda: StepTime(((1, 0.1),)), "two or more ascending"),
         (lambda: StepTime(((2, 0.1), (1, 0.2))), "two or more ascending"),
@@ -426,7 +426,7 @@ def test_measured_points_are_read_from_csv(tmp_path: Path) -> None:
         ("running,seconds\n1,2\n", "no column cached_tokens"),
         ("running,cached_tokens,seconds\n1,0,0.1\nx,0,0.1\n", "line 3"),
         ("running,cached_tokens,seconds\n1,0\n", "line 2"),
-        ("running,cached_tokens,seconds\n0,0,0.1\n", "line 2: .* is not a measured step"),
+        ("running,cached_tokens,seconds\n0,0,0.1\n", "line 2: .* is not a valid measurement"),
         ("", "no column"),
     ],
 )

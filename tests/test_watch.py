@@ -120,7 +120,7 @@ def test_an_interrupted_run_ends_what_watches_it(model: Path, tmp_path: Path) ->
         process.communicate(timeout=120)
     done = watched(str(run))
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1] == f"interrupted and saved. Go on with: sortedrl train --resume {run}"
+    assert done.stdout.splitlines()[-1] == f"interrupted and saved. Continue with: sortedrl train --resume {run}"
 
 
 def test_ctrl_c_ends_watching_without_a_word(killed: Path) -> None:

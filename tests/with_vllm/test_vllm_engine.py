@@ -134,10 +134,10 @@ class TestWeights:
             yield from weights[:3]
             raise OSError("the connection broke")
 
-        with pytest.raises(EngineDied, match=r"loaded in part: .*connection broke"):
+        with pytest.raises(EngineDied, match=r"failed halfway: .*connection broke"):
             engine.update_weights(torn(), 1)
         engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
-        with pytest.raises(EngineDied, match="loaded in part"):
+        with pytest.raises(EngineDied, match="failed halfway"):
             engine.poll()
         engine.close()
 

@@ -127,7 +127,7 @@ class TestServer(ServerTests):
 
     def test_more_slots_than_the_server_runs_are_refused(self, server: ServerProcess) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"--max-num-seqs 8, and this engine has 9 slots.*--max-num-seqs 9"
+            ConfigurationError, match=r"--max-num-seqs 8, but this engine has 9 slots.*--max-num-seqs 9"
         ):
             self.engine_at(server, slots=9)
 
@@ -147,7 +147,7 @@ class TestServer(ServerTests):
 def test_training_with_a_server(
     tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server asks for an API key."""
+    """The server requires an API key."""
     small = [
         "--slots",
         str(SLOTS),
@@ -163,7 +163,7 @@ def test_training_with_a_server(
     with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--enable-prefix-caching", "--api-key", "sk-a-b") as server:
         at = ["--engine", "vllm-server", "--engine-urls", server.url]
         assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 2
-        assert "asks for an API key" in capsys.readouterr().err
+        assert "requires an API key" in capsys.readouterr().err
         monkeypatch.setenv(VARIABLE, "sk-a-b")
         assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

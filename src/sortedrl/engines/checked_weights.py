@@ -1,16 +1,15 @@
-"""Any engine, with a check after every weight update: does it sample from the weights that the learner holds?
+"""Wraps any engine and checks after every weight update that it samples from the learner's weights.
 
-An engine can go silently wrong at a weight update: a tied output layer that stays behind, cached keys of the old
-weights, a shard that was not sent. Each shows as log-probabilities that differ from the learner's. So after every
-weight update the engine samples a few tokens behind each probe, the learner scores the same tokens, and a run whose two
-sides differ stops.
+A weight update can fail silently: a tied output layer is not updated, stale KV stays in the prefix cache, a shard is
+not sent. In each case the engine's log-probabilities differ from the learner's. So after every weight update the engine
+samples a few tokens for each probe prompt, the learner scores the same tokens, and the run stops if they differ.
 
-The check fails closed: a probe without an answer, with fewer or more tokens than were asked for, or with a
-log-probability that is not a finite number is a failure, never agreement. EOS does not end a probe, and each probe is
-judged by itself: in a pool one server with old weights does not hide behind the others.
+The check fails closed: a probe without a response, with the wrong number of tokens, or with a non-finite
+log-probability is a failure. EOS does not end a probe, and each probe is checked separately, so one server with old
+weights is not averaged away in a pool.
 
-In bfloat16 a few unlikely tokens, such as those behind EOS, can be a nat apart with equal weights. So a probe is judged
-by the median over its tokens; its mean may be ten times as far off.
+In bfloat16 a few unlikely tokens, such as those after EOS, can differ by a nat with equal weights. So the criterion is
+the median over a probe's tokens; the mean may be ten times as large.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from typing import Any
 from sortedrl.core.engine import Change, Engine, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.rollout import Prompt
 
-LogprobsOf = Callable[[Sequence[int], Sequence[int]], Sequence[float]]  # context, response -> of each response token
+LogprobsOf = Callable[[Sequence[int], Sequence[int]], Sequence[float]]  # context, response -> one per response token
 _FIRST_PROBE_ID = -1
-_ATTEMPTS = 4  # of one probe whose request fails
-_MEAN_PER_MEDIAN = 10.0  # how much further apart the mean over a probe may be than its median
-_RETRY_SECONDS = 0.5  # before the second attempt; doubled for each further one
+_ATTEMPTS = 4  # per probe, if its request fails
+_MEAN_PER_MEDIAN = 10.0  # the limit of a probe's mean difference, in units of the limit of its median
+_RETRY_SECONDS = 0.5  # before the second attempt; doubles with each further one
 
 
 class WeightsDiffer(RuntimeError):
-    """Engine and learner do not hold the same weights, or the engine gave no answer that shows it."""
+    """Engine and learner do not hold the same weights, or the check could not confirm that they do."""
 
 
 class _Answer:
-    """What the engine has made behind one probe."""
+    """The engine's response to one probe."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -51,11 +50,11 @@ class _Answer:
 
 
 class CheckedWeights:
-    """`inner` with the check.
+    """Wraps `inner` with the check.
 
-    tolerance         median absolute difference over a probe, in nats per token, that is still rounding
-    tokens_per_probe  must fit behind every probe in the engine's context
-    probe_seconds     for all probes together, retries included, by the engine's clock
+    tolerance         largest median absolute difference over a probe, in nats per token, that counts as rounding
+    tokens_per_probe  must fit in the engine's context after every probe
+    probe_seconds     time limit for all probes together, including retries, on the engine's clock
     """
 
     def __init__(
@@ -98,25 +97,25 @@ class CheckedWeights:
         self.check(f"after the weight update to version {version}")
 
     def check(self, when: str) -> None:
-        """Raise WeightsDiffer unless engine and learner agree; `when` begins the message."""
+        """Raise WeightsDiffer unless engine and learner agree; the message starts with `when`."""
         try:
             self.last_difference = self.difference()
         except WeightsDiffer as error:
-            raise WeightsDiffer(f"{when} the check of the engine's weights failed: {error}") from None
+            raise WeightsDiffer(f"{when}, the check of the engine's weights failed: {error}") from None
         if self.last_difference > self._tolerance:
             raise WeightsDiffer(
-                f"{when} the engine's log-probabilities are {self.last_difference:.3g} nats per token away from the "
+                f"{when}, the engine's log-probabilities are {self.last_difference:.3g} nats per token away from the "
                 f"learner's (allowed: {self._tolerance:g}): the engine does not sample from the weights that are "
                 "trained"
             )
 
     @property
     def weight_update_seconds(self) -> float:
-        """Of the last load, the check not counted."""
+        """Duration of the last weight update, without the check."""
         return float(getattr(self.inner, "weight_update_seconds", 0.0))
 
     def sleep(self) -> None:
-        """Lets an engine that can rest give its memory away until it is needed again."""
+        """Put an engine that supports it to sleep until it is needed again."""
         if hasattr(self.inner, "sleep"):
             self.inner.sleep()
 
@@ -125,9 +124,9 @@ class CheckedWeights:
             self.inner.close()
 
     def difference(self) -> float:
-        """Difference between engine and learner, in nats per token, of the probe that differs most.
+        """The largest difference between engine and learner over the probes, in nats per token.
 
-        A finite number, always: raises WeightsDiffer where an answer does not allow to tell.
+        Always finite: raises WeightsDiffer if a response is unusable.
         """
         return max(
             self._difference_of(place, probe, answer)
@@ -138,7 +137,7 @@ class CheckedWeights:
         wanted = self._tokens_per_probe
         if len(answer.tokens) != wanted:
             raise WeightsDiffer(
-                f"the answer to probe {place} has {len(answer.tokens)} tokens, {wanted} were asked for behind a prompt "
+                f"the response to probe {place} has {len(answer.tokens)} tokens instead of {wanted}, after a prompt "
                 f"of {len(probe)}"
             )
         expected = self._logprobs_of(probe, answer.tokens)
@@ -146,14 +145,14 @@ class CheckedWeights:
             odd = [logprob for logprob in logprobs if not _is_finite(logprob)]
             if odd:
                 raise WeightsDiffer(
-                    f"{len(odd)} of {wanted} log-probabilities of the {side} for probe {place} are not finite numbers "
-                    f"(the first: {odd[0]})"
+                    f"{len(odd)} of {wanted} log-probabilities of the {side} for probe {place} are not finite "
+                    f"(first: {odd[0]})"
                 )
         differences = [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
         return max(median(differences), fmean(differences) / _MEAN_PER_MEDIAN)
 
     def _answers(self) -> list[_Answer]:
-        """One for each probe, when all have come. Nothing of the probes is left in the engine, whatever happens."""
+        """Wait for one response per probe. No probe is left in the engine, even on error."""
         sampling = Sampling(ignore_eos=True)
         answers = [
             _Answer(Request(_FIRST_PROBE_ID - i, Prompt(f"probe {i}", probe), (), self._tokens_per_probe, i, sampling))
@@ -166,7 +165,7 @@ class CheckedWeights:
             while awaited:
                 if self.inner.now() >= deadline:
                     raise WeightsDiffer(
-                        f"{len(awaited)} of {len(answers)} probes were not answered within {self._probe_seconds:g} s"
+                        f"{len(awaited)} of {len(answers)} probes did not finish within {self._probe_seconds:g} s"
                     )
                 for change in self.inner.poll(deadline):
                     self._take(change, awaited)
@@ -187,7 +186,7 @@ class CheckedWeights:
         elif isinstance(change, Failed):
             if answer.attempts == _ATTEMPTS:
                 del awaited[change.id]
-                raise WeightsDiffer(f"a probe failed {_ATTEMPTS} times, the last time: {change.reason}")
+                raise WeightsDiffer(f"a probe failed {_ATTEMPTS} times, most recently because: {change.reason}")
             time.sleep(_RETRY_SECONDS * 2 ** (answer.attempts - 1))
             answer.forget()
             self.inner.submit([answer.request])

@@ -1,7 +1,7 @@
-"""Any engine, with response lengths imposed: for measurements that compare schedules on equal lengths.
+"""Wraps any engine and forces response lengths, to compare schedules on equal work.
 
-The model computes every token; only where a response ends is decided here. So time, memory and preemptions are real,
-and two schedules can be given the same work.
+The model computes every token; only the end of each response is decided here. So time, memory and preemptions are
+real.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from sortedrl.core.engine import Change, Engine, Finished, Request
 
 
 class ForcedLengths:
-    """`inner` with the lengths of `length_of`: of the whole response, kept tokens included."""
+    """Wraps `inner` with the lengths of `length_of`: of the whole response, including the prefix."""
 
     def __init__(self, inner: Engine, length_of: Callable[[Request], int]) -> None:
         self.inner = inner
         self.slots = inner.slots
         self._length_of = length_of
-        self._truncated: dict[int, bool] = {}  # by request id: ends by its max_new_tokens, not by its forced length
+        self._truncated: dict[int, bool] = {}  # by request id: ends at max_new_tokens before its forced length
 
     def now(self) -> float:
         return self.inner.now()
@@ -41,7 +41,7 @@ class ForcedLengths:
         self.inner.update_weights(weights, version)
 
     def _forced(self, request: Request) -> Request:
-        # A kept response that is as long as it should be already gets one token more: an engine cannot make none.
+        # A prefix that already has the forced length gets one more token: engines cannot generate none.
         left = max(1, self._length_of(request) - request.prefix_length)
         self._truncated[request.id] = left >= request.max_new_tokens
         sampling = replace(request.sampling, ignore_eos=True)

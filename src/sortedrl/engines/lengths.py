@@ -1,7 +1,7 @@
-"""Response lengths for the simulated engine: drawn, or replayed from a file of the user's own.
+"""Response lengths for the simulated engine: drawn from a distribution, or replayed from the user's file.
 
-A length depends on the prompt and the request's seed alone, as a real model's would: a resumed request keeps
-its length, a regenerate with another seed draws again.
+A length depends only on the prompt and the request's seed, as with a real model: a resumed request keeps its length,
+and a regenerated one with another seed draws a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed, mixing
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
-MOST_TOKENS = 10_000_000  # what is longer is no response
+MOST_TOKENS = 10_000_000  # anything longer is an error in the file
 _NORMAL = NormalDist()
 
 
@@ -28,7 +28,7 @@ _NORMAL = NormalDist()
 class LognormalLengths:
     """log length = mu + prompt's own effect (sd `between`, the same in every epoch) + noise (sd `within`).
 
-    `limit` cuts: what is longer hits the token limit, so the distribution has mass there.
+    Responses are truncated at `limit`, so the distribution has mass there.
     """
 
     mu: float = math.log(2100) - 0.5
@@ -64,15 +64,15 @@ class ReplayedLengths:
         return max(map(max, self.by_prompt))
 
     def longer_than(self, limit: int) -> int:
-        """How many responses would be cut at `limit` tokens."""
+        """How many responses would be truncated at `limit` tokens."""
         return sum(length > limit for lengths in self.by_prompt for length in lengths)
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A JSONL file: a number a line, or objects with `length` (or `lengths`) and, where known, `prompt`.
+    """A JSONL file: one number per line, or objects with `length` (or `lengths`) and optionally `prompt`.
 
-    Lengths without a prompt are drawn from by every response: what a prompt's last response says of its next is not
-    in the file.
+    Without prompts, every response draws from all lengths: the file does not show how the lengths of one prompt's
+    responses are correlated.
     """
     by_prompt: dict[object, list[int]] = {}
     for line_number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
@@ -84,9 +84,9 @@ def read_lengths(path: Path) -> ReplayedLengths:
                 raise ValueError(f"{path}, line {line_number}: {why}")
             by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
-        raise ValueError(f"{path}: holds no lengths")
+        raise ValueError(f"{path}: no lengths in this file")
     if None in by_prompt and len(by_prompt) > 1:
-        raise ValueError(f"{path}: some lengths name their prompt and some do not")
+        raise ValueError(f"{path}: some lengths have a `prompt` and some do not: give it for all or none")
     return ReplayedLengths(tuple(map(tuple, by_prompt.values())))
 
 
@@ -95,7 +95,7 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {line_number}: not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deeply nested lists
         raise ValueError(f"{path}, line {line_number}: {error}") from None
     if not isinstance(value, dict):
         yield None, value
@@ -111,7 +111,7 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
 
 
 def remembered(lengths: LengthOf) -> LengthOf:
-    """The same lengths, of which the latest are kept: a resumed rollout asks again."""
+    """The same lengths with a cache: a resumed rollout asks again."""
     return lru_cache(maxsize=1 << 14)(lengths)
 
 
@@ -121,7 +121,7 @@ def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:
 
 
 def _number(prompt: Prompt) -> int:
-    """Simulated prompts carry their number in the dataset as payload."""
+    """The payload of a simulated prompt is its index in the dataset."""
     return int(prompt.payload)
 
 

@@ -1,22 +1,22 @@
 """Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot.
-A stopped one goes back to its member if that has room, for engines that keep keys.
+An aborted request returns to its member if that has room, for engines that keep the KV cache.
 
     submit -> the pool's queue -> a member's free slot -> its changes, merged on one clock -> poll
 
-A member never holds more than it has slots for: a slow one hoards nothing that another could run, and requests
-leave the queue in the order in which they were submitted (which of two members then starts first is up to them). A
-freed slot is refilled by the member's own thread, without waiting for the caller. All calls of a member are made in
-its thread, so members may block in `poll`; they must run in real time, which leaves out the simulated engine.
+A member never holds more requests than it has slots, so a slow member does not hold requests that another could run.
+Requests leave the queue in submission order (which of two members then starts first is up to them). A freed slot is
+refilled by the member's own thread, without waiting for the caller. All calls to a member are made in its thread, so
+members may block in `poll`. They must run in real time, which excludes the simulated engine.
 
-A member that takes no work for now (`is_available` of an engine, where it has one) gets none while another can take it,
-and its requests that are in no slot move to free slots elsewhere, behind the tokens that they have.
+A member that is temporarily unavailable (`is_available`, for engines that have it) gets no requests while another can
+take them. Its requests that are not in a slot move to free slots elsewhere, with the tokens generated so far.
 
-A member is lost when a call raises `EngineDied`, or when it cannot load weights. The pool then goes on without it:
-- its requests return to the head of the queue and continue elsewhere behind the tokens that they delivered. The caller
-  sees a preemption: no retry is used up, nothing that was delivered is lost, and no token is delivered twice;
-- its slots stay empty and still count in `slots`, so that the metrics show the loss (as KV-limited or queued: there is
-  work and no room for it), until another engine takes its place (`rejoin`), which works from the next `load` on;
-- when the last member is lost, `poll` and `load` raise `EngineDied`.
+A member is lost when a call raises `EngineDied` or when a weight update fails. The pool then continues without it:
+- its requests return to the head of the queue and continue elsewhere after the tokens delivered so far. The caller sees
+  a preemption: no retry is used up, no delivered token is lost, and no token is delivered twice;
+- its slots stay empty and still count in `slots`, so that the metrics show the loss (as KV-limited or queued), until
+  another engine takes its place (`rejoin`), which starts to work at the next `update_weights`;
+- when the last member is lost, `poll` and `update_weights` raise `EngineDied`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.rollout import Segment
 
-_SLICE_SECONDS = 0.01  # after this long a polling member looks for new requests and stops
+_SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
 _CLOSE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request in the pool, with all that it has made so far: what another member needs to go on."""
+    """A request in the pool with the tokens generated so far, so that another member can continue it."""
 
     request: Request
     order: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     in_slot: bool = False
-    has_moved: bool = False  # another member was lost with it
-    unwanted: bool = False  # is being stopped
+    has_moved: bool = False  # it was on a member that was lost
+    unwanted: bool = False  # is being aborted
 
     @property
     def left(self) -> int:
@@ -68,7 +68,7 @@ class _Entry:
         return len(self.request.prompt.tokens) + self.request.prefix_length + len(self.tokens)
 
     def remaining(self, version: int) -> Request:
-        """What is still to be made, as a request of its own."""
+        """The remaining part, as a new request."""
         request = self.request
         if not self.tokens:
             return request
@@ -78,7 +78,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Something to be done in a member's thread."""
+    """A call to make in a member's thread."""
 
     do: Callable[[Engine], Sequence[Change]]
     loses_on_any_error: bool = False
@@ -92,7 +92,7 @@ class _Member:
         self.place = place
         self.slots = engine.slots
         self.clock_offset = time.perf_counter() - engine.now()
-        self.last_time = float("-inf")  # of what it reported, on the pool's clock
+        self.last_time = float("-inf")  # of its last change, on the pool's clock
         self.thread = threading.current_thread()  # until its own starts
         self.wake = threading.Condition(lock)
         self.entries: dict[int, _Entry] = {}  # in the engine, or on the way there
@@ -107,7 +107,7 @@ class _Member:
 
     @property
     def takes_work(self) -> bool:
-        """False while its server is busy or away: it may come back."""
+        """False while its server is busy or unreachable; it may come back."""
         return bool(getattr(self.engine, "is_available", True))
 
     @property
@@ -120,24 +120,26 @@ class _Member:
 
 
 class Pool:
-    """See the module's docstring. It is an engine itself."""
+    """See the module docstring. The pool is itself an engine."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.slots = sum(engine.slots for engine in engines)
-        self.weight_update_seconds = 0.0  # of the last load, until the slowest member had it
-        self._lock = threading.Lock()  # guards all below
+        self.weight_update_seconds = 0.0  # of the last weight update, until the slowest member was done
+        self._lock = threading.Lock()  # guards everything below
         self._news = threading.Condition(self._lock)
-        self._entries: dict[int, _Entry] = {}  # all that are in the pool
+        self._entries: dict[int, _Entry] = {}  # all requests in the pool
         self._queue: deque[_Entry] = deque()
-        self._home_of: dict[int, _Member] = {}  # by id of a stopped request: who may still have its keys
+        self._home_of: dict[
+            int, _Member
+        ] = {}  # by id of an aborted request: the member that may still have its KV cache
         self._outbox: list[Change] = []
         self._submitted = 0
         self._version = 0
         self._has_loaded = False
         self._last_time = float("-inf")
-        self._defect: BaseException | None = None  # of a member: not a loss, but an error to be shown
+        self._defect: BaseException | None = None  # unexpected error in a member's thread, raised to the caller
         self._is_closed = False
         self._members: list[_Member] = []
         for engine in engines:
@@ -153,7 +155,7 @@ class Pool:
             inside = set(self._entries)
             for request in requests:
                 if request.id in inside:
-                    raise ValueError(f"request {request.id} is in the pool already: stop it first")
+                    raise ValueError(f"request {request.id} is already in the pool: abort it first")
                 inside.add(request.id)
             for request in requests:
                 entry = _Entry(request, self._submitted)
@@ -198,13 +200,16 @@ class Pool:
             return self._report()
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """Give all members these weights, at once. A member that cannot load them is lost."""
+        """Update the weights of all members in parallel. A member whose update fails is lost."""
         if isinstance(weights, Iterator):
-            weights = list(weights)  # one member would use it up
+            weights = list(weights)  # an iterator would be exhausted by the first member
         began = self.now()
         with self._lock:
             if self._entries:
-                raise RuntimeError(f"load of version {version} while {len(self._entries)} requests are in the pool")
+                raise RuntimeError(
+                    f"weight update to version {version} while {len(self._entries)} requests are in the pool: "
+                    "abort them first"
+                )
             self._version, self._has_loaded = version, True
             loading = [member for member in self._members if member.lost is None]
             calls = [_Call(_weight_update_of(weights, version), loses_on_any_error=True) for _ in loading]
@@ -212,32 +217,33 @@ class Pool:
                 member.has_weights = True
                 self._call(member, call)
             self._wait_for(calls)
-            self._raise_if_nobody_works(f"no engine could load the weights of version {version}: ")
+            self._raise_if_nobody_works(f"the weight update to version {version} failed on every engine: ")
         self.weight_update_seconds = self.now() - began
 
     # Members
 
     @property
     def lost(self) -> dict[int, str]:
-        """Places of lost members, and why."""
+        """Places of lost members, with the reason."""
         with self._lock:
             return {place: member.lost for place, member in enumerate(self._members) if member.lost is not None}
 
     def rejoin(self, engine: Engine) -> None:
-        """Put an engine in the place of a lost one of as many slots.
+        """Replace a lost member with an engine of as many slots.
 
-        It works from the next `load` on (the pool keeps no copy of the weights); at once if none were loaded yet.
+        It starts to work at the next `update_weights`, since the pool keeps no copy of the weights, or immediately if
+        there has been no update yet.
         """
         with self._lock:
             places = [i for i, m in enumerate(self._members) if m.lost is not None and m.slots == engine.slots]
             if not places:
                 empty = [member.slots for member in self._members if member.lost is not None]
-                raise ValueError(f"an engine of {engine.slots} slots came back, but the lost ones had {empty}")
+                raise ValueError(f"the new engine has {engine.slots} slots, but the lost ones had {empty}")
             self._add(engine, places[0])
             self._dispatch()
 
     def close(self) -> None:
-        """End the threads, and close the engines that can be closed."""
+        """Stop the threads, and close the engines that support it."""
         with self._lock:
             self._is_closed = True
             for member in self._members:
@@ -255,12 +261,12 @@ class Pool:
     # A member's thread
 
     def _serve(self, member: _Member) -> None:
-        """Until the pool is closed or the member is lost; either way it is closed."""
+        """Run until the pool is closed or the member is lost, then close the member."""
         try:
             self._work(member)
         finally:
             if hasattr(member.engine, "close"):
-                with suppress(Exception):  # of one that is gone
+                with suppress(Exception):  # it is gone anyway
                     member.engine.close()
 
     def _work(self, member: _Member) -> None:
@@ -279,7 +285,7 @@ class Pool:
                 with self._lock:
                     self._note(member, changes)
                     if self._queue:
-                        self._dispatch()  # a member may take work again
+                        self._dispatch()  # a member may have become available
                     if call is None:
                         self._move_what_waits(member)
                     else:
@@ -301,7 +307,7 @@ class Pool:
         for change in changes:
             entry = member.entries.get(change.id)
             if entry is None:
-                _log.warning("engine %d reports %s of a request that it does not have", member.place, change)
+                _log.warning("engine %d reports %s for a request that it does not have", member.place, change)
                 continue
             if isinstance(change, Tokens):
                 entry.tokens.extend(change.segment.tokens)
@@ -329,7 +335,7 @@ class Pool:
         back = sorted(member.entries.values(), key=lambda entry: entry.order)
         for entry in back:
             entry.has_moved = True
-            if entry.left == 0 and not entry.unwanted:  # only its end was not reported
+            if entry.left == 0 and not entry.unwanted:  # it has all tokens, only its end was not reported
                 self._outbox.append(Finished(entry.request.id, at, truncated=True))
                 del self._entries[entry.request.id]
             elif entry.in_slot:
@@ -340,7 +346,7 @@ class Pool:
         member.entries.clear()
         member.inbox.clear()
         _log.warning(
-            "engine %d of %d is lost (%s): %d requests go elsewhere, %d engines go on",
+            "engine %d of %d is lost (%s): %d requests move to the %d remaining engines",
             self._members.index(member) + 1,
             len(self._members),
             member.lost,
@@ -353,7 +359,7 @@ class Pool:
     # With the lock held
 
     def _dispatch(self) -> None:
-        """Hand the head of the queue to the member that had it before, or to the least loaded one with a free slot."""
+        """Send the head of the queue to its previous member, or to the least loaded one with a free slot."""
         while self._queue:
             free = self._members_with_room()
             if not free:
@@ -363,17 +369,17 @@ class Pool:
             member = home if home in free else min(free, key=lambda m: m.load)
             member.entries[entry.request.id] = entry
             member.inbox.append(entry)
-            if entry.has_moved:  # its new start must not be stamped before its preemption by an inexact clock
+            if entry.has_moved:  # clocks are inexact: its new start must not precede its preemption
                 member.last_time = self.now()
             member.wake.notify_all()
 
     def _members_with_room(self) -> list[_Member]:
-        """Those that take work; if there are none, those that do not for now: one of them must be tried."""
+        """The available members; if there are none, the unavailable ones, since one of them must be tried."""
         working = [member for member in self._members if member.is_working]
         return [m for m in ([m for m in working if m.takes_work] or working) if m.free_slots > 0]
 
     def _move_what_waits(self, member: _Member) -> None:
-        """Have a member that takes no work give back what others have room for."""
+        """Take requests back from an unavailable member as far as others have room."""
         if member.calls or member.takes_work or all(entry.in_slot for entry in member.entries.values()):
             return
         room = sum(m.free_slots for m in self._members_with_room() if m is not member and m.takes_work)
@@ -403,7 +409,7 @@ class Pool:
         self._raise_defect()
 
     def _report(self) -> list[Change]:
-        """In time order; what a member reports late is stamped with the time of what was reported before it."""
+        """Deliver in time order; a late report gets the time of the report before it."""
         changes, self._outbox = self._outbox, []
         changes.sort(key=lambda change: change.at)
         for place, change in enumerate(changes):
@@ -420,7 +426,9 @@ class Pool:
     def _raise_if_nobody_works(self, what: str = "") -> None:
         if not any(member.is_working for member in self._members):
             self._raise_defect()
-            reasons = "; ".join(f"engine {i + 1}: {m.lost or 'waits for weights'}" for i, m in enumerate(self._members))
+            reasons = "; ".join(
+                f"engine {i + 1}: {m.lost or 'waiting for weights'}" for i, m in enumerate(self._members)
+            )
             raise EngineDied(f"{what}no engine of the pool is left ({reasons})")
 
 

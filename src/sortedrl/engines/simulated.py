@@ -1,12 +1,12 @@
 """A discrete-event engine in virtual time: continuous batching without a model.
 
-Between two events nothing changes but the contexts, which grow by one token a step; so the time to the next event
-has a closed form, and the cost of a run depends on the number of rollouts, never on the number of tokens.
+Between two events only the contexts change: they grow by one token per step. So the time to the next event has a closed
+form, and the cost of a run depends on the number of rollouts, never on the number of tokens.
 
-A token is its position in the response, its log-probability is minus (position + 1): an off-by-one anywhere in the
-scheduler is a wrong token here. With a KV max_new_tokens, the request that started last is preempted when memory is
-full, and pays for the prefill of all its tokens when it comes back. With `reuse_kv_cache` a resumed request finds the
-keys of what was kept, and pays for none.
+A token is its position in the response, and its log-probability is -(position + 1), so an off-by-one error anywhere in
+the scheduler shows as a wrong token. With a limit on KV cache tokens, the request that started last is preempted when
+memory is full, and pays for the prefill of all its tokens when it restarts. With `reuse_kv_cache` a resumed request
+finds the KV cache of its prefix and pays nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.scoring import Scored
 from sortedrl.engines.step_time import StepTime
 
-WATERMARK = 0.01  # share of the KV budget that stays free when a request is admitted, as in vLLM
+WATERMARK = 0.01  # fraction of KV cache memory that stays free when a request is admitted, as in vLLM
 
 
 class _Run:
@@ -32,12 +32,12 @@ class _Run:
 
     def __init__(self, request: Request, first: int, to_make: int, truncated: bool) -> None:
         self.request = request
-        self.to_make = to_make  # tokens still to make when it was last started
+        self.to_make = to_make  # tokens still to generate when it last started
         self.truncated = truncated
-        self.made = 0  # tokens made before it was last started
+        self.made = 0  # tokens generated before it last started
         self.began_step = 0
-        self.first = first  # position of the first token that it makes
-        self.size = len(request.prompt.tokens) + first  # its context without what it made
+        self.first = first  # position of the first token to generate
+        self.size = len(request.prompt.tokens) + first  # its context without generated tokens
 
 
 class SimulatedEngine:
@@ -50,29 +50,31 @@ class SimulatedEngine:
         kv_tokens: int | None = None,
         weight_update_seconds: float = 0.0,
         reuse_kv_cache: bool = False,
-        lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it is lost
+        lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it fails
     ) -> None:
         if slots < 1:
-            raise ValueError(f"slots = {slots}: an engine needs at least one")
+            raise ValueError(
+                f"slots = {slots}: an engine needs at least 1 (vLLM max_num_seqs, SGLang max_running_requests)"
+            )
         self.slots = slots
         self._step_time = step_time
         self._length_of = length_of
         self._kv_tokens = kv_tokens
         self._weight_update_seconds = weight_update_seconds
-        self._keep_old_keys = reuse_kv_cache
+        self._reuse_kv_cache = reuse_kv_cache
         self._lost_after = lost_after
         self.tokens_made = 0  # by all requests
         self._version = 0
         self._clock = 0.0  # end of the last whole step
-        self._now = 0.0  # may lie within a step
+        self._now = 0.0  # may be within a step
         self._step = 0
         self._cached = 0  # sum of the running contexts
         self._running: dict[int, _Run] = {}
-        self._ends: list[tuple[int, int, _Run]] = []  # (step, start, run); stale where the run left before
+        self._ends: list[tuple[int, int, _Run]] = []  # (step, start, run); entries of runs that left earlier are stale
         self._starts = 0
         self._queue: deque[_Run] = deque()
         self._undelivered: list[Change] = []
-        self._has_ended = False  # some request among what is undelivered has finished or failed
+        self._has_ended = False  # an undelivered change is an end or a failure
         self._alarms: list[float] = []
 
     # The protocol
@@ -86,7 +88,9 @@ class SimulatedEngine:
             wanted = max(1, self._length_of(request) - first)
             lost = self._lost_after(request) if self._lost_after else None
             if max_new_tokens < 1 or lost == 0:
-                self._fail(request.id, self.now(), "no budget left" if max_new_tokens < 1 else "lost by the engine")
+                self._fail(
+                    request.id, self.now(), "max_new_tokens is 0" if max_new_tokens < 1 else "lost by the engine"
+                )
                 continue
             to_make = min(wanted, max_new_tokens) if lost is None else min(wanted, max_new_tokens, lost)
             self._queue.append(_Run(request, first, to_make, truncated=wanted >= max_new_tokens))
@@ -107,7 +111,7 @@ class SimulatedEngine:
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
         changes = self._handed_over()
-        self._clock = at = self.now()  # a step that was under way is lost
+        self._clock = at = self.now()  # the current step is lost
         for id in ids:
             run = self._running.pop(id, None)
             if run is not None:
@@ -125,7 +129,7 @@ class SimulatedEngine:
 
     def update_weights(self, weights: Any, version: int) -> None:
         if self._running or self._queue:
-            raise RuntimeError("weights cannot be loaded while requests are in the engine")
+            raise RuntimeError("weight update while requests are in the engine: abort them first")
         self._version = version
         self.pass_time(self._weight_update_seconds)
 
@@ -136,11 +140,11 @@ class SimulatedEngine:
     # Virtual time
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass with the engine at rest: the learner steps, or weights are loaded."""
+        """Advance the clock without generating: the learner steps, or weights are updated."""
         self._clock = self._now = self.now() + seconds
 
     def wake_at(self, time: float) -> None:
-        """Make `poll` return at this time, whatever happens in the engine."""
+        """Make `poll` return at this time at the latest."""
         heapq.heappush(self._alarms, time)
 
     def _next_alarm(self) -> float:
@@ -180,7 +184,7 @@ class SimulatedEngine:
         return steps * self._step_time.at(running) + self._step_time.per_cached_token * cached_in_all
 
     def _steps_until(self, limit: float, most: int) -> int:
-        """How many whole steps end by `limit`."""
+        """How many complete steps end by `limit`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -222,12 +226,12 @@ class SimulatedEngine:
                 continue
             self._queue.popleft()
             self._start(run, at + self._prefill_wait(prefill))
-            has_keys = self._keep_old_keys and run.first > 0 and run.made == 0  # made before: it was preempted
-            prefill += 0 if has_keys else context
+            is_cached = self._reuse_kv_cache and run.first > 0 and run.made == 0  # made > 0: it was preempted
+            prefill += 0 if is_cached else context
         self._clock += prefill * self._step_time.per_prefill_token
 
     def _prefill_wait(self, ahead: int) -> float:
-        """Seconds until a request takes its slot, with so many tokens to prefill before it in whole steps."""
+        """Seconds until a request takes its slot: full steps for the tokens to prefill before it."""
         at_once = self._step_time.prefill_tokens_per_step
         if at_once is None:
             return 0.0
@@ -238,7 +242,7 @@ class SimulatedEngine:
         return self._cached + context + 1 + spare <= kv_tokens
 
     def _too_large(self, context: int) -> str:
-        return f"a context of {context} tokens does not fit into the KV budget of {self._kv_tokens}"
+        return f"a context of {context} tokens does not fit into the KV cache of {self._kv_tokens} tokens"
 
     def _start(self, run: _Run, at: float) -> None:
         run.began_step = self._step
@@ -297,7 +301,7 @@ class SimulatedEngine:
 
 
 class SimulatedScorer:
-    """Scores that take virtual time. `reward_of` may raise: the score is then an error."""
+    """Scores that take virtual time. If `reward_of` raises, the score is an error."""
 
     wakes_engine = True
 

@@ -1,4 +1,4 @@
-"""How long one decode step takes: the model that the simulated engine runs on, its presets and its fit.
+"""The duration of a decode step: the model used by the simulated engine, its presets, and how to fit it.
 
     seconds = step(running) + per_cached_token x (sum of contexts);  prefill: per_prefill_token x tokens
 
@@ -29,18 +29,18 @@ class StepTime:
     per_cached_token: float = 0.0
     per_prefill_token: float = 0.0
     source: str = ""
-    prefill_tokens_per_step: int | None = None  # what the engine prefills at once; the rest waits outside the slots
+    prefill_tokens_per_step: int | None = None  # maximum per step; other requests wait in the queue
     _memo: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         runnings = [running for running, _ in self.steps]
         if len(runnings) < 2 or sorted(set(runnings)) != runnings:
-            raise ValueError(f"steps need two or more ascending batch sizes, got {runnings}")
+            raise ValueError(f"steps must have two or more ascending batch sizes, got {runnings}")
         if min(self.per_cached_token, self.per_prefill_token, *(t for _, t in self.steps)) < 0:
             raise ValueError("step times must not be negative")
 
     def at(self, running: int) -> float:
-        """Seconds of a step of `running` requests with empty contexts; linear beyond the last point."""
+        """Seconds per step of `running` requests with empty contexts; linear beyond the last point."""
         if running not in self._memo:
             place = min(max(bisect_right(self.steps, (running, float("inf"))), 1), len(self.steps) - 1)
             (r0, t0), (r1, t1) = self.steps[place - 1], self.steps[place]
@@ -67,7 +67,7 @@ PRESETS: dict[str, StepTime] = {
         0.005, 3e-5, 2.5e-8, 2e-5, source="fit to vLLM 0.25.1, LLaMA-3.1-8B shape, one H200 (1.9 % error)"
     ),
     "a100-8b": StepTime(
-        _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us a cached token; prefill estimated"
+        _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated"
     ),
     "h100-7b": StepTime(
         _H100_7B, 5e-8, 2e-5, source="Vidur's tables, Llama-2-7B on H100; cached tokens and prefill estimated"
@@ -76,9 +76,9 @@ PRESETS: dict[str, StepTime] = {
 
 
 def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
-    """Least squares of relative error for t = a + b running + c cached, no coefficient below 0."""
+    """Least squares of the relative error of t = a + b running + c cached, with coefficients >= 0."""
     if len(points) < 3:
-        raise ValueError(f"{len(points)} measured points: a fit needs at least 3")
+        raise ValueError(f"{len(points)} measured points, but a fit needs at least 3")
     rows = [(1 / p.seconds, p.running / p.seconds, p.cached_tokens / p.seconds) for p in points]
     columns = [0, 1, 2]
     while True:
@@ -92,13 +92,15 @@ def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str 
 
 
 def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
-    """Least squares of relative error for t = step(running) + c cached, with a free step time at each batch size.
+    """Least squares of the relative error of t = step(running) + c cached, with one step time per batch size.
 
-    Batches of a GPU are padded to sizes that were captured beforehand: a straight line would miss the stairs.
+    On a GPU, batches are padded to captured sizes, so the step time is a staircase that a line would miss.
     """
     levels = sorted({point.running for point in points})
     if len(levels) < 2 or len(points) <= len(levels):
-        raise ValueError(f"{len(points)} points at {len(levels)} batch sizes: two sizes and two contexts are needed")
+        raise ValueError(
+            f"{len(points)} points at {len(levels)} batch sizes, but a fit needs two sizes and two contexts"
+        )
     rows = [
         [*(float(point.running == level) / point.seconds for level in levels), point.cached_tokens / point.seconds]
         for point in points
@@ -122,7 +124,7 @@ def read_points(path: Path) -> list[Point]:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
             if not (point.running > 0 and point.cached_tokens >= 0 and point.seconds > 0):
-                raise ValueError(f"{path}, line {reader.line_num}: {point} is not a measured step")
+                raise ValueError(f"{path}, line {reader.line_num}: {point} is not a valid measurement")
             points.append(point)
     return points
 
@@ -142,7 +144,7 @@ def _least_squares(rows: list[list[float]], target: list[float]) -> list[float]:
         matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
         if abs(matrix[i][i]) < 1e-12:
             raise ValueError(
-                "the measured points do not vary enough to tell batch size, contexts and a fixed cost apart"
+                "the measured points do not vary enough to separate the cost of batch size, contexts and a fixed part"
             )
         for k in range(size):
             if k != i:

@@ -1,4 +1,4 @@
-"""Where a response ends by a text: which token completes a stop string."""
+"""Stop strings: finds the token that completes one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from sortedrl.core.engine import Request
 
-_VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # of a decoded text
+_VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # decode every character
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Watches for the token that completes one of the strings; `tokenizer` is a Hugging Face tokenizer."""
+    """Detects the token that completes one of the strings; `tokenizer` is a Hugging Face tokenizer."""
 
     tokenizer: Any
     strings: tuple[str, ...]
@@ -23,7 +23,7 @@ class StopStrings:
         """Whether the last token of `made`, which follows `kept`, completes a string."""
         if made[-1] not in self._endings:
             return False
-        # A token holds at least one byte of text, so that no match reaches back further than this.
+        # A token holds at least one byte of text, so no match starts earlier than this.
         window = max(len(string.encode()) for string in self.strings)
         response = [*prefix[-window:], *made[-window:]]
         text = self.tokenizer.decode(response[-window:], **_VERBATIM)
@@ -31,7 +31,7 @@ class StopStrings:
 
     @cached_property
     def _endings(self) -> frozenset[int]:
-        """Tokens whose text holds the last character of a string; all, where tokens may split or hide it."""
+        """Tokens that contain the last character of a string; all tokens if they may split or hide it."""
         last_characters = {string[-1] for string in self.strings}
         entries = range(len(self.tokenizer))
         if any(not character.isascii() or character.isspace() for character in last_characters):
@@ -41,7 +41,7 @@ class StopStrings:
 
 
 class StopWatches:
-    """The watch of each request that has stop strings; requests with the same strings share one."""
+    """The detectors of requests with stop strings; requests with the same strings share one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class StopWatches:
         if not strings or request.sampling.ignore_eos:
             return None
         if self._tokenizer is None:
-            raise ValueError(f"stop_strings = {strings} are text, and the engine has no tokenizer: pass tokenizer=...")
+            raise ValueError(f"stop_strings = {strings} are text, but the engine has no tokenizer: pass tokenizer=...")
         if strings not in self._watches:
             self._watches[strings] = StopStrings(self._tokenizer, strings)
         return self._watches[strings]

@@ -2,20 +2,21 @@
 
     submit -> vLLM's own queue -> vLLM's running batch (Started) -> steps -> Finished
 
-It talks to vLLM's engine core and not to `LLM.generate`: token ids in, token ids and the log-probabilities that
-they were sampled at out (after temperature and top-p), nothing is turned into text. Who runs, waits or was preempted
-is read from vLLM's own scheduler after every step. Tokens are delivered when a request finishes or is stopped.
+It uses vLLM's engine core, not `LLM.generate`: token ids in; token ids and the log-probabilities they were sampled with
+(after temperature and top-p) out; no detokenization. Running, waiting and preempted requests are read from vLLM's
+scheduler after every step. Tokens are delivered when a request finishes or is aborted.
 
-- **Weights** are copied in place (`update_weights`), without a file. vLLM keeps the old output layer of a model with
-  tied embeddings unless it is named, so it always is. Its prefix cache would serve KV of the old weights, so it is
-  emptied at every weight update. `reuse_kv_cache=True` keeps it across weight updates (kv_cache_reuse.py): a resumed
-  response finds its own blocks, which saves its prefill.
-- **Sleep**: with `enable_sleep_mode=True` the engine gives its GPU memory away between `sleep()` and the next
+- **Slots** are vLLM's max_num_seqs (SGLang max_running_requests).
+- **Weights** are copied in place (`update_weights`), without a file. vLLM does not update the output layer of a model
+  with tied embeddings unless it is named, so it always is. The prefix cache holds KV of the old weights, so it is reset
+  at every weight update. `reuse_kv_cache=True` keeps it (kv_cache_reuse.py): a resumed response finds its own blocks,
+  which saves its prefill.
+- **Sleep**: with `enable_sleep_mode=True` the engine frees its GPU memory between `sleep()` and the next
   `update_weights` or `submit`, so that engine and learner fit on one device.
-- **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are used only with `seeded=True`. A resumed
-  request then draws from a seed of its own: vLLM would replay the noise of position 0.
+- **Seeds**: vLLM's per-request seeds cost one kernel launch per row, so they are used only with `seeded=True`. A
+  resumed request then gets a new seed, because vLLM would replay the noise from position 0.
 
-Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is made.
+Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is created.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SEED_BITS = 63
 
 @dataclass(slots=True, eq=False)
 class _Inside:
-    """A request in vLLM, under the name that vLLM knows it by; what it made and was not delivered yet."""
+    """A request in vLLM under its vLLM request id, with its undelivered tokens."""
 
     name: str
     request: Request
@@ -56,10 +57,10 @@ class _Inside:
 
 
 class VllmEngine:
-    """See the module's docstring. `max_length` bounds prompt and response tokens together.
+    """See the module docstring. `max_length` bounds prompt plus response tokens.
 
-    `options` go to vLLM's EngineArgs as they are: gpu_memory_utilization, dtype, load_format, enforce_eager ...
-    `tokenizer` is needed for stop strings only.
+    `options` are passed to vLLM's EngineArgs: gpu_memory_utilization, dtype, load_format, enforce_eager ...
+    `tokenizer` is only needed for stop strings.
     """
 
     def __init__(
@@ -77,26 +78,29 @@ class VllmEngine:
     ) -> None:
         if enable_sleep_mode and reuse_kv_cache:
             raise ConfigurationError(
-                "engine_options", "rests, reuse_kv_cache", "an engine that rests gives its keys away", "Leave one out."
+                "engine_options",
+                "enable_sleep_mode, reuse_kv_cache",
+                "a sleeping engine frees its KV cache",
+                "Leave one out.",
             )
         self.slots = slots
         self.version = 0
-        self.weight_update_seconds = 0.0  # of the last load
-        self.inside_seconds = 0.0  # in vLLM's own code, of all time: the rest is ours
+        self.weight_update_seconds = 0.0  # of the last weight update
+        self.inside_seconds = 0.0  # total time in vLLM's code; the rest is ours
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
         self._tokenizer = tokenizer
         self._seeded = seeded
         self._rests = enable_sleep_mode
         self._old_keys = KVCacheReuse(keep=reuse_kv_cache)
-        self._asleep: list[str] = []  # parts of memory that were given away
+        self._asleep: list[str] = []  # parts of memory that are freed
         self._died: str | None = None
-        self._made = 0  # requests so far: vLLM's names must not repeat
-        self._inside: dict[str, _Inside] = {}  # by vLLM's name
+        self._made = 0  # requests so far: vLLM's request ids must not repeat
+        self._inside: dict[str, _Inside] = {}  # by vLLM request id
         self._name_of: dict[int, str] = {}  # by request id
         self._running: set[str] = set()
         self._outputs: Sequence[Any] = ()  # of the last step
-        self._followed: list[Any] = []  # vLLM's running batch when it was last looked at
+        self._followed: list[Any] = []  # vLLM's running batch at the last check
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
         self._llm = _started_vllm(
@@ -113,7 +117,7 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.id in self._name_of:
-                raise ValueError(f"request {request.id} is in the engine already: stop it first")
+                raise ValueError(f"request {request.id} is already in the engine: abort it first")
         self._wake()
         for request in requests:
             reason = self._refusal(request)
@@ -137,9 +141,12 @@ class VllmEngine:
         return self._report()
 
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
-        """Copy the weights into vLLM's model. None: they have not changed, only their version has."""
+        """Copy the weights into vLLM's model. None: only the version has changed."""
         if self._inside:
-            raise RuntimeError(f"load of version {version} while {len(self._inside)} requests are in: stop them first")
+            raise RuntimeError(
+                f"weight update to version {version} while {len(self._inside)} requests are in the engine: "
+                "abort them first"
+            )
         began = self.now()
         self._drain()
         self._wake(weights_only=weights is not None)
@@ -148,20 +155,20 @@ class VllmEngine:
             try:
                 self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             except Exception as error:
-                self._died = f"weights of version {version} were loaded in part: {error}"
+                self._died = f"the weight update to version {version} failed halfway: {error}"
                 raise EngineDied(self._died) from error
             self._wake()
         if not self._old_keys.survives_update_to(version) and not self._core.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache: KV cache of older weights would be used")
+            raise RuntimeError("vLLM did not reset its prefix cache: stale KV would be used")
         self.version = version
         self.weight_update_seconds = self.now() - began
 
     def sleep(self) -> None:
-        """Give the device's memory to the learner until the next `load` or `submit`. Nothing may be inside."""
+        """Free GPU memory for the learner until the next `update_weights` or `submit`. The engine must be empty."""
         if not self._rests or self._asleep:
             return
         if self._inside:
-            raise RuntimeError(f"rest while {len(self._inside)} requests are in: stop them first")
+            raise RuntimeError(f"sleep() while {len(self._inside)} requests are in the engine: abort them first")
         self._drain()
         self._core.sleep(1)
         self._asleep = ["weights", "kv_cache"]
@@ -179,14 +186,14 @@ class VllmEngine:
 
     @property
     def kv_tokens(self) -> int:
-        """How many tokens of context fit in vLLM's cache."""
+        """How many context tokens fit into vLLM's KV cache."""
         cache = self._llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
     # Requests in
 
     def _add(self, request: Request) -> str | None:
-        """Hand the request to vLLM; why not, if it refuses."""
+        """Add the request to vLLM; the reason if vLLM refuses it."""
         from vllm.inputs.engine import tokens_input
 
         self._made += 1
@@ -214,7 +221,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=min(request.max_new_tokens, self._max_length - context),
-            ignore_eos=True,  # the end tokens are named here, whatever the model's own configuration says
+            ignore_eos=True,  # EOS tokens are given explicitly and override the model's configuration
             stop_token_ids=[] if sampling.ignore_eos else self._eos,
             logprobs=0,
             seed=seed,
@@ -224,19 +231,21 @@ class VllmEngine:
     def _refusal(self, request: Request) -> str | None:
         reason = refusal(request, self._max_length)
         if reason is None and max(request.prompt.tokens) >= self._vocabulary:
-            # vLLM would break down in mid-step, with all that runs.
-            return f"the prompt has token {max(request.prompt.tokens)}, the model knows {self._vocabulary} tokens"
+            # vLLM would crash in the middle of a step, with all running requests.
+            return (
+                f"the prompt has token id {max(request.prompt.tokens)}, but the vocabulary size is {self._vocabulary}"
+            )
         return reason
 
     # Steps
 
     def _step(self) -> None:
-        """One step of vLLM, and what it changed: who left the batch, who came, what was made, what ended."""
+        """Run one step of vLLM and report its changes: preemptions, starts, new tokens, ends."""
         if self._died is not None:
             raise EngineDied(self._died)
         began = self.now()
         try:
-            with self._in_vllm():  # what vLLM made for the last step is freed here, too
+            with self._in_vllm():  # includes freeing the objects of the last step
                 self._outputs = self._core.get_output().outputs
         except Exception as error:
             self._died = f"vLLM stopped working: {error}"
@@ -247,11 +256,11 @@ class VllmEngine:
             self._end(output)
 
     def _take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Keep the tokens that a step made; the outputs of the requests that it ended."""
+        """Store the tokens of a step; return the outputs of the requests that it ended."""
         ended = []
-        for output in outputs:  # the body runs once a token: it is most of what we add to a step
+        for output in outputs:  # runs once per token: most of our overhead per step
             inside = self._inside.get(output.request_id)
-            if inside is None:  # stopped while the step ran
+            if inside is None:  # aborted while the step ran
                 continue
             made = output.new_token_ids
             if len(made) == 1:
@@ -265,7 +274,7 @@ class VllmEngine:
         return ended
 
     def _follow_scheduler(self, at: float, ended: set[str]) -> None:
-        """What the step's own schedule did to the running batch, before what it made ended some requests."""
+        """How the step's schedule changed the running batch, before some requests ended."""
         if self._scheduler.running == self._followed and ended <= self._running:  # most steps
             return
         self._followed = list(self._scheduler.running)
@@ -306,7 +315,7 @@ class VllmEngine:
             self._running.discard(inside.name)
 
     def _drain(self) -> None:
-        """Let steps that vLLM has under way come to their end: they run under the old weights."""
+        """Wait for steps in flight: they run under the old weights."""
         if self._died is not None:
             raise EngineDied(self._died)
         core = self._core.engine_core
@@ -331,7 +340,7 @@ class VllmEngine:
     # Weights and memory
 
     def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """All weights; for tied embeddings the output layer too, which vLLM's reload would leave as it was."""
+        """All weights, including a tied output layer, which vLLM's reload would not update."""
         tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
         named = False
         embedding = None
@@ -344,7 +353,7 @@ class VllmEngine:
             yield "lm_head.weight", embedding
 
     def _wake(self, *, weights_only: bool = False) -> None:
-        """Take the memory back: each part once, vLLM breaks if it is woken twice."""
+        """Allocate the memory again: each part once, since vLLM fails if it is woken twice."""
         for part in [part for part in self._asleep if part == "weights" or not weights_only]:
             self._core.wake_up([part])
             self._asleep.remove(part)
@@ -353,7 +362,7 @@ class VllmEngine:
 def _started_vllm(
     model: str, *, slots: int, max_length: int, enable_sleep_mode: bool, options: Mapping[str, Any]
 ) -> Any:
-    # In another process vLLM's scheduler could not be read, and weights would have to be sent.
+    # In another process, vLLM's scheduler could not be read and weights would have to be sent.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         import vllm
@@ -370,11 +379,11 @@ def _started_vllm(
         "model": model,
         "max_num_seqs": slots,
         "max_model_len": max_length,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "enable_sleep_mode": enable_sleep_mode,
         **options,
     }
-    # The context decides vLLM's default for tokens per step: another one would prefill 2048 at a time on any GPU.
+    # vLLM's default tokens per step depends on the usage context: others prefill 2048 at a time on any GPU.
     return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)

@@ -1,16 +1,16 @@
-"""The engine pool with its engines as Ray actors, on any node of a cluster.
+"""The engine pool with engines as Ray actors on any node of a cluster.
 
     pool = RayPool(make_engine, engines=8, num_gpus=1)      # make_engine() is called on the node of each actor
     controller = Controller(pool, ...)
 
-One actor hosts one engine; here a `RayEngine` stands for it, in the pool as any other engine does. An actor or a node
-that is lost is a member that is lost (engines/pool.py): its requests go on elsewhere behind what they had delivered.
-`RayPool.revive` starts engines again where the cluster has room, to work from the next weight load on.
+Each actor hosts one engine; a `RayEngine` is its local proxy and a normal member of the pool. A lost actor or node is a
+lost member (engines/pool.py): its requests continue elsewhere after the tokens delivered so far. `RayPool.revive`
+restarts engines where the cluster has room; they start to work at the next weight update.
 
-- **Clocks**: nodes have clocks of their own, so every answer carries the actor's time and is read against ours. A time
-  stamp is wrong by the time that the answer travelled, and never goes back.
-- **Traffic**: what an engine delivers within `_LINGER_SECONDS` comes in one answer, the deltas of a request as one.
-- **Weights** are put into Ray's object store once and read there by all actors.
+- **Clocks**: nodes have different clocks, so every reply carries the actor's time and is converted to ours. A timestamp
+  is off by the transfer time of the reply, and never goes back.
+- **Traffic**: changes within `_LINGER_SECONDS` come in one reply, with the deltas of a request merged.
+- **Weights** are put into Ray's object store once, and all actors read them from there.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sortedrl.core.schedule import ConfigurationError
 try:
     import ray
 except ImportError:
-    raise ConfigurationError("ray", None, "it is not installed", "pip install 'sortedrl[ray]'") from None
+    raise ConfigurationError("ray", None, "Ray is not installed", "pip install 'sortedrl[ray]'") from None
 
 from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 
 _LINGER_SECONDS = 0.01
-_ANSWER_SECONDS = 60.0  # for a call that does little
+_ANSWER_SECONDS = 60.0  # timeout of a short call
 _WEIGHT_UPDATE_SECONDS = 1800.0
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.RaySystemError)
 
 
 class EngineHost:
-    """The actor: an engine, and its clock beside every answer."""
+    """The actor: an engine that returns its clock with every reply."""
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self._engine = make_engine()
@@ -66,7 +66,7 @@ class EngineHost:
 
 
 class RayEngine:
-    """An engine in an actor. `options` are the actor's: num_gpus, num_cpus, resources, scheduling_strategy ..."""
+    """An engine in an actor. `options` go to the actor: num_gpus, num_cpus, resources, scheduling_strategy ..."""
 
     def __init__(self, make_engine: Callable[[], Engine], *, start_seconds: float = 600.0, **options: Any) -> None:
         host = ray.remote(EngineHost).options(max_restarts=0, max_task_retries=0, **options)
@@ -97,21 +97,21 @@ class RayEngine:
         return changes
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """`weights` may lie in Ray's object store already (an ObjectRef)."""
+        """`weights` may already be in Ray's object store (an ObjectRef)."""
         self._answer(self._actor.update_weights.remote(weights, version), _WEIGHT_UPDATE_SECONDS)
 
     def close(self) -> None:
-        """End the actor, and with it the engine."""
+        """Kill the actor, and with it the engine."""
         ray.kill(self._actor)
 
     def _answer(self, call: Any, seconds: float = _ANSWER_SECONDS) -> Any:
         try:
             return ray.get(call, timeout=seconds)
         except _LOST as error:
-            self.close()  # it may only be out of reach: what it holds must be free for another
+            self.close()  # it may just be unreachable: free its resources for another
             raise EngineDied(f"the engine's actor is lost: {str(error).strip().splitlines()[0]}") from error
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from error  # what the engine itself raised
+            raise error.cause from error  # the engine's own exception
 
     def _on_our_clock(self, answer: tuple[float, list[Change]]) -> list[Change]:
         its_now, changes = answer
@@ -125,7 +125,7 @@ class RayEngine:
 
 
 class RayPool(Pool):
-    """`engines` actors, each with what `make_engine` returns on its node; `options` are those of each actor."""
+    """`engines` actors, each with the engine that `make_engine` creates on its node; `options` apply to each actor."""
 
     def __init__(self, make_engine: Callable[[], Engine], *, engines: int, **options: Any) -> None:
         self._make_engine = make_engine
@@ -136,7 +136,7 @@ class RayPool(Pool):
         super().update_weights(None if weights is None else ray.put(on_host(weights)), version)
 
     def revive(self, *, start_seconds: float = 60.0) -> int:
-        """Start an engine in each lost place, as far as the cluster has room for it; how many came."""
+        """Replace lost engines as far as the cluster has room; returns how many were started."""
         came = 0
         for _ in self.lost:
             try:
@@ -151,16 +151,16 @@ class RayPool(Pool):
 
 
 def on_host(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The weights in the host's memory, from where any node can read them."""
+    """The weights in CPU memory, where any node can read them."""
     return {
         name: weight.detach().cpu() if hasattr(weight, "detach") else weight for name, weight in dict(weights).items()
     }
 
 
 def merged(changes: Sequence[Change]) -> list[Change]:
-    """The same changes in fewer parts: tokens of a request join those that it delivered earlier in this list.
+    """The same changes, with the token deltas of each request merged.
 
-    Each request's own order stays as it is, and so does the order of all times.
+    The order within each request and the order of all times are preserved.
     """
     open_tokens: dict[int, int] = {}
     parts: dict[int, tuple[list[int], list[float]]] = {}

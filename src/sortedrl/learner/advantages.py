@@ -1,16 +1,14 @@
 """From rewards to advantages.
 
-What must hold: a rollout's advantage must not depend on which update batch its length put it into. SortedRL's
-batches are sorted by length, and long responses belong to hard prompts, whose rewards are lower. A baseline
-that is taken from the batch itself is therefore lower for a response the longer it is, and pays for length as
-such.
-`previous_cohorts` avoids this by using one constant for all rollouts of a cohort, short and long; `siblings`
-by comparing responses to the same prompt. `batch` (the paper's) and `cohort_so_far` are kept for comparison.
-The same holds for the first cohort: nothing it is measured against may come from its first batch, the
-shortest.
+Invariant: a rollout's advantage must not depend on the update that its length put it into. SortedRL's batches are
+sorted by length, and long responses belong to hard prompts, which have lower rewards. So a baseline computed from the
+batch itself is lower for longer responses, and rewards length as such. `previous_cohorts` avoids this with one constant
+for all rollouts of a cohort, short and long; `group` by comparing responses to the same prompt. `batch` (the paper's)
+and `cohort_so_far` exist for comparison. The same applies to the first cohort: its reference must not come from its
+first batch, which is the shortest.
 
-Suffixes: `_b` one entry per rollout, `_n` one per value (a rollout, or a token of any rollout), `_bt`
-rollouts x response tokens, padded on the right.
+Suffixes: `_b` one entry per rollout, `_n` one per value (a rollout, or a token of any rollout), `_bt` rollouts x
+response tokens, padded on the right.
 """
 
 from __future__ import annotations
@@ -26,15 +24,13 @@ Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
 AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
 TruncatedRollouts = Literal["keep", "masked", "zero", "soft_penalty"]
 
-# Previous cohorts are pooled, newest first, until they hold this many values: the mean is then known to 0.05
-# deviations, and with cohorts of the usual size it is the newest cohort alone, which follows the policy
-# closest.
+# Previous cohorts are pooled, latest first, until they hold this many values: the standard error of the mean is then
+# 0.05 standard deviations. With cohorts of the usual size, the latest one is enough, which is closest to the policy.
 POOLED_VALUES = 512
-# A deviation below this is no scale to divide by: rewards were (all but) equal so far, and are used as they
-# are.
+# Below this standard deviation, rewards were practically equal so far and are not scaled.
 SMALLEST_DEVIATION = 1e-4
-# Statistics of the past can be overtaken: the first success after cohorts of failure is thousands of their
-# deviations away. It counts as this many.
+# Past statistics can be outdated: the first success after cohorts of failure is thousands of standard deviations away.
+# Advantages are clipped to this many.
 MOST_DEVIATIONS = 10.0
 
 
@@ -67,7 +63,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Sample standard deviation, or 1 where it is too small to divide by."""
+        """Sample standard deviation, or 1 if it is too small to divide by."""
         if self.count < 2:
             return 1.0
         std = float((self.squares / (self.count - 1)) ** 0.5)
@@ -76,13 +72,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class CohortStatistics:
-    """What the learner remembers of rewards (with a critic: of token advantages).
+    """Statistics of rewards (with a critic: of token advantages) per cohort.
 
-    `seen` holds the moments of each cohort's values so far. `references` holds the moments that a cohort is
-    measured against by `previous_cohorts`. They are fixed when the cohort's first rollouts arrive and never
-    change after that: a constant over the whole cohort cannot tell short rollouts from long ones.
-    `initial` is the reference of cohorts without a predecessor. It is known before the first update; without
-    values it means mean 0 and standard deviation 1.
+    `seen` holds the moments of each cohort's values so far. `references` holds the moments that `previous_cohorts`
+    normalizes a cohort with. They are fixed when the cohort's first rollouts arrive and never change: a constant over
+    the whole cohort treats short and long rollouts alike. `initial` is the reference of cohorts without a predecessor.
+    It is known before the first update; without values it means mean 0 and standard deviation 1.
     """
 
     seen: Mapping[int, Moments] = field(default_factory=dict)
@@ -90,9 +85,9 @@ class CohortStatistics:
     initial: Moments = Moments()
 
     def before(self, cohort: int, still_arriving: Collection[int] = ()) -> Moments:
-        """The newest cohorts before this one that hold `POOLED_VALUES` together, or all there are.
+        """The latest cohorts before this one with a total of `POOLED_VALUES`, or all there are.
 
-        Of a cohort that is still arriving only the short rollouts are known: it is left out.
+        A cohort that is still arriving is left out, since only its short rollouts are known.
         """
         pooled = Moments()
         for earlier in sorted((c for c in self.seen if c < cohort and c not in still_arriving), reverse=True):
@@ -102,7 +97,7 @@ class CohortStatistics:
         return pooled
 
     def with_references(self, cohorts: Sequence[int]) -> CohortStatistics:
-        """References for those of a batch's cohorts that have none yet; empty where no predecessor was seen."""
+        """References for the batch's cohorts that have none yet; empty for those without a predecessor."""
         new = {cohort: self.before(cohort, cohorts) for cohort in cohorts if cohort not in self.references}
         known = {cohort: moments if moments.count > 1 else Moments() for cohort, moments in new.items()}
         return replace(self, references={**self.references, **known})
@@ -112,7 +107,7 @@ class CohortStatistics:
         return found if found.count else self.initial
 
     def without_predecessor(self, cohort_n: Tensor) -> Tensor:
-        """True where a value's cohort has the initial reference."""
+        """Whether each value's cohort has the initial reference."""
         first = [cohort for cohort in set(cohort_n.tolist()) if not self.references[cohort].count]
         return torch.isin(cohort_n, torch.tensor(first, dtype=cohort_n.dtype))
 
@@ -145,7 +140,7 @@ class CohortStatistics:
 def normalized(
     values_n: Tensor, cohort_n: Tensor, advantage_baseline: AdvantageBaseline, statistics: CohortStatistics
 ) -> tuple[Tensor, CohortStatistics]:
-    """The values, centered and scaled, and the statistics that have seen them.
+    """The values, centered and scaled, and the updated statistics.
 
     - `previous_cohorts`: by the reference of the value's cohort, a constant over that cohort.
     - `cohort_so_far`: by all values of the cohort up to and including these.
@@ -167,37 +162,37 @@ def normalized(
 
 
 def group_indices(keys: Sequence[Hashable]) -> Tensor:
-    """The index of each rollout's group, `group_b`, from keys that siblings share."""
+    """The index of each rollout's group, `group_b`, from keys that the rollouts of a group share."""
     index: dict[Hashable, int] = {}
     return torch.tensor([index.setdefault(key, len(index)) for key in keys], dtype=torch.long)
 
 
 def _set_sums(values_b: Tensor, group_b: Tensor) -> Tensor:
-    """For each rollout the sum over its group."""
+    """The sum over each rollout's group."""
     sums = torch.zeros(int(group_b.max()) + 1, dtype=values_b.dtype).index_add_(0, group_b, values_b)
     return sums[group_b]
 
 
 def centered_on_group(rewards_b: Tensor, group_b: Tensor) -> Tensor:
-    """Reward minus the mean of the group; 0 for a rollout that is alone in its set."""
+    """Reward minus the mean of the group; 0 for a rollout that is alone in its group."""
     return rewards_b - _set_sums(rewards_b, group_b) / _set_sums(torch.ones_like(rewards_b), group_b)
 
 
 def grpo_advantages(rewards_b: Tensor, group_b: Tensor) -> Tensor:
-    """Deviation from the group's mean in units of its sample standard deviation."""
+    """Deviation from the group's mean, in sample standard deviations of the group."""
     centered_b = centered_on_group(rewards_b, group_b)
     degrees_b = (_set_sums(torch.ones_like(rewards_b), group_b) - 1).clamp(min=1)
     return centered_b / ((_set_sums(centered_b.square(), group_b) / degrees_b).sqrt() + SMALLEST_DEVIATION)
 
 
 def rloo_advantages(rewards_b: Tensor, group_b: Tensor) -> Tensor:
-    """Reward minus the mean of the other siblings; 0 for a rollout that is alone in its set."""
+    """Reward minus the mean of the others in the group; 0 for a rollout that is alone in its group."""
     size_b = _set_sums(torch.ones_like(rewards_b), group_b)
     return centered_on_group(rewards_b, group_b) * size_b / (size_b - 1).clamp(min=1)
 
 
 def zero_variance(rewards_b: Tensor, group_b: Tensor) -> Tensor:
-    """True where a rollout has siblings and all of the set got the same reward."""
+    """True if a rollout's group has several members, all with the same reward."""
     size_b = _set_sums(torch.ones_like(rewards_b), group_b)
     spread_b = _set_sums(centered_on_group(rewards_b, group_b).abs(), group_b)
     return (size_b > 1) & (spread_b < 1e-6 * size_b)
@@ -211,13 +206,13 @@ def reward_advantages(
     advantage_baseline: AdvantageBaseline,
     statistics: CohortStatistics,
 ) -> tuple[Tensor, CohortStatistics]:
-    """One advantage per rollout for the algorithms without a critic, and the statistics after it.
+    """One advantage per rollout for the algorithms without a critic, and the updated statistics.
 
-    Reinforce++ with `group` subtracts the group's mean and divides by the standard deviation that such
-    differences had in the previous cohorts, one scale for all groups. A cohort without a predecessor has no
-    such statistics: there reinforce++ compares a rollout with those of its group that are in the batch, as
-    GRPO does, with both baselines. One that is alone gets 0: which rollouts are alone depends on their
-    length. With one rollout per prompt all are alone, and measured against the initial reference.
+    Reinforce++ with `group` subtracts the group's mean and divides by the standard deviation of such differences in
+    the previous cohorts, one scale for all groups. A cohort without a predecessor has no such statistics: there
+    reinforce++ compares a rollout with the members of its group in the batch, like GRPO, for both baselines. A rollout
+    that is alone in its group gets 0, because being alone depends on length. With one rollout per prompt, all are
+    alone and use the initial reference.
     """
     has_groups = bool((group_b.bincount() > 1).any())
     if advantage_baseline == "group" and not has_groups:
@@ -247,10 +242,10 @@ def rewards_with_truncation(
     max_response_tokens: int | None = None,
     soft_penalty_tokens: int | None = None,
 ) -> Tensor:
-    """The rewards that count. `keep` and `masked` leave them as they were scored.
+    """The rewards to train with. `keep` and `masked` leave the scores unchanged.
 
-    `zero`: a truncated rollout gets 0. `soft_penalty`: minus a penalty that grows from 0 to 1 over the last
-    `soft_penalty_tokens` below the limit; a truncated rollout pays all of it.
+    `zero`: a truncated rollout gets 0. `soft_penalty`: subtracts a penalty that grows from 0 to 1 over the last
+    `soft_penalty_tokens` before the limit; a truncated rollout gets the full penalty.
     """
     if rule == "zero":
         return torch.where(truncated_b, torch.zeros_like(rewards_b), rewards_b)
@@ -267,9 +262,8 @@ def generalised_advantages(
 ) -> tuple[Tensor, Tensor]:
     """GAE: advantages and returns per token, 0 outside the mask.
 
-    `values_bt` is the value of the state before each token. Time runs over the tokens that the policy
-    sampled; others are skipped. After the last one the value is 0, also for a truncated rollout: its reward
-    is final.
+    `values_bt` is the value of the state before each token. Only tokens sampled by the policy count as time steps.
+    The value after the last one is 0, also for a truncated rollout: its reward is final.
     """
     advantages_bt = torch.zeros_like(values_bt)
     next_value_b = torch.zeros_like(values_bt[:, 0])
@@ -285,7 +279,7 @@ def generalised_advantages(
 
 
 def explained_variance(values_n: Tensor, returns_n: Tensor) -> float:
-    """1: the critic knew every return; 0: no better than their mean. 0 where returns do not vary."""
+    """1: the critic predicts every return; 0: no better than their mean. 0 if returns do not vary."""
     spread = returns_n.var(correction=0)
     if spread < 1e-12:
         return 0.0

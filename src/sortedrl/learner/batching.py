@@ -1,8 +1,7 @@
-"""Rollouts as padded tensors, and micro-batches of them that waste little on padding.
+"""Rollouts as padded tensors, and micro-batches with little padding.
 
-Suffixes: `_b` one entry per rollout, `_bt` prompt and response tokens padded on the right, `_br` response
-tokens padded on the right. Nothing looks to the right in a causal model, so padding there needs no attention
-mask and cannot change what comes before it.
+Suffixes: `_b` one entry per rollout, `_bt` prompt and response tokens padded on the right, `_br` response tokens padded
+on the right. A causal model never looks to the right, so padding there needs no attention mask.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from torch import Tensor
 
 from sortedrl.core.rollout import Rollout
 
-# What starting a micro-batch costs beside its tokens, in tokens: the reading of the weights, kernel launches.
+# Fixed cost of a micro-batch, in tokens: reading the weights, kernel launches.
 OVERHEAD_TOKENS = 256
-# A log-probability is at most 0; engines that round may give a little more.
+# A log-probability is at most 0, up to rounding in the engine.
 LARGEST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """The rollouts of an update, or some of them. Fields with a default are what the learner works out."""
+    """The rollouts of an update, or some of them. Fields with a default are computed by the learner."""
 
     tokens_bt: Tensor
     prompt_lengths_b: Tensor
     response_lengths_b: Tensor
-    behavior_br: Tensor  # log-probabilities that the engine sampled with
+    behavior_br: Tensor  # log-probabilities under the sampling policy
     staleness_br: Tensor  # versions between sampling and this update
     mask_br: Tensor  # bool: the policy sampled the token
     proximal_br: Tensor
     advantages_br: Tensor
     returns_br: Tensor
-    weights_br: Tensor  # each token's share in the loss
+    weights_br: Tensor  # weight of each token in the loss
 
     def __len__(self) -> int:
         return len(self.tokens_bt)
@@ -45,7 +44,7 @@ class UpdateBatch:
         return self.prompt_lengths_b + self.response_lengths_b
 
     def select(self, rows: Sequence[int] | Tensor, device: torch.device | None = None) -> UpdateBatch:
-        """These rollouts, padded no further than the longest of them."""
+        """These rollouts, padded to the longest of them."""
         rows_b = torch.as_tensor(rows, dtype=torch.long)
         width = {
             "bt": int(self.lengths_b[rows_b].max()) if len(rows_b) else 0,
@@ -61,15 +60,15 @@ class UpdateBatch:
         return UpdateBatch(**{field.name: picked(field.name) for field in fields(self)})
 
     def trained_positions(self) -> tuple[Tensor, Tensor]:
-        """Row and place in `tokens_bt` of each token in the mask, in row-major order."""
+        """Row and position in `tokens_bt` of each token in the mask, in row-major order."""
         row_n, response_n = self.mask_br.nonzero(as_tuple=True)
         return row_n, self.prompt_lengths_b[row_n] + response_n
 
 
 def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
-    """The rollouts as tensors, in their order; raises ValueError for one that cannot be trained on.
+    """The rollouts as tensors, in order; raises ValueError for an invalid rollout.
 
-    `version` is the learner's: a token's staleness is what its own version lacks to it.
+    `version` is the learner's: a token's staleness is `version` minus its own version.
     """
     for rollout in rollouts:
         _check(rollout, version)
@@ -115,7 +114,7 @@ def _check(rollout: Rollout, version: int) -> None:
     if newest > version:
         raise ValueError(
             f"{name} has tokens of version {newest}, but the learner is at version {version}: pass the "
-            "version that the engine's newest weights were published under"
+            "version of the engine's latest weights"
         )
 
 
@@ -125,7 +124,7 @@ def _check_logprobs(rollouts: Sequence[Rollout], batch: UpdateBatch) -> None:
         raise ValueError(
             f"{_name(rollouts[row])} has log-probability {batch.behavior_br[row, place].item()} at response "
             f"token {place}: it must be finite and at most 0; check that the engine returns the "
-            "log-probability of the token that it sampled"
+            "log-probabilities of the sampled tokens"
         )
 
 
@@ -134,9 +133,9 @@ def _name(rollout: Rollout) -> str:
 
 
 def micro_batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Runs of `order` whose padded size (rows x longest) stays within the budget.
+    """Splits `order` into consecutive parts whose padded size (rows x longest) stays within the limit.
 
-    A rollout that is longer than the budget gets a micro-batch of its own: it cannot be split.
+    A rollout that is longer than the limit gets its own micro-batch, since it cannot be split.
     """
     groups: list[list[int]] = []
     longest = 0
@@ -150,13 +149,13 @@ def micro_batches(order: Sequence[int], lengths: Sequence[int], token_budget: in
 
 
 def sorted_micro_batches(rows: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Micro-batches of rollouts of like length, longest first, so that lack of memory shows at once.
+    """Micro-batches of rollouts of similar length, longest first, so that running out of memory shows immediately.
 
-    Of all cuts of the sorted rollouts that keep the budget, the one with the least padding and overhead.
+    Of all ways to split the sorted rollouts within the limit, the one with the least padding and overhead.
     """
     order = sorted(rows, key=lambda row: -lengths[row])
-    cost = [0.0] + [math.inf] * len(order)  # of the best cut of the first k rollouts
-    begin = [0] * (len(order) + 1)  # where that cut's last micro-batch begins
+    cost = [0.0] + [math.inf] * len(order)  # of the best split of the first k rollouts
+    begin = [0] * (len(order) + 1)  # where the last micro-batch of that split starts
     for start, row in enumerate(order):
         most_rows = max(1, token_budget // lengths[row])
         for end in range(start + 1, min(start + most_rows, len(order)) + 1):
@@ -172,11 +171,11 @@ def sorted_micro_batches(rows: Sequence[int], lengths: Sequence[int], token_budg
 
 
 def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
-    """Tokens that the model computes, padding included."""
+    """Tokens that the model computes, including padding."""
     return sum(len(group) * max(lengths[row] for row in group) for group in groups)
 
 
 def balanced_parts(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """The rows dealt out by length, so that every optimizer step of an update sees the same length mix."""
+    """The rows distributed by length, so that every optimizer step of an update sees the same mix of lengths."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     return [part for start in range(parts) if (part := order[start::parts])]

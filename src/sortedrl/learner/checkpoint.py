@@ -1,13 +1,13 @@
-"""Checkpoints: a folder that is either whole or not there, and says so when it has been damaged.
+"""Checkpoints: folders that are written atomically and verified when read.
 
 Everything is written to a temporary folder, flushed to disk, and renamed; a manifest holds the size and hash of each
-file. A kill at any instant leaves an intact checkpoint:
+file. A kill at any moment leaves an intact checkpoint:
 
     .writing-update-000040     being written; removed by `clean_up`
-    update-000040              whole
-    .replaced-update-000040    the one before, while a new one of the same update takes its place; `clean_up` puts it
-                               back if the new one had not arrived, and removes it otherwise
-    damaged-update-000040      set aside by `load_newest_intact`, for you to look at or remove
+    update-000040              complete
+    .replaced-update-000040    the old one, while a new one of the same update replaces it; `clean_up` restores it if
+                               the new one is missing, and removes it otherwise
+    damaged-update-000040      set aside by `load_newest_intact`, for you to inspect or remove
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEMPORARY_OF_OLDER_VERSIONS = f".{_PREFIX}*.*"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the text says what to do."""
+    """A checkpoint cannot be written or read; the message has the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Checkpoint:
     path: Path
     learner: dict[str, Any]
     controller: dict[str, Any]
-    notes: dict[str, Any]  # what the run wants to find again, such as its best score
+    notes: dict[str, Any]  # data of the run, such as its best score
 
 
 def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> Path:
-    """Write the checkpoint after `update` updates. On failure nothing of it is left, and older ones stay."""
+    """Write the checkpoint after `update` updates. A failure leaves nothing behind, and older checkpoints stay."""
     target = folder / f"{_PREFIX}{update:06d}"
     temporary = temporary_of(target)
     try:
@@ -60,7 +60,7 @@ def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[st
         reason, fix = _reason_and_fix(error)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {reason}. Older checkpoints are intact. "
-            f"{fix}, then go on with --resume {folder.parent}"
+            f"{fix}, then continue with --resume {folder.parent}"
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -69,12 +69,12 @@ def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[st
 
 
 def temporary_of(target: Path) -> Path:
-    """Where a folder is written before it is put in place."""
+    """Where a folder is written before it is renamed."""
     return target.with_name(f"{_WRITING}{target.name}")
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a folder that is whole to `target`; what is there is removed only when the new one has its place."""
+    """Rename a complete folder to `target`; an old one is removed only after that."""
     aside = target.with_name(f"{_REPLACED}{target.name}")
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -90,7 +90,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what killed runs left in `folder`. Only for the process that holds the run's lock."""
+    """Remove leftovers of killed runs from `folder`. Only for the process that holds the run's lock."""
     for aside in folder.glob(f"{_REPLACED}*"):
         target = folder / aside.name.removeprefix(_REPLACED)
         if target.exists():
@@ -103,15 +103,15 @@ def clean_up(folder: Path) -> None:
 
 
 def load_newest_intact(folder: Path, log: Callable[[str], None]) -> Checkpoint:
-    """The newest checkpoint that is intact. Damaged ones before it are set aside, with a line about each.
+    """The latest intact checkpoint. Later damaged ones are renamed and logged.
 
-    They must not stay under their names: the run makes these updates again, and until then a damaged one that can be
-    read again would count as the newest.
+    They must not keep their names: the run repeats these updates, and until then a damaged one that becomes readable
+    again would count as the latest.
     """
     found = all_in(folder)
     if not found:
         raise CheckpointError(
-            f"no checkpoint in {folder}: the run ended before its first one. Remove {folder.parent} and start it again"
+            f"no checkpoint in {folder}: the run ended before its first one. Remove {folder.parent} and start again"
         )
     damaged: list[tuple[Path, str]] = []
     for path in reversed(found):
@@ -120,7 +120,7 @@ def load_newest_intact(folder: Path, log: Callable[[str], None]) -> Checkpoint:
             checkpoint = _read(path)
             for bad, why in damaged:
                 aside = _set_aside(bad)
-                log(f"checkpoint {bad} is damaged: {why}. It is now {aside.name}; the run goes on from {path.name}")
+                log(f"checkpoint {bad} is damaged: {why}. Renamed to {aside.name}; the run continues from {path.name}")
             return checkpoint
         damaged.append((path, damage))
     path, why = damaged[0]
@@ -142,7 +142,7 @@ def remove_old(folder: Path, keep: int, also_keep: Path | None = None) -> None:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with the files, in words; None if they are as they were written."""
+    """What is wrong with the files; None if they are intact."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (int(manifest[name]["size"]), str(manifest[name]["sha256"])) for name in _FILES}
@@ -154,7 +154,7 @@ def damage_of(path: Path) -> str | None:
         file = path / name
         try:
             if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size} bytes, {size} were written"
+                return f"{name} has {file.stat().st_size} bytes instead of {size}"
             if _hash(file) != digest:
                 return f"{name} has changed since it was written (its hash differs)"
         except FileNotFoundError:
@@ -192,7 +192,7 @@ def _write_files(folder: Path, learner: dict[str, Any], controller: dict[str, An
 
 
 def _reason_and_fix(error: BaseException) -> tuple[str, str]:
-    """PyTorch raises its own error where a write failed; the reason is in what it was raised from."""
+    """The reason and the fix. PyTorch raises its own error for a failed write; the reason is in its cause."""
     first_line = str(error).strip().split("\n")[0]
     cause: BaseException | None = error
     while cause is not None:

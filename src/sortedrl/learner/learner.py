@@ -2,11 +2,11 @@
 
     rollouts -> rewards -> advantages -> micro-batches -> gradients -> optimizer -> weights()
 
-What must hold:
-- the old policy is what the engine sampled with, token by token; it is never recomputed and put in its place;
-- neither padding nor the cut into micro-batches changes the gradient;
-- a `step` that fails before its optimizer step leaves nothing behind: it can be repeated;
-- `state_dict` holds all that the next update depends on, apart from the initial model and the settings.
+Invariants:
+- the old policy is the sampling policy, token by token; it is never replaced by recomputed log-probabilities;
+- neither padding nor the split into micro-batches changes the gradient;
+- a `step` that fails before its optimizer step has no effect and can be repeated;
+- `state_dict` holds everything that the next update depends on, except the initial model and the settings.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from sortedrl.learner.settings import LearnerSettings, require
 
 @dataclass(slots=True)
 class _Tally:
-    """What an update's micro-batches leave for its metrics. Entries are per trained token or sums."""
+    """Data from an update's micro-batches for its metrics. Entries are per trained token or sums."""
 
     gap: list[Tensor] = field(default_factory=list)  # new - behavior log-probability before any step
     staleness: list[Tensor] = field(default_factory=list)
@@ -78,10 +78,10 @@ class _Tally:
 
 
 class Learner:
-    """Owns the model and its optimizer. Takes the model over: it is cast, adapted and trained in place.
+    """Owns the model and its optimizer. The model is cast, adapted and trained in place.
 
-    With a KL term the reference is the model as it is handed over, so resume by building the learner from the
-    initial model again before `load_state_dict`.
+    With a KL term, the reference is the model as passed in. So to resume, build the learner from the initial model and
+    then call `load_state_dict`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
@@ -110,8 +110,7 @@ class Learner:
         )
 
     def _frozen_scorer(self) -> TokenScorer | None:
-        """The reference of the KL term. LoRA needs no copy: without its adapters the model is the
-        reference."""
+        """The reference of the KL term. LoRA needs no copy: the reference is the model without its adapters."""
         if not self.settings.kl_coefficient:
             return None
         if self.settings.lora_rank:
@@ -121,11 +120,11 @@ class Learner:
     def set_initial_rewards(self, rewards: Sequence[float]) -> None:
         """Rewards of the initial policy, such as those of an evaluation before the first update.
 
-        They say what rewards are like before any batch is seen, the first of which holds the shortest rollouts.
-        Without a predecessor, `previous_cohorts` measures a cohort against their mean and standard deviation. A critic
-        starts at their mean, and its advantages are divided by their standard deviation.
+        They give the scale of rewards before the first batch, which holds the shortest rollouts. For a cohort without
+        a predecessor, `previous_cohorts` uses their mean and standard deviation. A critic starts at their mean, and its
+        advantages are divided by their standard deviation.
         """
-        require(self.updates == 0, "initial rewards", len(rewards), f"{self.updates} updates were made already")
+        require(self.updates == 0, "initial rewards", len(rewards), f"{self.updates} updates were already made")
         initial = Moments.of(torch.tensor([reward for reward in rewards if math.isfinite(reward)]))
         if self.critic is not None:
             nn.init.constant_(self.critic.head.bias, initial.mean)
@@ -133,10 +132,9 @@ class Learner:
         self._statistics = replace(self._statistics, initial=initial)
 
     def step(self, rollouts: Sequence[Rollout], version: int, harvest_index: int = 0) -> dict[str, float]:
-        """One update. `version` is that of the newest published weights; metrics come back under flat names.
+        """One update. `version` is that of the latest published weights; returns metrics by name.
 
-        `harvest_index` is the update's place within its cohort: a critic is good or bad at short or long
-        ones.
+        `harvest_index` is the update's position within its cohort: the quality of a critic may depend on length.
         """
         require(len(rollouts) > 0, "rollouts", len(rollouts), "an update needs at least one rollout")
         whole = update_batch(rollouts, version)
@@ -187,9 +185,9 @@ class Learner:
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their Hugging Face names, LoRA merged in, tied ones under both names.
+        """The policy's weights under their Hugging Face names, with LoRA merged in and tied weights under both names.
 
-        They are the learner's own tensors where nothing was merged: use them before the next step.
+        Unmerged weights are the learner's own tensors: use them before the next step.
         """
         adapted = {name: module for name, module in self.model.named_modules() if hasattr(module, "get_delta_weight")}
         for name, tensor in self.model.state_dict().items():
@@ -204,11 +202,11 @@ class Learner:
             yield f"{owner}.{leaf}", tensor
 
     def logprobs_of(self, context: Sequence[int], response: Sequence[int]) -> list[float]:
-        """What the policy as it is now gives each token of the response, at temperature 1."""
+        """The log-probability of each response token under the current policy, at temperature 1."""
         return response_logprobs(self.model, context, response)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and the learner's own tensors: write them out before the next step."""
+        """Plain containers with the learner's own tensors: save them before the next step."""
         state: dict[str, Any] = {
             "updates": self.updates,
             "normalizer_tokens": self._normalizer_tokens,
@@ -248,7 +246,7 @@ class Learner:
     def _critic_advantages(
         self, batch: UpdateBatch, rewards_b: Tensor, cohort_b: Tensor
     ) -> tuple[UpdateBatch, CohortStatistics, float]:
-        """Values under the critic of now, GAE over them, and how much of the returns the critic knew."""
+        """Values under the current critic, GAE over them, and the explained variance of the returns."""
         assert self.critic is not None
         mask_br = batch.mask_br
         values_br = torch.zeros_like(batch.behavior_br)
@@ -275,9 +273,8 @@ class Learner:
         return sorted_micro_batches(rows, batch.lengths_b.tolist(), self.settings.tokens_per_micro_batch)
 
     def _padding(self, batch: UpdateBatch, load_order: Sequence[int]) -> dict[str, float]:
-        """`padding_fraction`: of the tokens computed, those that are padding. `padding_saved`: how many fewer
-        are computed than with micro-batches of the same budget in the order in which the prompts were
-        loaded."""
+        """`padding_fraction`: the fraction of computed tokens that are padding. `padding_saved`: the fraction of tokens
+        saved compared with micro-batches of the same limit in the order in which the prompts were loaded."""
         lengths = batch.lengths_b.tolist()
         computed = padded_tokens(self._plan(batch, range(len(batch))), lengths)
         unsorted = padded_tokens(micro_batches(load_order, lengths, self.settings.tokens_per_micro_batch), lengths)
@@ -294,7 +291,7 @@ class Learner:
             normalizer_tokens = self._normalizer_tokens / self.settings.steps_per_update
             weights_br = token_weights(part.mask_br, self.settings.aggregation, normalizer_tokens)
             part = replace(part, weights_br=weights_br)
-            self._forget_gradients()  # of an update that failed half-way
+            self._forget_gradients()  # of an update that failed halfway
             for group in self._plan(part, range(len(part))):
                 self._accumulate(part.select(group, self._device), first_step=index == 0, tally=tally)
             self._apply(warm, tally)
@@ -308,8 +305,8 @@ class Learner:
 
     @torch.no_grad()
     def _proximal(self, batch: UpdateBatch) -> Tensor:
-        """Log-probabilities under the weights before the update. A single step needs no pass of its own for
-        them: they are what it computes anyway."""
+        """Log-probabilities under the weights before the update. A single step needs no extra pass: it computes them
+        anyway."""
         proximal_br = torch.zeros_like(batch.behavior_br)
         for rows in self._plan(batch, range(len(batch))):
             part = batch.select(rows, self._device)
@@ -317,7 +314,7 @@ class Learner:
         return proximal_br
 
     def _accumulate(self, batch: UpdateBatch, first_step: bool, tally: _Tally) -> None:
-        """Add a micro-batch's gradient to the policy's and the critic's."""
+        """Add the gradient of a micro-batch to those of the policy and the critic."""
         settings, mask_br = self.settings, batch.mask_br
         new_br, entropy_br = self._policy_scorer(batch, entropy_gradient=settings.entropy_coefficient > 0)
         policy = policy_loss(
@@ -361,7 +358,7 @@ class Learner:
             return self._reference_scorer(batch)[0]
 
     def _apply(self, warm: float, tally: _Tally) -> None:
-        """An optimizer step from the accumulated gradients, clipped; none if they are not finite."""
+        """An optimizer step with the accumulated, clipped gradients; skipped if they are not finite."""
         norm = self._step_of(self._optimizer, warm * self.settings.learning_rate)
         tally.grad_norms.append(norm)
         tally.skipped_steps += not math.isfinite(norm)
@@ -425,12 +422,11 @@ def _summary(tally: _Tally, batch: UpdateBatch) -> dict[str, float]:
 
 
 def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
-    """How far the learner's log-probabilities are from those that tokens were sampled with.
+    """How far the learner's log-probabilities are from those of the sampling policy.
 
-    `gap_n` is learner - engine. Tokens of the learner's own version differ only because engine and learner
-    compute differently: `mismatch_*`, and a growing KL means that the engine runs other weights than it
-    should. For stale tokens the policy moved as well: `stale_*`. Names without tokens behind them are left
-    out.
+    `gap_n` is learner - engine. Tokens of the learner's own version differ only because engine and learner compute
+    differently: `mismatch_*`; a growing KL means that the engine has the wrong weights. For stale tokens the policy has
+    changed as well: `stale_*`. Metrics without tokens are left out.
     """
     fresh_n, stale_n = gap_n[staleness_n == 0], gap_n[staleness_n > 0]
     metrics = {"mismatch_tokens": float(len(fresh_n)), "stale_fraction": len(stale_n) / max(1, len(gap_n))}

@@ -1,20 +1,18 @@
 """Losses per token, pure functions of tensors.
 
-Three policies meet here. *Behavior*: what the engine sampled each token with, possibly several versions ago.
-*Proximal*: the learner's weights before the update. *New*: the weights being trained. The ratio that is
-clipped is new / old; which of the two others is "old", and what corrects the rest, is the treatment of stale
-tokens:
+There are three policies. *Behavior*: the policy that sampled a token, possibly several versions ago. *Proximal*: the
+learner's weights before the update. *New*: the weights being trained. The clipped ratio is new / old;
+`off_policy_correction` selects which policy is "old" and how the rest is corrected:
 
-    ppo_clip    old = behavior: PPO-clip on the stored log-probabilities (the paper's way)
-    mask        as ppo_clip; a token whose ratio is beyond the cap, or below its inverse, does not train
-    tis         a policy gradient weighted by min(new / behavior, cap): no clipping, nothing recomputed
+    ppo_clip    old = behavior: PPO-clip on the stored log-probabilities (as in the paper)
+    mask        like ppo_clip, but tokens with a ratio above the cap or below its inverse do not train
+    tis         a policy gradient weighted by min(new / behavior, cap): no clipping, no recomputation
     decoupled   old = proximal, weighted by min(proximal / behavior, cap)
 
-With a single optimizer step per update the proximal policy is the new one, and decoupled and truncated have
-the same gradient; they part when an update takes several steps.
+With one optimizer step per update, the proximal policy equals the new one, and decoupled and tis have the same
+gradient; they differ when an update takes several steps.
 
-Suffixes: `_bt` rollouts x response tokens padded on the right, `_n` tokens picked from those, `_h` hidden
-size.
+Suffixes: `_bt` rollouts x response tokens padded on the right, `_n` tokens selected from those, `_h` hidden size.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled"]
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["constant", "token_mean", "sequence_mean"]
 
-# exp(20) is beyond any ratio that means something and still far from overflow.
+# exp(20) is beyond any meaningful ratio and still far from overflow.
 LARGEST_LOG_RATIO = 20.0
-# Logits of this many entries exist at once in fp32 (0.5 GiB): 880 tokens at a vocabulary of 152,000.
+# Maximum number of fp32 logits at a time (0.5 GiB): 880 tokens at a vocabulary of 152,000.
 LOGITS_PER_CHUNK = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Per token, all [rollouts, tokens]: the loss, the clipped ratio's raw value, the weight of the
-    stale-token treatment, and whether clipping took the token's gradient away."""
+    """Per token, all [rollouts, tokens]: the loss, the ratio before clipping, the weight of the off-policy correction,
+    and whether clipping removed the token's gradient."""
 
     loss_bt: Tensor
     ratio_bt: Tensor
@@ -49,7 +47,7 @@ class PolicyLoss:
 
 
 def ratio(log_ratio_bt: Tensor, mask_bt: Tensor, level: RatioLevel) -> Tensor:
-    """Token level: each token's own. Sequence level: the geometric mean over the rollout's trained tokens."""
+    """Token level: each token's own ratio. Sequence level: the geometric mean over the rollout's trained tokens."""
     if level == "sequence":
         tokens_b1 = mask_bt.sum(1, keepdim=True).clamp(min=1)
         log_ratio_bt = ((log_ratio_bt * mask_bt).sum(1, keepdim=True) / tokens_b1).expand_as(log_ratio_bt)
@@ -69,11 +67,10 @@ def policy_loss(
     clip_high: float,
     cap: float,
 ) -> PolicyLoss:
-    """The clipped surrogate with its stale-token correction. Log-probabilities in, only `new_bt` is
-    differentiated.
+    """The clipped surrogate with off-policy correction, from log-probabilities. Only `new_bt` has a gradient.
 
-    `proximal_bt` matters for `decoupled` alone. Clipping is asymmetric: a ratio counts from 1 - clip_low to
-    1 + clip_high, and only where that lowers the objective.
+    `proximal_bt` is used only by `decoupled`. Clipping is asymmetric, from 1 - clip_low to 1 + clip_high, and applies
+    only where it lowers the objective.
     """
     if off_policy_correction == "decoupled":
         old_bt = proximal_bt
@@ -99,18 +96,17 @@ def policy_loss(
 
 
 def kl_k3(new: Tensor, other: Tensor) -> Tensor:
-    """Per token an estimate of KL(new || other) from tokens of `new`: never negative, low variance."""
+    """A per-token estimate of KL(new || other) from tokens of `new`: never negative, low variance."""
     gap = (other - new).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return gap.exp() - gap - 1.0
 
 
 def token_weights(mask_bt: Tensor, aggregation: Aggregation, normalizer_tokens: float) -> Tensor:
-    """What each token's loss is multiplied by before all are summed; 0 outside the mask.
+    """The weight of each token in the summed loss; 0 outside the mask.
 
-    Computed over the whole batch of an optimizer step, so that micro-batches add up to the same gradient.
-    `constant`: 1 / normalizer_tokens, the same in every update, so a token of a batch of short rollouts
-    weighs what one of a batch of long rollouts does. `token_mean`: 1 / tokens. `sequence_mean`: each
-    rollout's mean, averaged.
+    Computed over the whole batch of an optimizer step, so that micro-batches add up to the same gradient. `constant`:
+    1 / normalizer_tokens, the same in every update, so that tokens in batches of short and long rollouts have equal
+    weight. `token_mean`: 1 / tokens. `sequence_mean`: the average of each rollout's mean.
     """
     if aggregation == "constant":
         return mask_bt / normalizer_tokens
@@ -130,8 +126,8 @@ def selected_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, both `_n` in fp32, at this temperature.
 
-    `head` maps hidden states to logits. Only one chunk of logits exists at a time: the backward pass computes
-    each chunk again. The entropy carries no gradient unless asked to.
+    `head` maps hidden states to logits. Only one chunk of logits exists at a time: the backward pass recomputes each
+    chunk. The entropy has no gradient unless requested.
     """
 
     def score(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,9 @@ from sortedrl.learner.losses import selected_logprobs
 class TokenScorer:
     """Log-probabilities of trained tokens under a causal language model, without logits for all positions.
 
-    The model's trunk gives hidden states, and its head is applied to those that predict a trained token, in
-    chunks. A model whose logits are more than head(trunk), such as capped or rescaled ones, is found out at
-    the start with a forward pass over two tokens, and then gives its logits itself.
+    The model's trunk computes hidden states, and its head is applied in chunks to those that predict a trained token.
+    If a model's logits are not simply head(trunk), for example capped or rescaled, a forward pass over two tokens at
+    the start detects it, and the model's own logits are used.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
@@ -32,9 +32,9 @@ class TokenScorer:
 
     @torch.no_grad()
     def _gives_the_logits(self, head: nn.Module) -> bool:
-        """Whether the trunk's states go into the head unchanged and what comes out is the logits.
+        """Whether the logits are exactly head(trunk).
 
-        The head's output is replaced by large numbers for this: a cap would not show on small ones.
+        The head's output is replaced by large numbers for this check: a cap would not show on small ones.
         """
         tokens_bt = torch.tensor([[0, 1]], device=self._model.device)
         inputs: list[Tensor] = []
@@ -84,8 +84,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: UpdateBatch) -> Tensor:
-        """The value of the state before each trained token, [rollouts, response tokens], 0 outside the
-        mask."""
+        """The value of the state before each trained token, [rollouts, response tokens], 0 outside the mask."""
         row_n, place_n = batch.trained_positions()
         hidden_bth = self.trunk(input_ids=batch.tokens_bt, use_cache=False).last_hidden_state
         values_n = self.head(hidden_bth[row_n, place_n - 1].float()).squeeze(-1)
@@ -94,7 +93,7 @@ class ValueModel(nn.Module):
 
 @torch.no_grad()
 def response_logprobs(model: PreTrainedModel, context: Sequence[int], response: Sequence[int]) -> list[float]:
-    """What the model gives each token of the response behind its context, at temperature 1."""
+    """The log-probability of each response token after its context, at temperature 1."""
     if not response:
         return []
     tokens_t = torch.tensor([*context, *response], device=model.device)
@@ -108,7 +107,7 @@ def scattered(values_n: Tensor, mask_br: Tensor) -> Tensor:
 
 
 def with_adapters(module: PreTrainedModel, rank: int) -> Any:
-    """The module with LoRA layers put in place of its linear ones; only they are trained."""
+    """The module with its linear layers replaced by LoRA layers; only those are trained."""
     try:
         peft = importlib.import_module("peft")
     except ModuleNotFoundError as missing:
@@ -121,8 +120,8 @@ def with_adapters(module: PreTrainedModel, rank: int) -> Any:
 def checkpoint_layers(module: PreTrainedModel) -> None:
     """Recompute activations in the backward pass.
 
-    Layers do so only in training mode. The flag is set on the layers and not on what is in them, because
-    dropout must stay off: the log-probability of a token has to be that of the model which sampled it.
+    Layers do so only in training mode. The flag is set on the layers but not on their submodules, because dropout must
+    stay off: log-probabilities must match those of the sampling policy.
     """
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in module.modules():

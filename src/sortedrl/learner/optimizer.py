@@ -1,4 +1,4 @@
-"""AdamW that trains bf16 weights as exactly as fp32 ones, in 12 bytes a weight."""
+"""AdamW that trains bf16 weights with fp32 precision, in 12 bytes per weight."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import Tensor, nn
 
 
 class AdamW:
-    """AdamW for fp32 and bf16 weights, with 12 bytes per bf16 weight, gradient included.
+    """AdamW for fp32 and bf16 weights, with 12 bytes per bf16 weight, including the gradient.
 
-    A bf16 weight has 8 bits of precision: at a learning rate of 1e-6 nearly every step rounds to nothing. So
-    the 16 bits that rounding takes away are kept beside it: weight and remainder together are an exact fp32
-    weight, and the arithmetic is that of fp32. The first moment is bf16, the second fp32 (in bf16 its decay
-    by 0.1 % would round to no decay at all). fp32 weights have fp32 moments and no remainder. Decay applies
-    to matrices only.
+    A bf16 weight has 8 bits of precision: at a learning rate of 1e-6, nearly every step would round to zero. So the 16
+    bits lost in rounding are stored separately: weight and remainder together are an exact fp32 weight, and all
+    arithmetic is in fp32. The first moment is bf16, the second fp32 (in bf16, its decay by 0.1 % would round to no
+    decay). fp32 weights have fp32 moments and no remainder. Weight decay applies to matrices only.
     """
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
-    ELEMENTS_AT_ONCE = 1 << 26  # bounds the fp32 temporaries to a few times 0.25 GiB
+    ELEMENTS_AT_ONCE = 1 << 26  # limits the fp32 temporaries to a few times 0.25 GiB
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
         self.parameters = list(parameters)
@@ -36,7 +35,7 @@ class AdamW:
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """Over all weights, summed in fp32."""
+        """The norm over all weights, summed in fp32."""
         norms = [
             torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
             for parameter in self.parameters
@@ -100,13 +99,13 @@ class AdamW:
 
 
 def join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 number that `split_bf16` took apart."""
+    """The fp32 number that `split_bf16` split."""
     bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder
     return bits.view(torch.float32)
 
 
 def split_bf16(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write an fp32 number as its nearest bf16 into `weight`, and the rest of its bits into `remainder`."""
+    """Write an fp32 number, rounded to bf16, into `weight`, and its remaining bits into `remainder`."""
     bits = exact.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     weight.copy_(upper.to(torch.int16).view(torch.bfloat16))

@@ -1,4 +1,4 @@
-"""What an update does: the learner's settings, validated with a reason and a fix."""
+"""The learner's settings. Errors have a reason and a fix."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ DEFAULT_ADVANTAGE_BASELINE: Mapping[str, AdvantageBaseline] = {
 
 
 def off_policy_correction_for(mode: str) -> OffPolicyCorrection:
-    """The default treatment of stale tokens for a schedule's mode.
+    """The default off-policy correction for a schedule's mode.
 
-    On-policy there are none, and truncated weights correct the mismatch of engine and learner; every other
-    mode has them.
+    On-policy modes have no stale tokens, and tis corrects the mismatch of engine and learner; every other mode has
+    stale tokens.
     """
     return "tis" if mode.startswith("on-policy") else "decoupled"
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSettings:
-    """What an update does. Defaults are for full training of a model with a few billion weights."""
+    """Defaults are for full training of a model with a few billion parameters."""
 
     algorithm: Algorithm = "reinforce++"
-    # What a reward is measured against; None: siblings for GRPO and RLOO, else previous_cohorts. With PPO the
-    # critic is the baseline, and this names the statistics that scale its advantages.
+    # The baseline of rewards; None: group for GRPO and RLOO, otherwise previous_cohorts. With PPO, the critic is the
+    # baseline, and this selects the statistics that scale its advantages.
     advantage_baseline: AdvantageBaseline | None = None
     off_policy_correction: OffPolicyCorrection = "decoupled"
     ratio_level: RatioLevel = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
-    # tis and decoupled cut importance weights here; mask drops tokens beyond it or below its inverse.
+    # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
     importance_cap: float = 2.0
     aggregation: Aggregation = "constant"
     # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
-    # first update, whose rollouts are the shortest. It scales the loss: AdamW does not notice, gradient clipping does.
+    # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
     normalizer_tokens: float = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     drop_zero_variance_groups: bool = False
-    # Truncated rollouts. `keep`: they train with the reward they were scored with, as the token budget is
-    # part of the problem. `masked`: no gradient, but they stay in the statistics. `zero`: their reward is 0.
-    # `soft_penalty`: up to 1 off any reward over the last soft_penalty_tokens before max_response_tokens.
+    # Truncated rollouts. `keep`: they train with their score, as the token limit is part of the problem. `masked`: no
+    # gradient, but they count in the statistics. `zero`: their reward is 0. `soft_penalty`: subtracts up to 1 from any
+    # reward over the last soft_penalty_tokens before max_response_tokens.
     truncated_rollouts: TruncatedRollouts = "keep"
     max_response_tokens: int | None = None
     soft_penalty_tokens: int | None = None
-    temperature: float = 1.0  # that the engine samples at
+    temperature: float = 1.0  # of the engine's sampling
     top_p: float = 1.0
     learning_rate: float = 1e-6
     warmup_updates: int = 10
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    steps_per_update: int = 1  # optimizer steps that an update's rollouts are dealt out to
-    tokens_per_micro_batch: int = 16_384  # padding included
+    steps_per_update: int = 1  # optimizer steps per update
+    tokens_per_micro_batch: int = 16_384  # including padding
     gradient_checkpointing: bool = False
     bf16: bool = False
     lora_rank: int = 0  # 0: train all weights
@@ -89,14 +89,14 @@ class LearnerSettings:
             self.truncated_rollouts != "soft_penalty" or (zone or math.inf) <= (limit or 0),
             "soft_penalty_tokens",
             zone,
-            f"soft_penalty acts on the end of max_response_tokens = {limit}: set both, as in 1024 and 8192",
+            f"soft_penalty needs at most max_response_tokens = {limit}: set both, for example to 1024 and 8192",
         )
         wants_whole_groups = self.resolved_advantage_baseline == "group"
         require(
             wants_whole_groups or self.algorithm not in ("grpo", "rloo"),
             "advantage_baseline",
             self.advantage_baseline,
-            f"{self.algorithm} compares siblings: leave advantage_baseline out, or use algorithm = reinforce++",
+            f"{self.algorithm} uses the group baseline: leave advantage_baseline out, or use algorithm = reinforce++",
         )
         require(
             not wants_whole_groups or self.algorithm != "ppo",
@@ -116,20 +116,20 @@ _CHOICES: Mapping[str, Any] = {
 }
 _ABOVE_0 = 1e-30
 _RANGES: Mapping[str, tuple[float, float, str]] = {
-    "clip_low": (_ABOVE_0, 1, "ratios count down to 1 - clip_low: use 0.2"),
-    "clip_high": (_ABOVE_0, math.inf, "ratios count up to 1 + clip_high: use 0.28"),
-    "importance_cap": (1, math.inf, "a cap below 1 also cuts tokens that are on-policy: use 2.0"),
+    "clip_low": (_ABOVE_0, 1, "ratios are clipped at 1 - clip_low: use 0.2"),
+    "clip_high": (_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high: use 0.28"),
+    "importance_cap": (1, math.inf, "a cap below 1 also truncates on-policy tokens: use 2.0"),
     "normalizer_tokens": (1, math.inf, "the loss is divided by it: use rollouts_per_update x max_response_tokens"),
     "kl_coefficient": (0, math.inf, "it must be 0 or more"),
     "entropy_coefficient": (0, math.inf, "it must be 0 or more"),
     "max_response_tokens": (1, math.inf, "it must be 1 or more"),
     "soft_penalty_tokens": (1, math.inf, "it must be 1 or more"),
-    "temperature": (_ABOVE_0, math.inf, "log-probabilities are of logits / temperature: use the engine's"),
+    "temperature": (_ABOVE_0, math.inf, "log-probabilities depend on it: use the engine's temperature"),
     "top_p": (
         1,
         1,
-        "below 1 the engine's log-probabilities are relative to tokens it kept, the learner's to all, and "
-        "every ratio is off by the kept mass: sample with top_p = 1.0",
+        "below 1, the engine's log-probabilities are normalized over the top-p tokens and the learner's over all, so "
+        "every ratio is biased: sample with top_p = 1.0",
     ),
     "learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
     "warmup_updates": (0, math.inf, "it must be 0 or more"),
@@ -139,8 +139,8 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "tokens_per_micro_batch": (1, math.inf, "it must be 1 or more"),
     "lora_rank": (0, math.inf, "it must be 0 (train all weights) or more"),
     "critic_learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
-    "gamma": (0, 1, "it must lie between 0 and 1"),
-    "gae_lambda": (0, 1, "it must lie between 0 and 1"),
+    "gamma": (0, 1, "it must be between 0 and 1"),
+    "gae_lambda": (0, 1, "it must be between 0 and 1"),
 }
 
 

@@ -1,10 +1,10 @@
-"""What a run shows while it works: one panel on a terminal, one plain line for each update anywhere else.
+"""The live display of a run: a panel on a terminal, one plain line per update elsewhere.
 
-    events, lines --> RunState --view--> panel(view, now)      the drawing is a pure function of the view
+    events, lines --> RunState --view--> panel(view, now)      drawing is a pure function of the view
 
-A console is a sink of the event log, and it is told of every line of metrics.jsonl. It never holds up a run: the
-thread of the run does no more than fold events and, at most four times a second, take a view; a thread of its own draws
-it. Drawing is bounded by its own cost, too: it never takes more than `MOST_SHARE` of the time.
+A console is a sink of the event log and receives every line of metrics.jsonl. It never blocks a run: the run's thread
+only folds events and takes a view, at most four times per second; a separate thread draws it. Drawing is limited to
+`MOST_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import RunState, RunView, is_update
 
 REDRAW_SECONDS = 0.25
-MOST_SHARE = 0.002  # of the time that drawing may take
+MOST_SHARE = 0.002  # maximum fraction of the time spent drawing
 MOST_COLUMNS = 84
 LABEL_COLUMNS = 11
 _FORMATS = {
@@ -50,20 +50,20 @@ _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 Log = Callable[[str], None]
 
 
-def shown(figure: str, value: float) -> str:
-    """A figure as every display of a run prints it."""
-    return _FORMATS[figure].format(value)
+def shown(metric: str, value: float) -> str:
+    """A metric, formatted as in every display of a run."""
+    return _FORMATS[metric].format(value)
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, and hours where there are any."""
+    """m:ss, or h:mm:ss from one hour on."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes_of_hour = divmod(minutes, 60)
     return f"{hours}:{minutes_of_hour:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
-    """One update in one plain line; `line` is its line of metrics.jsonl."""
+    """One plain line about an update; `line` is its line of metrics.jsonl."""
     eta = "-" if remaining_seconds is None else clock(remaining_seconds)
     return (
         f"update {line['update']}/{line['updates_in_all']}  reward {shown('reward', line['reward'])}  "
@@ -78,7 +78,7 @@ def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
 
 
 class RunPanel:
-    """A view, drawn for the width that it is given."""
+    """Draws a view at the available width."""
 
     def __init__(self, view: RunView, now: float, note: str = "") -> None:
         self._view = view
@@ -86,7 +86,7 @@ class RunPanel:
         self._note = note
 
     def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
-        """Framed by hand: rich's own panel wraps and measures every line again, at three times the cost."""
+        """Draws the frame itself: rich's panel wraps and measures every line again, at three times the cost."""
         view = self._view
         width = min(options.max_width, MOST_COLUMNS)
         rows = panel_rows(view, self._now, width - 4, ascii_only=options.ascii_only)
@@ -104,7 +104,7 @@ class RunPanel:
 
 
 def _edge(console: Terminal, corners: str, words: Text, width: int, border: Style, *, left: bool) -> Iterator[Segment]:
-    """The upper or lower edge of the frame with words in it, or as much of them as fits."""
+    """The upper or lower edge of the frame with a title, truncated if necessary."""
     words.truncate(max(0, width - 6), overflow="ellipsis" if corners.startswith("╰") else "crop")
     line = corners[1] * (width - 6 - words.cell_len)
     yield Segment(f"{corners[:2]}{'' if left else line} ", border)
@@ -117,7 +117,7 @@ def _phase_style(phase: str) -> str:
 
 
 def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = False) -> list[Text]:
-    """The lines of the panel. Where the width is short, the last parts of a line are left out, never wrapped."""
+    """The lines of the panel. Lines never wrap: on a narrow terminal, their last parts are left out."""
     snapshot, places, lengths = view.snapshot, view.places, view.lengths
     reward = [Text(shown("reward", view.rewards[-1]), style="bold")] if view.rewards else [Text("-")]
     if view.correct is not None:
@@ -162,7 +162,7 @@ def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = Fals
 
 
 def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False) -> str:
-    """The newest values as blocks between their least and their greatest."""
+    """The latest values as blocks, scaled between their min and max."""
     newest = list(values)[-columns:] if columns > 0 else []
     if not newest:
         return ""
@@ -195,7 +195,7 @@ def _slot_parts(running: int, slots: int, width: int, ascii_only: bool) -> list[
 
 
 def _places_shown(places: dict[str, int]) -> list[tuple[str, int]]:
-    """What waits, in the order in which it comes to be trained on; places that are rarely taken only while they are."""
+    """Waiting rollouts by state, in the order of their life cycle; rare states only while they are in use."""
     always = ("waiting", "resumable", "ready")
     order = ("waiting", "resumable", "ready", "queued", "finished")
     names = {"finished": "being scored", "queued": "queued in the engine"}
@@ -213,7 +213,7 @@ def _named(name: str, value: str) -> Text:
 
 
 def _row(label: str, parts: Sequence[Text], width: int) -> Text:
-    """The label and as many of the parts as fit."""
+    """The label, and as many parts as fit."""
     row = Text.assemble((label.ljust(LABEL_COLUMNS), "dim"))
     for place, part in enumerate(part for part in parts if part):
         gap = "   " if place else ""
@@ -229,22 +229,22 @@ def _row(label: str, parts: Sequence[Text], width: int) -> Text:
 
 
 class RunConsole(Protocol):
-    """Shows runs, one after the other. `note`: a word to whoever looks, beside the metrics."""
+    """Shows runs, one after the other. `note`: a message shown below the metrics."""
 
     note: str
 
     def log(self, line: str) -> None: ...
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
-        """A run begins. The sink must be fed after `metrics`."""
+        """Start a run. Feed the returned sink after `metrics`."""
 
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
-        """A line of metrics.jsonl; `old` ones were there before and are not news."""
+        """A line of metrics.jsonl; `old`: it existed before watching started, so it is not printed."""
 
     def evaluating(self, done: int, total: int) -> None: ...
 
     def look(self, seen_at: float) -> None:
-        """Show the run as it stands; its newest event was seen at `seen_at`."""
+        """Show the current state of the run; its latest event was seen at `seen_at`."""
 
     def __enter__(self) -> Self: ...
 
@@ -254,7 +254,7 @@ class RunConsole(Protocol):
 
 
 class PlainConsole:
-    """One line for each update: for pipes, files and terminals that cannot move their cursor."""
+    """One line per update: for pipes, files and dumb terminals."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -274,10 +274,10 @@ class PlainConsole:
             self.log(progress_line(line, self.state.remaining_seconds()))
 
     def evaluating(self, done: int, total: int) -> None:
-        """A line for each sample would be noise."""
+        """Ignored: one line per sample would be noise."""
 
     def look(self, seen_at: float) -> None:
-        """Lines are all there is to see."""
+        """Nothing to do: lines are printed as they arrive."""
 
     def __enter__(self) -> Self:
         return self
@@ -286,14 +286,14 @@ class PlainConsole:
 
 
 class PanelConsole:
-    """The panel, between `__enter__` and `__exit__`; what is said scrolls by above it."""
+    """The panel, shown between `__enter__` and `__exit__`; log lines scroll by above it."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self.state = RunState(Metrics(), "", None)
         self.note = ""
         self._view = self.state.view(time.monotonic())
-        self._due = 0.0  # when the next view is to be taken
+        self._due = 0.0  # when to take the next view
         self._drawn_columns = 0
         self._is_over = False
         self._live: Live | None = None
@@ -301,7 +301,7 @@ class PanelConsole:
         self._drawer: threading.Thread | None = None
 
     def log(self, line: str) -> None:
-        with suppress(OSError):  # the terminal is gone, the run goes on
+        with suppress(OSError):  # the terminal is gone, but the run continues
             self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
@@ -332,7 +332,7 @@ class PanelConsole:
     def __enter__(self) -> Self:
         self._is_over = False
         self._closing.clear()
-        # Redirecting makes what others print appear above the panel, but a stdout that is piped is none of ours.
+        # Redirection makes other output appear above the panel. Leave a piped stdout alone.
         redirect = sys.stdout.isatty()
         self._live = Live(
             console=self._terminal, auto_refresh=False, get_renderable=self._drawing, redirect_stdout=redirect
@@ -356,7 +356,7 @@ class PanelConsole:
         view = self._view
         columns = self._terminal.width
         if columns < min(self._drawn_columns, MOST_COLUMNS):
-            # What stands there no longer has the rows that it was drawn with: only an empty screen is sure to be right.
+            # A narrower terminal has rewrapped the old drawing, so its row count is wrong: clear the screen.
             self._terminal.clear()
         self._drawn_columns = columns
         return RunPanel(view, view.seen_at if self._is_over else time.monotonic(), self.note)
@@ -373,9 +373,9 @@ class PanelConsole:
 
 
 def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> PlainConsole | PanelConsole:
-    """A panel where the stream is a terminal that can show one, else plain lines.
+    """A panel if the stream is a capable terminal, otherwise plain lines.
 
-    `ends_with_reader`: a reader that is gone ends the command with `BrokenPipeError`. A training run goes on instead.
+    `ends_with_reader`: raise `BrokenPipeError` when the reader is gone. A training run continues instead.
     """
     terminal = Terminal(file=stream)
     if stream.isatty() and not terminal.is_dumb_terminal:

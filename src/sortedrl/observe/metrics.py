@@ -25,11 +25,11 @@ _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The metrics that cost nothing to ask for, however long the run: for what is shown or written all the time."""
+    """Metrics that are cheap at any length of the run: for displays and for every line of metrics.jsonl."""
 
     wall_seconds: float
     bubble: float
-    bubble_now: float  # of the newest harvest, so far
+    bubble_now: float  # of the current harvest so far
     idle: float
     goodput: float
     waste: float
@@ -40,11 +40,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """Times in seconds on the engine's clock, goodput and kept in tokens per second; shares between 0 and 1."""
+    """Times in seconds on the engine's clock, goodput and kept in tokens per second, fractions between 0 and 1."""
 
     mode: str
     slots: int
-    seconds: float  # in which the engine may run: harvests only
+    seconds: float  # in which the engine can run: harvests only
     wall_seconds: float
     bubble: float
     bubble_parts: dict[str, float]
@@ -77,9 +77,9 @@ class RunMetrics:
     staleness_max: int
     staleness_histogram: dict[int, int]  # trained tokens by staleness
     segments_histogram: dict[int, int]  # trained rollouts by number of segments
-    sortedness: float | None  # None: not known, each update is one unit
+    sortedness: float | None  # None: unknown, each update is one unit
     mean_length: float
-    uncut_mean_length: float | None  # None: not known
+    uncut_mean_length: float | None  # None: unknown
     length_bias: float | None
     expectation_quality: float | None
     longest_wait_updates: int
@@ -87,7 +87,7 @@ class RunMetrics:
 
 
 class Metrics:
-    """The fold. Holds a few numbers for each rollout, never tokens."""
+    """The fold. Holds a few numbers per rollout, never tokens."""
 
     def __init__(self) -> None:
         self.mode = ""
@@ -96,14 +96,14 @@ class Metrics:
         self._phase = ""
         self._gate = "open"
         self._running = self._live = 0
-        self._memory_is_short = False  # from a preemption on, until no slot stands empty while something waits
+        self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
-        self._resting: defaultdict[str, float] = defaultdict(float)  # seconds of phases in which the engine rests
+        self._phase_seconds: defaultdict[str, float] = defaultdict(float)  # other phases than harvest
         self._harvest_seconds = 0.0
-        self._harvest_marks: list[tuple[float, float]] = []  # (harvest seconds, empty slot-seconds) at each begin
+        self._harvest_marks: list[tuple[float, float]] = []  # (harvest seconds, empty slot-seconds) at each start
         self._in_slot: set[int] = set()
         self._first_expected: dict[int, float] = {}
-        self._length: dict[int, int] = {}  # of rollouts that were stopped or lost on the way
+        self._length: dict[int, int] = {}  # of rollouts that were aborted or failed
         self._count: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
@@ -147,21 +147,21 @@ class Metrics:
     # Time
 
     def pass_time_to(self, at: float) -> None:
-        """Nothing changed until `at`: for whoever looks at the metrics between two events."""
+        """Advance the clock to `at`: to read the metrics between two events."""
         if at > self._time and self.slots:
             self._pass_time(at)
 
     def slot_seconds(self) -> dict[str, float]:
-        """Where the slot-time went so far: busy, the parts of the bubble, the phases in which the engine rests."""
+        """Where the slot-time went so far: busy, the parts of the bubble, and phases other than harvest."""
         busy = self.slots * self._harvest_seconds - sum(self._empty.values())
-        resting = {phase: self.slots * seconds for phase, seconds in self._resting.items()}
-        return {"busy": busy} | self._empty | resting
+        other = {phase: self.slots * seconds for phase, seconds in self._phase_seconds.items()}
+        return {"busy": busy} | self._empty | other
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
         self._time = at
         if self._phase != HARVEST:
-            self._resting[self._phase] += seconds
+            self._phase_seconds[self._phase] += seconds
             return
         self._harvest_seconds += seconds
         submitted = min(self.slots, self._live)
@@ -284,7 +284,7 @@ class Metrics:
             self._forget(rollout)
 
     def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
-        """The lengths of an update by what is trained on together."""
+        """The lengths of an update, grouped by unit: a rollout, or a whole group."""
         if not self._trains_whole_groups:
             return [(length,) for length in event.lengths]
         groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -318,10 +318,10 @@ class Metrics:
     def _idle_parts(self) -> dict[str, float]:
         wall_capacity = self.slots * (self._time - self._began)
         parts = {part: _ratio(value, wall_capacity) for part, value in self._empty.items()}
-        return parts | {phase: _ratio(s * self.slots, wall_capacity) for phase, s in self._resting.items()}
+        return parts | {phase: _ratio(s * self.slots, wall_capacity) for phase, s in self._phase_seconds.items()}
 
     def run_metrics(self, uncut_mean_length: float | None = None) -> RunMetrics:
-        """A simulation knows the uncut mean length and gives it; else it is estimated, which can take a second."""
+        """A simulation passes the exact `uncut_mean_length`; otherwise it is estimated, which can take a second."""
         count = self._count
         now = self.snapshot()
         wall = now.wall_seconds
@@ -383,14 +383,14 @@ class Metrics:
         )
 
     def _uncut_mean_length(self) -> float | None:
-        """None with `keep_seed`: a regenerate then repeats the attempt that was cut, and says nothing about others."""
+        """None with `keep_seed`: regenerating then repeats the same attempt, which carries no new information."""
         if self._keeps_seeds and self._attempts.was_any_cut:
             return None
         return self._attempts.mean_if_uncut()
 
 
 def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float | None:
-    """Spearman's, ties at their mean rank; None where one side does not vary."""
+    """Spearman's rank correlation, ties at their mean rank; None if one side is constant."""
     a, b = _ranks(list(first)), _ranks(list(second))
     if len(a) < 2:
         return None
@@ -413,7 +413,7 @@ def _ranks(values: list[float]) -> list[float]:
 
 
 class _UpdateLengths(NamedTuple):
-    """Sums over the log lengths of one update. A unit is what chance moves as one: a rollout, or a whole group."""
+    """Sums over the log lengths of one update. A unit is trained on as a whole: a rollout, or a group."""
 
     rollouts: int
     units: int
@@ -434,12 +434,12 @@ class _UpdateLengths(NamedTuple):
 
 
 def _sortedness(updates: Sequence[_UpdateLengths]) -> float | None:
-    """1 less the variance of log length within updates over what it would be in the mean with random updates.
+    """1 minus the ratio of the variance of log length within updates to its expected value with random updates.
 
-    Units dealt at random into updates of the same sizes leave (units - updates) / (units - 1) of the variance between
-    units within the updates; the variance within units stays. So random updates score 0 in the mean, whatever their
-    sizes (units of one size), and a single result may be below 0. None where each update is one unit: any order
-    would look the same.
+    Randomly assigning units to updates of the same sizes leaves (units - updates) / (units - 1) of the variance between
+    units within the updates; the variance within units stays. So random updates score 0 on average for any update size
+    (units of one size), and a single result may be below 0. None if each update is one unit: every order would score
+    the same.
     """
     units = sum(u.units for u in updates)
     if units < 2 or units == len(updates):

@@ -1,8 +1,7 @@
-"""The newest metrics of a run over HTTP, in the text format that Prometheus scrapes.
+"""Serves the latest metrics of a run over HTTP in the Prometheus text format.
 
-A tracker as any other (observe/trackers.py): it is given the lines of metrics.jsonl and serves the newest value of each
-metric under its name, with `sortedrl_` before it. It listens on the loopback address alone: whoever may see more than
-this machine's users does so through a proxy that the user sets up.
+A tracker like any other (observe/trackers.py): it receives the lines of metrics.jsonl and serves the latest value of
+each metric as `sortedrl_NAME`. It listens on the loopback address only; for access from other machines, set up a proxy.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Endpoint:
-    """http://127.0.0.1:PORT/metrics. Port 0 takes a free one; `url` tells which."""
+    """http://127.0.0.1:PORT/metrics. Port 0 picks a free port; see `url`."""
 
     name = "prometheus"
 
@@ -37,13 +36,13 @@ class Endpoint:
                 self.wfile.write(body)
 
             def log_message(self, *parts: object) -> None:
-                """A scrape every few seconds is no news."""
+                """Silent: scrapes come every few seconds."""
 
         try:
             self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
         except OSError as error:
             why = f"{error.strerror}"
-            raise ConfigurationError("prometheus_port", port, why, "Name another port, or 0 for a free one.") from None
+            raise ConfigurationError("prometheus_port", port, why, "Use another port, or 0 for a free one.") from None
         self._values = values
         self.url = f"http://{LOOPBACK}:{self._server.server_port}/metrics"
         Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
@@ -57,7 +56,7 @@ class Endpoint:
 
 
 def exposition(values: Mapping[str, float]) -> str:
-    """Metrics in the text format: numbers as Python prints them, so that no digit is lost."""
+    """Metrics in the text format. Numbers are printed with full precision."""
     helps = {STEP: "updates done"} | {metric.name: f"{metric.unit}, see docs/metrics.md" for metric in METRICS}
     return "".join(
         f"# HELP sortedrl_{name} {text}\n# TYPE sortedrl_{name} gauge\nsortedrl_{name} {_number(values[name])}\n"

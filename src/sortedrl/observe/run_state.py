@@ -1,10 +1,10 @@
-"""How a run stands at this moment: a fold over its event log and over the lines of its metrics file.
+"""The current state of a run: a fold over its event log and the lines of metrics.jsonl.
 
-`RunState` is fed every event (after the `Metrics` that it looks at) and every line of metrics.jsonl. `view()` is an
-immutable picture of all that a display shows, so that another thread may draw it. A live console and one that follows
-the files of a run in another process are fed the same and therefore show the same.
+`RunState` is fed every event (after the `Metrics` that it reads) and every line of metrics.jsonl. `view()` is an
+immutable snapshot of everything that a display shows, so another thread can draw it. A live console and one that
+follows the files of a run in another process get the same input and show the same.
 
-What holds after every event: loaded = trained + rejected + the rollouts in all places.
+Invariant after every event: loaded = trained + rejected + the rollouts in all places.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAITING, RESUMABLE, QUEUED, RUNNING, FINISHED, READY = "waiting", "resumable", "
 
 
 class Lengths(NamedTuple):
-    """Of the responses of one update, in tokens."""
+    """Response lengths of one update, in tokens."""
 
     mean: float
     shortest: int
@@ -35,33 +35,34 @@ class Lengths(NamedTuple):
 class Places(NamedTuple):
     """Rollouts that are neither trained nor rejected, by where they are."""
 
-    waiting: int = 0  # without a token: never started, or dropped
-    resumable: int = 0  # stopped with its tokens kept
+    waiting: int = 0  # no tokens yet: never started, or dropped
+    resumable: int = 0  # aborted, tokens kept
     queued: int = 0  # in the engine, without a slot
     running: int = 0
-    finished: int = 0  # and not scored
+    finished: int = 0  # but not scored yet
     ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Times are on the clock of whoever feeds the state: `began_at + glance.wall_seconds` is the newest event's."""
+    """Times are on the clock of the process that feeds the state; the latest event was at
+    `began_at + snapshot.wall_seconds`."""
 
     name: str
     mode: str
     phase: str
-    updates: int  # that the learner has done
+    updates: int  # done by the learner
     updates_in_all: int | None
     began_at: float
     ends_at: float | None
-    seen_at: float  # when the newest event was seen
+    seen_at: float  # when the latest event was seen
     snapshot: Snapshot
-    rewards: tuple[float, ...]  # means of the newest updates, the newest last
-    correct: float | None  # of the newest update
+    rewards: tuple[float, ...]  # means of the latest updates, latest last
+    correct: float | None  # of the latest update
     mismatch: float | None
     lengths: Lengths | None
-    held_out: tuple[float, ...]  # scores, the newest last
-    evaluated: tuple[int, int] | None  # samples of the evaluation that runs, and how many it takes
+    held_out: tuple[float, ...]  # scores, latest last
+    evaluated: tuple[int, int] | None  # samples done and total, of the current evaluation
     slots: int
     places: Places
 
@@ -109,7 +110,7 @@ class RunState:
         self.updates_in_all = line.get("updates_in_all", self.updates_in_all)
 
     def remaining_seconds(self) -> float | None:
-        """Until the last update, as of the newest line."""
+        """Time until the last update, as of the latest line."""
         return self._lines.remaining_seconds(self.updates_in_all)
 
     def view(self, seen_at: float) -> RunView:
@@ -137,10 +138,10 @@ class RunState:
 
 
 class LineHistory:
-    """What is kept of the lines of metrics.jsonl."""
+    """The relevant content of metrics.jsonl."""
 
     def __init__(self) -> None:
-        self.newest: dict[str, Any] = {}  # of the updates
+        self.newest: dict[str, Any] = {}  # line of the latest update
         self.held_out: list[float] = []
         self.seen_at = 0.0
         self._first: tuple[int, float] | None = None  # (update, seconds)
@@ -156,7 +157,7 @@ class LineHistory:
             self.held_out.append(line["held_out"]["value"])
 
     def remaining_seconds(self, updates_in_all: int | None) -> float | None:
-        """At the mean pace of all updates so far, evaluations and checkpoints between them included."""
+        """At the mean pace of all updates so far, including evaluations and checkpoints."""
         if self._first is None or updates_in_all is None:
             return None
         done, seconds = self._last
@@ -170,7 +171,7 @@ def is_update(line: dict[str, Any]) -> bool:
 
 
 def is_metrics_line(line: Any) -> bool:
-    """Whether a line of a file that may be damaged has what a display needs."""
+    """Whether a line of a possibly damaged file has the fields that a display needs."""
     if not isinstance(line, dict) or type(line.get("update")) is not int or type(line.get("seconds")) is not float:
         return False
     held_out = line.get("held_out")
@@ -178,13 +179,13 @@ def is_metrics_line(line: Any) -> bool:
 
 
 class RolloutPlaces:
-    """Where every rollout is that is neither trained nor rejected."""
+    """The place of every rollout that is neither trained nor rejected."""
 
     def __init__(self) -> None:
         self._place: dict[int, str] = {}
-        self._kept: dict[int, int] = {}  # tokens that a submitted rollout had before
+        self._kept: dict[int, int] = {}  # prefix tokens of submitted rollouts
         self._count = dict.fromkeys(Places._fields, 0)
-        self.handlers: dict[type, Callable[[Any], None]] = {  # what moves a rollout
+        self.handlers: dict[type, Callable[[Any], None]] = {  # events that move a rollout
             events.Loaded: self._on_loaded,
             events.Submitted: self._on_submitted,
             events.Started: lambda event: self._move(event.rollout, RUNNING),
@@ -215,13 +216,13 @@ class RolloutPlaces:
         self._move(rollout, RESUMABLE if kept else WAITING)
 
     def _move(self, rollout: int, place: str) -> None:
-        if rollout in self._place:  # else its load was lost with a part of the log
+        if rollout in self._place:  # otherwise its `Loaded` line is missing
             self._count[self._place[rollout]] -= 1
         self._count[place] += 1
         self._place[rollout] = place
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """They were trained on or rejected."""
+        """Rollouts that were trained on or rejected."""
         for rollout in rollouts:
             if rollout in self._place:
                 self._count[self._place.pop(rollout)] -= 1

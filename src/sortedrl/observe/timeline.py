@@ -1,22 +1,22 @@
-"""Who was in which slot from when to when: a fold over the event log, the same for every engine.
+"""Which rollout was in which slot, and when: a fold over the event log, the same for every engine.
 
-A slice is one stay in a slot, from `Started` to whatever ended it. Its outcome says what became of the slot-time; the
-first line that applies:
+A slice is a rollout's continuous time in a slot, from `Started` until it leaves. Its outcome is the first line that
+applies:
 
     running    the log ends while it is in the slot
-    preempted  the engine took the slot back for lack of memory
+    preempted  the engine preempted it for lack of KV cache memory
     failed     the engine lost the request
-    dropped    it left the slot by itself or was stopped, and its tokens were thrown away, then or later (stopped in a
-               mode that keeps none, regenerated, lost or rejected afterwards), or it was stopped before its first token
-    lookahead  it was started for a later cohort while an earlier one still had untrained rollouts (modes with a
-               cohort gate alone: without a gate every rollout is of the current window)
-    kept       it was stopped and its tokens were kept for a resume, or it ended and the log ends before its update
-    trained    it ended in this slot and is in an update
+    dropped    it finished or was aborted, and its tokens were discarded, then or later (aborted in a mode that keeps no
+               tokens, regenerated, failed or rejected afterwards), or it was aborted before its first token
+    lookahead  it was started for a later cohort while an earlier one still had untrained rollouts (only in modes with
+               a cohort gate: without one, every rollout belongs to the current window)
+    kept       it was aborted and its tokens were kept for resume, or it finished and the log ends before its update
+    trained    it finished in this slot and is in an update
 
-What holds for every log: each stay is in exactly one slice and has exactly one outcome; slices of a slot do not
-overlap; their durations add up to the busy slot-time of observe/metrics.py; `made` adds up to the generated tokens,
-except for what is still running, whose tokens the log does not have yet. `update` is the update that the tokens of the
-slice were trained in, whatever its outcome (a kept slice has one once its rollout was trained on), or None.
+Invariants: each slice has exactly one outcome; slices of a slot do not overlap; their durations add up to the busy
+slot-time of observe/metrics.py; `made` adds up to the generated tokens, except for running slices, whose tokens are
+not in the log yet. `update` is the update in which the tokens of the slice were trained on, for every outcome (a kept
+slice has one once its rollout was trained on), or None.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTCOMES = (TRAINED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
 
 
 class Slice(NamedTuple):
-    """Times in seconds on the engine's clock. `version` and `harvest` are those it was started in."""
+    """Times in seconds on the engine's clock. `version` and `harvest` are those at its start."""
 
     slot: int
     start: float
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
 
 def slices(log: Iterable[Event]) -> list[Slice]:
-    """All stays, by start and then by slot. What a roll-back made void is left out."""
+    """All slices, by start and then by slot. Rolled-back events are left out."""
     timeline = _Timeline()
     for event in without_rolled_back(log):
         timeline(event)
@@ -60,7 +60,7 @@ def slices(log: Iterable[Event]) -> list[Slice]:
 
 @dataclass(slots=True)
 class _Stay:
-    """A slice in the making."""
+    """A slice under construction."""
 
     slot: int
     start: float
@@ -78,11 +78,11 @@ class _Stay:
 class _Timeline:
     def __init__(self) -> None:
         self._stays: list[_Stay] = []
-        self._in_slot: dict[int, _Stay] = {}  # by rollout, as all below
-        self._untrained: dict[int, list[_Stay]] = {}  # stays whose tokens have no fate yet
+        self._in_slot: dict[int, _Stay] = {}  # by rollout, like all below
+        self._untrained: dict[int, list[_Stay]] = {}  # slices whose tokens are neither trained nor dropped yet
         self._since_submit: dict[int, list[_Stay]] = {}
         self._attempt: dict[int, int] = {}
-        self._context: dict[int, int] = {}  # prompt and kept tokens when it was submitted
+        self._context: dict[int, int] = {}  # prompt and prefix tokens at submit
         self._cohort: dict[int, int] = {}
         self._open: Counter[int] = Counter()  # rollouts neither trained nor rejected, by cohort
         self._gated = False
@@ -188,7 +188,7 @@ class _Timeline:
 
     def _leave_slot(self, event: Any, outcome: str) -> None:
         stay = self._in_slot.pop(event.rollout, None)
-        if stay is not None:  # else it waited in the engine's queue
+        if stay is not None:  # otherwise it was in the engine's queue
             stay.end = event.at
             stay.outcome = LOOKAHEAD if stay.is_ahead and outcome == KEPT else outcome
 
@@ -197,12 +197,12 @@ class _Timeline:
         self._count_made(event.rollout, event.made)
 
     def _count_made(self, rollout: int, since_submit: int) -> None:
-        """The log counts tokens from the submit: the last stay made what earlier ones did not."""
+        """The log counts tokens since submit, so subtract those of earlier slices."""
         stays = self._since_submit[rollout]
         if stays:
             stays[-1].made += since_submit - sum(stay.made for stay in stays)
 
-    # What becomes of the tokens
+    # Outcomes of the tokens
 
     def _on_regenerated(self, event: events.Regenerated) -> None:
         self._drop(event.rollout)
@@ -216,7 +216,7 @@ class _Timeline:
             stays = self._untrained.pop(rollout, [])
             for stay in stays:
                 stay.update = event.update
-            if stays and stays[-1].outcome == KEPT:  # earlier ones were stopped, the last one ended
+            if stays and stays[-1].outcome == KEPT:  # earlier ones were aborted, the last one finished
                 stays[-1].outcome = TRAINED
             self._close(rollout)
 

@@ -1,17 +1,17 @@
 """A run as Chrome-trace JSON (the trace-event format), which ui.perfetto.dev and chrome://tracing open.
 
-    process "slots"   one track for each slot, a slice for each stay (observe/timeline.py), colored by its outcome
-    process "run"     tracks: phases; learner (an update each); weight versions, as instants
+    process "slots"   one track per slot with the slices of observe/timeline.py, colored by outcome
+    process "run"     tracks: phases; learner (one slice per update); weight versions, as instants
                       counters: running, waiting, resumable, ready
     arrows            from slice to slice of a trained rollout, and from the last one to its update
 
-Perfetto derives a slice's color from its name without the digits, so that the outcome decides it; chrome://tracing
-takes the color that is asked for.
+Perfetto derives a slice's color from its name without digits, so the outcome determines it; chrome://tracing uses the
+color given.
 
-What holds for every log (tests/trace_rules.py): times are whole nanoseconds since the run began, and events are in time
-order; slices of a track do not overlap; every arrow begins and ends inside a slice. Slices of slots are as long as in
-the timeline, to the nanosecond. Only the learner's are stretched: an update that took no time is drawn 1 ns long, after
-the one before it, so that arrows have somewhere to end.
+Invariants (tests/trace_rules.py): times are whole nanoseconds since the run started, and events are in time order;
+slices of a track do not overlap; every arrow starts and ends inside a slice. Slices of slots are as long as in the
+timeline, to the nanosecond. Only learner slices are stretched: an update that took no time is drawn 1 ns long, after
+the one before it, so that arrows have a slice to end in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from sortedrl.observe.run_state import RolloutPlaces
 from sortedrl.observe.timeline import Slice, slices
 
 RUN, SLOTS = 1, 2  # processes
-PHASES, LEARNER, VERSIONS, FIRST_SLOT = 101, 102, 103, 1001  # tracks; no number twice, as viewers may mix them up
+PHASES, LEARNER, VERSIONS, FIRST_SLOT = (
+    101,
+    102,
+    103,
+    1001,
+)  # tracks; unique across processes, since viewers may mix them up
 COLOURS = {
     "trained": "good",
     "kept": "yellow",
@@ -41,7 +46,7 @@ Json = dict[str, Any]
 
 
 class _Span(NamedTuple):
-    """Nanoseconds since the run began."""
+    """Nanoseconds since the run started."""
 
     start: int
     end: int
@@ -63,7 +68,7 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
         *_counters(kept, began),
         *_arrows(stays, updates, began),
     ]
-    timed.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # a slice comes before what points into it
+    timed.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # a slice comes before arrows into it
     for event in timed:
         event["ts"] /= 1000  # the format counts in microseconds
         if "dur" in event:
@@ -72,7 +77,7 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
 
 
 def write_trace(log: Iterable[Event], file: TextIO) -> None:
-    """One event a line."""
+    """One event per line."""
     encode = json.JSONEncoder(separators=(",", ":")).encode
     file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     file.write(",\n".join(map(encode, trace_events(log))))
@@ -141,7 +146,7 @@ def _phase_slices(log: Sequence[Event], began: float) -> Iterator[Json]:
 
 
 def _learner_spans(log: Sequence[Event], began: float) -> dict[int, _Span]:
-    """By update: from the batch to the publication of its weights, or where none came, to the next batch or phase."""
+    """By update: from its batch to the publication of its weights or, without one, to the next batch or phase."""
     spans: dict[int, _Span] = {}
     begun: events.Updated | None = None
     free_from = 0
@@ -189,7 +194,7 @@ def _versions(log: Iterable[Event], began: float) -> Iterator[Json]:
 
 
 def _counters(log: Sequence[Event], began: float) -> Iterator[Json]:
-    """A sample of each counter where it changed; of several changes at one time, the last."""
+    """A sample of each counter at every change; only the last of several changes at the same time."""
     places = RolloutPlaces()
     moves = places.handlers | {events.Updated: lambda event: places.forget(event.rollouts)}
     shown: dict[str, int] = {}
@@ -207,7 +212,7 @@ def _counters(log: Sequence[Event], began: float) -> Iterator[Json]:
 
 
 def _arrows(stays: Iterable[Slice], updates: dict[int, _Span], began: float) -> Iterator[Json]:
-    """One flow for each trained rollout: through its slices, to its update. Slices without length cannot hold one."""
+    """One flow per trained rollout: through its slices, to its update. Empty slices cannot hold an arrow."""
     path_of: dict[int, list[tuple[int, _Span]]] = {}
     update_of: dict[int, int] = {}
     for stay in stays:

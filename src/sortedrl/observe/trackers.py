@@ -1,7 +1,7 @@
-"""The metrics that leave a run for a tracker: one table of names, and the trackers that take them.
+"""The metrics sent to experiment trackers: one table of names, and the trackers.
 
-A line of metrics.jsonl is what every tracker, and the Prometheus endpoint, is given: they show the numbers of that file
-and compute none of their own. docs/metrics.md explains each metric; a test keeps it in step with the table.
+Every tracker and the Prometheus endpoint receives the lines of metrics.jsonl: they show the numbers of that file and
+compute none. docs/metrics.md explains each metric; a test keeps it in sync with the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROJECT = "sortedrl"
 
 class Metric(NamedTuple):
     name: str
-    field: str  # of a line of metrics.jsonl; a dot reaches into an object
+    field: str  # of a line of metrics.jsonl; a dot denotes a nested field
     unit: str
     healthy: str
 
@@ -58,7 +58,7 @@ METRICS = (
 
 
 def tracked(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line of metrics.jsonl, by name. What the line does not have is left out."""
+    """The metrics of a line of metrics.jsonl, by name. Missing ones are left out."""
     found = {metric.name: _reached(line, metric.field) for metric in METRICS}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -79,7 +79,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Gives every line to all trackers. One that fails is named, and the run goes on without it."""
+    """Sends every line to all trackers. If one fails, its error is logged and the run continues without it."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -99,12 +99,12 @@ class Trackers:
         self._open = []
 
     def _guarded(self, tracker: Tracker, act: Callable[..., None], *given: Any) -> None:
-        """What a tracker raises is not worth the run."""
+        """A failing tracker must not end the run."""
         try:
             act(*given)
         except Exception as error:
             self._open = [other for other in self._open if other is not tracker]
-            self._log(f"tracker {tracker.name} failed and is off ({type(error).__name__}: {error})")
+            self._log(f"tracker {tracker.name} failed and is now off ({type(error).__name__}: {error})")
 
 
 def require_packages(names: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ def require_packages(names: Sequence[str]) -> None:
 
 
 def require_login(names: Sequence[str]) -> None:
-    """Weights & Biases wants an account or its offline mode: said before a run leaves anything behind."""
+    """Weights & Biases needs a login or its offline mode: check before the run writes anything."""
     if "wandb" in names:
         import wandb
 
@@ -129,12 +129,12 @@ def require_login(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
-    """`folder` is the run's; its name is the run's name in the tracker."""
+    """`folder` is the run folder; its name is the run's name in the tracker."""
     return OPENERS[name](folder, dict(settings))
 
 
 class TensorBoard:
-    """`tensorboard --logdir RUN/tensorboard`. Its files hold 32-bit floats."""
+    """View with `tensorboard --logdir RUN/tensorboard`. Values are 32-bit floats."""
 
     name = "tensorboard"
 
@@ -153,9 +153,9 @@ class TensorBoard:
 
 
 class RunTracker:
-    """Weights & Biases and trackio: they log dictionaries.
+    """Weights & Biases and trackio, which log dictionaries.
 
-    The update is a metric of its own and not the tracker's step, which must not go back as a resumed run does.
+    The update is a separate metric, not the tracker's step, which must never decrease as it would in a resumed run.
     """
 
     def __init__(self, name: str, log: Callable[[dict[str, float]], None], finish: Callable[[], None]) -> None:
@@ -182,7 +182,7 @@ def _open_wandb(folder: Path, settings: dict[str, Any]) -> Tracker:
 def _open_trackio(folder: Path, settings: dict[str, Any]) -> Tracker:
     import trackio
 
-    with redirect_stdout(sys.stderr):  # stdout may be the JSON of the command
+    with redirect_stdout(sys.stderr):  # stdout may carry the command's JSON
         run = trackio.init(project=PROJECT, name=folder.name, group=folder.name, config=settings)
     return RunTracker("trackio", run.log, trackio.finish)  # run.finish would be called again at exit
 

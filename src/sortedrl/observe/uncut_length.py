@@ -1,13 +1,13 @@
 """How long would the trained responses have been if none had been cut? An estimate from every attempt of a run.
 
-A schedule that drops what it stops sees some responses only up to the cut, and those are the long ones. Redos do not
-fill the gap: a regenerate is trained on only if it ends in time, with whole groups only if the whole group does.
+A schedule that drops aborted responses sees some of them only up to the cut, and those are the long ones. Regenerating
+does not fix that: a new attempt is trained on only if it finishes in time (with whole groups, only if the group does).
 
-So the estimate looks at all attempts, finished and cut, of all groups (the responses to one prompt). It is the
-Kaplan-Meier idea with prompts that differ: every group is of one of a few hidden kinds, and a kind has its own chance
-to end at each length. A cut attempt says "longer than this" and no more. That is right whatever the schedule cuts, as
-long as it decides by what it has seen and not by what is still to come. The kinds are fitted by expectation
-maximization; a cut response then counts with its mean length beyond the cut, over the kinds its group may be of.
+So the estimate uses all attempts, finished and cut, of all groups. It extends the Kaplan-Meier estimator to prompts
+that differ: every group belongs to one of a few latent kinds, and each kind has its own probability to end at each
+length. A cut attempt contributes only "longer than this". That is unbiased for any schedule that decides on the basis
+of what it has seen so far. The kinds are fitted by expectation maximization; a cut response then counts with its
+expected length beyond the cut, averaged over the kinds of its group.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 KINDS = 4
-KINDS_APART = 1.2  # the kinds start with the chances of all, to the power of exp(-this) to exp(this)
-MOST_STEPS = 300  # lengths at which a response can end; more are joined
-MOST_ATTEMPTS = 10_000  # that the kinds are fitted to; of a longer run, every n-th group
+KINDS_APART = 1.2  # initial spread: survival of all attempts, raised to powers from exp(-this) to exp(this)
+MOST_STEPS = 300  # lengths at which a response can end; if there are more, neighbors are merged
+MOST_ATTEMPTS = 10_000  # for the fit; a longer run uses every n-th group
 ROUNDS = 40
-PRIOR_ATTEMPTS = 0.5  # at each length, with the chance of all kinds together: a kind is not fitted to nothing
+PRIOR_ATTEMPTS = 0.5  # per length, with the overall probability: keeps kinds with little data defined
 LEAST_CHANCE = 1e-6
 
 
 class Attempts:
-    """What a run saw of its responses. Feed it every attempt that ended and every rollout that was trained on."""
+    """All attempts of a run. Feed it every attempt that ended and every rollout that was trained on."""
 
     def __init__(self) -> None:
         self._groups, self._lengths, self._finished = array("q"), array("q"), array("b")
@@ -55,16 +55,16 @@ class Attempts:
             self._cut_lengths.append(first)
 
     def forget(self, rollout: int) -> None:
-        """It was rejected."""
+        """Forget a rejected rollout."""
         self._first.pop(rollout, None)
 
     @property
     def was_any_cut(self) -> bool:
-        """Was the first attempt of a trained rollout cut?"""
+        """Whether the first attempt of any trained rollout was cut."""
         return bool(self._cut_lengths)
 
     def mean_if_uncut(self) -> float:
-        """Mean length of the first attempts of trained rollouts, exact where none was cut."""
+        """Mean length of the first attempts of trained rollouts; exact if none was cut."""
         total = float(self._finished_tokens)
         if self._cut_lengths:
             total += sum(self._expected_beyond_cuts())
@@ -81,12 +81,12 @@ class Attempts:
         for group, cut in zip(self._cut_groups, self._cut_lengths, strict=True):
             place = steps.passed(cut)
             expected = sum(p * lengths[place] for p, lengths in zip(kinds.posterior(seen[group]), beyond, strict=True))
-            yield max(cut + 1, expected)  # nothing as long has finished: at least one token more
+            yield max(cut + 1, expected)  # no response that long has finished: at least one more token
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The lengths at which responses were seen to end, neighbors joined where there are too many."""
+    """The lengths at which responses ended; neighbors are merged if there are too many."""
 
     last: list[int]  # greatest length of each step
     means: list[float]
@@ -106,7 +106,7 @@ class _Steps:
         return len(self.last)
 
     def passed(self, length: int) -> int:
-        """Steps that a response of more than this length has passed."""
+        """Number of steps that a response longer than this has passed."""
         return bisect_right(self.last, length)
 
     def code(self, length: int, *, finished: bool) -> int:
@@ -116,19 +116,19 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of groups: how common it is, and the chance of a response that reached a step to end there."""
+    """A kind of group: how common it is, and the probability that a response that reaches a step ends there."""
 
     share: float
     chances: list[float]
 
     def log_likelihoods(self) -> list[float]:
-        """By an attempt's code."""
+        """Indexed by an attempt's code."""
         clipped = [min(1 - LEAST_CHANCE, max(LEAST_CHANCE, chance)) for chance in self.chances]
         passed = [0.0, *accumulate(math.log1p(-chance) for chance in clipped)]
         return [before + math.log(chance) for before, chance in zip(passed, clipped, strict=False)] + passed
 
     def expected_beyond(self, means: Sequence[float]) -> list[float]:
-        """Mean length of a response by the steps that it has passed; all that is left ends at the last step."""
+        """Mean length of a response by the steps that it has passed; every response ends at the last step."""
         expected = [0.0, means[-1]] if means else [0.0]
         for chance, mean in zip(self.chances[-2::-1], means[-2::-1], strict=True):
             expected.append(chance * mean + (1 - chance) * expected[-1])
@@ -146,7 +146,7 @@ class _Kinds:
 
     @classmethod
     def fitted(cls, steps: int, groups: Sequence[Sequence[int]]) -> _Kinds:
-        """By expectation maximization on the codes of each group's attempts."""
+        """Fitted by expectation maximization to the codes of each group's attempts."""
         count = [0.0] * (2 * steps + 1)
         for codes in groups:
             for code in codes:
@@ -176,7 +176,7 @@ class _Kinds:
         )
 
     def posterior(self, codes: Sequence[int]) -> list[float]:
-        """How likely a group with these attempts is of each kind."""
+        """Posterior probability of each kind for a group with these attempts."""
         logs = [
             math.log(kind.share) + sum(map(table.__getitem__, codes))
             for kind, table in zip(self.kinds, self.tables, strict=True)
@@ -188,9 +188,9 @@ class _Kinds:
 
 
 def _chances(steps: int, count: Sequence[float], prior: Sequence[float], weight: float) -> list[float]:
-    """The chance to end at each step, from attempts counted by code and `weight` attempts more of chance `prior`."""
+    """The probability to end at each step, from attempts counted by code plus `weight` pseudo-attempts of `prior`."""
     ended, cut = count[:steps], count[steps:]
-    reached = sum(count) - cut[0]  # cut before the first step: never there
+    reached = sum(count) - cut[0]  # cut before the first step: never reached it
     chances = []
     for step in range(steps):
         chances.append((ended[step] + weight * prior[step]) / (reached + weight) if reached + weight > 0 else 0.0)

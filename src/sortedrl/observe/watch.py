@@ -1,12 +1,12 @@
-"""Follows a run from another process, by the files that it writes: events.jsonl and metrics.jsonl as they grow.
+"""Follows a run from another process by reading events.jsonl and metrics.jsonl as they grow.
 
     run --kept_readable--> files --Follower.catch_up--> RunConsole
 
-A log says by itself how a run ended: behind the phase `end` stand an evaluation, and a summary beside it, or (it was
-interrupted) a checkpoint alone. A killed run says nothing more, and neither does one that works for long without an
-event, so watching goes on until the silence is out of the ordinary.
+The log shows how a run ended: the phase `end` is followed by an evaluation and a summary or, if the run was
+interrupted, by a checkpoint only. A killed run writes nothing more, and neither does a run that is busy without an
+event, so watching continues until the silence is unusually long.
 
-What holds: only whole lines are read; what a roll-back made void is forgotten, in both files; nothing is written.
+Invariants: only complete lines are read; rolled-back lines are dropped, in both files; nothing is written.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from sortedrl.observe.run_state import is_metrics_line, is_update
 
 POLL_SECONDS = 0.25
 NOTED_SILENCE_SECONDS = 10.0
-END_SILENCE_SECONDS = 5.0  # after the phase `end`, where nothing else follows
-UNUSUAL_SILENCE = 3  # times the longest one before it
+END_SILENCE_SECONDS = 5.0  # after the phase `end`, if nothing follows
+UNUSUAL_SILENCE = 3  # times the longest silence so far
 
 RUNS, ENDED, INTERRUPTED, STOPPED = "runs", "ended", "interrupted", "stopped growing"
 
 
 def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
-    """A sink that lets others read a log soon: it is flushed at every change of phase, else once in this time."""
+    """A sink that flushes the log at every phase change, and otherwise at this interval, so that others can read it."""
     due = 0.0
 
     def sink(event: Event) -> None:
@@ -56,14 +56,14 @@ def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
 
 
 class DamagedLog(ValueError):
-    """A whole line of the event log is not an event."""
+    """A complete line of the event log is not an event."""
 
     def __init__(self, path: Path, line: int) -> None:
         super().__init__(f"line {line} of {path} is not an event")
 
 
 class Watched(NamedTuple):
-    """How watching ended. `silent_seconds`: since the run last wrote something."""
+    """How watching ended. `silent_seconds`: time since the run last wrote something."""
 
     outcome: str
     phase: str
@@ -75,13 +75,13 @@ def is_run(folder: Path) -> bool:
 
 
 def newest_run(runs: Path) -> Path | None:
-    """The run folder in `runs` that was written to last."""
+    """The most recently written run folder in `runs`."""
     folders = [folder for folder in runs.iterdir() if is_run(folder)] if runs.is_dir() else []
     return max(folders, key=lambda folder: -_silence_of(folder), default=None)
 
 
 def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -> Watched:
-    """Show the run until it ends or, most likely, was killed."""
+    """Show the run until it ends or has probably been killed."""
     follower = Follower(folder, console)
     while True:
         follower.catch_up()
@@ -95,25 +95,25 @@ def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -
 
 
 def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
-    """How the run stands, once, as plain data."""
+    """The current state of the run as plain data."""
     console = PlainConsole(lambda line: None)
     watched = Follower(folder, console).watched(stopped_after_seconds)
     view = console.state.view(0.0)
     plain = asdict(view) | {"places": view.places._asdict(), "lengths": view.lengths and view.lengths._asdict()}
-    for moment in ("began_at", "ends_at", "seen_at"):  # they mean something to a display alone
+    for moment in ("began_at", "ends_at", "seen_at"):  # only meaningful to a display
         del plain[moment]
     return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
 
 
 def outcome_line(folder: Path, watched: Watched) -> str:
-    """How the run ended, in a sentence."""
+    """One sentence about how the run ended."""
     if watched.outcome == STOPPED:
         return (
             f"stopped growing: the last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}. "
-            f"If it was killed, go on with: sortedrl train --resume {folder}"
+            f"If it was killed, continue with: sortedrl train --resume {folder}"
         )
     if watched.outcome == INTERRUPTED:
-        return f"interrupted and saved. Go on with: sortedrl train --resume {folder}"
+        return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
     summary = _read(folder / "summary.json")
     if "gain" not in summary:
         return "ended"
@@ -125,7 +125,7 @@ def outcome_line(folder: Path, watched: Watched) -> str:
 
 
 class Follower:
-    """Feeds a console from the folder of a run."""
+    """Feeds a console from a run folder."""
 
     def __init__(self, folder: Path, console: RunConsole) -> None:
         self._folder = folder
@@ -135,7 +135,7 @@ class Follower:
         self._read_all(announce_newest=True)
 
     def catch_up(self) -> None:
-        """Read what is new and show it."""
+        """Read new lines and show them."""
         first_line = self._event_file.lines_read + 1
         new_events, new_lines = self._event_file.new(), self._metrics_file.new()
         if new_events is None or new_lines is None:
@@ -155,16 +155,16 @@ class Follower:
         return Watched(self._outcome(silent, stopped_after_seconds), self._phases[-1], silent)
 
     def _read_all(self, *, announce_newest: bool = False) -> None:
-        """From the beginning, which a roll-back asks for: a fold cannot take an event back."""
+        """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
         self._metrics = Metrics()
         self._sink = self._console.begin(self._metrics, str(self._folder), _updates_in_settings(self._folder))
-        self._phases = ["start"]  # since the newest harvest began, or since the run was resumed
+        self._phases = ["start"]  # since the latest harvest started or the run was resumed
         self._updates = 0
         self._last_at: float | None = None
         self._longest_silence = 0.0
         log = self._decoded(self._event_file.all(), 1)
         resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
-        self._void_time = VoidTime()  # of the newest roll-back
+        self._void_time = VoidTime()  # of the latest roll-back
         self._feed(consistent(counted := without_rolled_back(log[:resumed])))
         if resumed:
             self._phases = ["start"]
@@ -200,7 +200,7 @@ class Follower:
         return log
 
     def _seen_at(self) -> float:
-        """When the run wrote last, on this process's clock."""
+        """When the run last wrote, on this process's clock."""
         return time.monotonic() - _silence_of(self._folder)
 
     def _outcome(self, silent: float, stopped_after_seconds: float) -> str:
@@ -218,7 +218,7 @@ class Follower:
 
 
 class GrowingFile:
-    """The whole lines of a file that another process appends to."""
+    """The complete lines of a file that another process appends to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -233,7 +233,7 @@ class GrowingFile:
         return self.new() or []
 
     def new(self) -> list[str] | None:
-        """The lines since the last call; None where the file is no longer the one that was read then."""
+        """The lines since the last call; None if the file has been replaced or truncated."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -253,7 +253,7 @@ class GrowingFile:
 
 
 def _parsed(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl. One that a crash has torn says nothing that the event log does not say."""
+    """Lines of metrics.jsonl. A line torn by a crash is skipped: the event log has the same content."""
     found = []
     for text in lines:
         try:
@@ -266,7 +266,7 @@ def _parsed(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _silence_of(folder: Path) -> float:
-    """Seconds since the run last wrote to its log, or since it was made."""
+    """Seconds since the run last wrote to its log, or since it was created."""
     for name in ("events.jsonl", "config.json"):
         try:
             return max(0.0, time.time() - (folder / name).stat().st_mtime)

@@ -1,4 +1,4 @@
-"""One sentence about a comparison: what you would gain, with which mode, at which staleness, and how sure that is."""
+"""The one-sentence answer of `simulate`: the gain, with which mode, at what staleness, and how certain it is."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sortedrl.studies.plan import Allowed, choose, is_allowed, option
 from sortedrl.studies.simulate import Case
 
 WARM = " (warm)"
-MILLION_TOKENS = 100  # of training, for the sentence's hours
+MILLION_TOKENS = 100  # trained on, for the hours in the sentence
 
 
 def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Chooses as `plan` does, among the rows that need no earlier epoch; the first row is what is compared with."""
+    """Applies the rule of `plan` to the rows that need no earlier epoch. The first row is the reference."""
     first, base = rows[0], modes[rows[0].name]
     options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
     choice, _ = choose(
@@ -24,7 +24,7 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     chosen = modes[choice.name]
     gain = _gain(chosen, base)
     if choice.name == first.name or choice.is_baseline or gain < 1.02:
-        return f"You do not need this: {choice.name} is as fast as any mode here that keeps the mix of lengths."
+        return f"You do not need this: {choice.name} is as fast as any mode here without length bias."
     text = (
         f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
         f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "
@@ -32,26 +32,24 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     )
     warm = modes.get(choice.name + WARM)
     if warm is not None and _gain(warm, base) > gain + 0.02:
-        text += f", {_gain(warm, base):.2f} times once it has seen each prompt before (warm)"
+        text += f", {_gain(warm, base):.2f} times after the first epoch (warm)"
     fresh = [o for o in options.values() if STRATEGIES[o.schedule.mode].on_policy and is_allowed(o, Allowed())]
     best = max(fresh, key=lambda o: o.of_limit, default=choice)
     if choice.staleness_mean > 0 and best.staleness_mean == 0 and _gain(modes[best.name], base) > 1.02:
-        text += f"; with no stale token, {best.name} gives {_gain(modes[best.name], base):.2f} times"
+        text += f"; without stale tokens, {best.name} gives {_gain(modes[best.name], base):.2f} times"
     return text + "."
 
 
 def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: int, cohorts: int) -> str:
-    """How far the gains can be trusted."""
+    """The uncertainty of the gains."""
     errors = [modes[row.name]["goodput_error"] for row in rows]
     run = f"{seeds} seed{'s' if seeds > 1 else ''} of {cohorts} cohort{'s' if cohorts > 1 else ''}"
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
-        return f"Spread unknown: {run}. More: --cohorts 20 --seeds 0 1 2"
+        return f"Standard error unknown with {run}. For more precision: --cohorts 20 --seeds 0 1 2"
     base, others = known[0], known[1:] or known
     widest = max(math.hypot(base, error) for error in others)
-    return (
-        f"Gains are ± {widest:.0%} or less (standard error over the parts of {run}). More: --cohorts 20 --seeds 0 1 2"
-    )
+    return f"Gains are ± {widest:.0%} or less (standard error, {run}). For more precision: --cohorts 20 --seeds 0 1 2"
 
 
 def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:

@@ -1,7 +1,7 @@
-"""The paper's throughput experiment on a real engine: every schedule on the same forced lengths, beside the limit.
+"""The paper's throughput experiment on a real engine: every schedule on the same forced lengths, next to the limit.
 
-The engine computes every token of a real batch; there is no learner, and weights stay as they are. What is stopped
-and resumed is prefilled again, as it would be after an update.
+The engine computes every token of a real batch; there is no learner, and weights do not change. Aborted and resumed
+rollouts are prefilled again, as they would be after an update.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expe
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 
-FIRST_WORD = 10  # token ids below are often special ones
+FIRST_WORD = 10  # lower token ids are often special tokens
 WARM_UP_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a mode, its expectation and its cap on what is started. Written `mode[@expectation][*oversubscribe]`."""
+    """One row: a mode, its expectation and its oversubscription cap, as `mode[@expectation][*oversubscribe]`."""
 
     name: str
     mode: str
@@ -46,10 +46,12 @@ class Case:
         try:
             oversubscribe = float(factor) if factor else None
         except ValueError:
-            raise ConfigurationError("modes", text, f"{factor!r} is no number", "For example on-policy*1.15.") from None
+            raise ConfigurationError(
+                "modes", text, f"{factor!r} is not a number", "Use for example on-policy*1.15."
+            ) from None
         if expectation and expectation not in EXPECTATIONS:
             raise ConfigurationError(
-                "modes", text, f"no such expectation: {expectation}", f"One of {', '.join(EXPECTATIONS)}."
+                "modes", text, f"no such expectation: {expectation}", f"Use one of {', '.join(EXPECTATIONS)}."
             )
         return cls(text, mode, expectation or "cold", oversubscribe)
 
@@ -59,7 +61,7 @@ class Case:
 
 
 def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[Prompt]:
-    """A prompt of `tokens` random words for each place: all differ, so no engine can reuse the keys of another one."""
+    """One prompt of `tokens` random tokens per place. All differ, so the prefix cache never hits."""
     words = vocabulary - FIRST_WORD
     return [
         Prompt(str(place), [FIRST_WORD + derive_seed(place, i) % words for i in range(tokens)], place)
@@ -68,7 +70,7 @@ def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[
 
 
 def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
-    """Let the engine compile, capture and allocate before a clock runs, within `max_length` tokens of context."""
+    """Let the engine compile, capture and allocate before timing starts, within `max_length` tokens of context."""
     tokens = max(1, min(WARM_UP_TOKENS, max_length // 2))
     prompts = random_prompts(range(engine.slots), max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
     forced = ForcedLengths(engine, lambda request: tokens)
@@ -77,7 +79,7 @@ def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
     while left:
         for change in forced.poll():
             if isinstance(change, Failed):
-                raise RuntimeError(f"the engine cannot run a first request: {change.reason}")
+                raise RuntimeError(f"the first request to the engine failed: {change.reason}")
             left -= isinstance(change, Finished)
 
 
@@ -90,9 +92,9 @@ def run(
     max_updates: int | None = None,
     on_update: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """One mode on the engine, from the first load to the last update: its metrics, and what our own code cost."""
+    """Run one mode on the engine from first to last update: its metrics, and the overhead of the scheduler."""
     engine.update_weights(None, 0)  # a run counts versions from 0
-    prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)  # before the clock runs
+    prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)  # before timing starts
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     controller = Controller(
         ForcedLengths(engine, length_of_request(workload.lengths)),
@@ -118,7 +120,7 @@ def run(
 def measured_limit(
     engine: Engine, workload: Workload, schedule: Schedule, vocabulary: int, turnovers: int = 2
 ) -> float:
-    """Tokens a second with every slot full in steady state: `turnovers` of each slot after its first."""
+    """Tokens per second with every slot full in steady state: `turnovers` requests per slot after the first."""
     forced = ForcedLengths(engine, length_of_request(workload.lengths))
     done = [0] * engine.slots
     inside: dict[int, tuple[int, int]] = {}  # request id -> slot, length
@@ -126,8 +128,8 @@ def measured_limit(
 
     def start(slot: int) -> None:
         id = next(ids)
-        words = random_prompts([id], workload.prompt_tokens, vocabulary)[0]  # never twice: each pays its prefill
-        prompt = replace(words, payload=id % workload.prompts)  # whose length is drawn
+        words = random_prompts([id], workload.prompt_tokens, vocabulary)[0]  # unique: each pays for its prefill
+        prompt = replace(words, payload=id % workload.prompts)  # determines the length
         request = Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
         length = min(workload.lengths(request.prompt, request.seed), request.max_new_tokens)
         inside[id] = (slot, length)
@@ -155,7 +157,7 @@ def measured_limit(
 
 
 def predicted(case: Case, workload: Workload, schedule: Schedule, max_updates: int | None) -> dict[str, Any]:
-    """What the simulator says of the same mode on the same lengths, with the step time that the workload holds."""
+    """The simulator's prediction for the same mode and lengths, with the step time of the workload."""
     return asdict(
         simulated.run(replace(workload, expectation=case.expectation), case.schedule(schedule), max_updates=max_updates)
     )
@@ -174,7 +176,7 @@ def bench(
     sinks: Callable[[Case], Sequence[Sink]] = lambda case: (),
     on_update: Callable[[Case, int], None] = lambda case, done: None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each case's name and metrics as soon as it is done."""
+    """Yield each case's name and metrics as it completes."""
     for case in cases:
         found = run(
             engine,

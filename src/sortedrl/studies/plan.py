@@ -1,8 +1,9 @@
 """Which schedule for this workload? A search over mode, cohort size and oversubscription, by simulation.
 
-The rule: among schedules whose length bias and staleness are allowed, the fastest wins; within `CLOSE` of the fastest
-the youngest data wins, then the simpler schedule. If a longest-first baseline is that close, you do not need SortedRL.
-What KV cache of older weights would add is told beside it: they are an approximation, which is yours to choose.
+The rule: among schedules within the bounds on length bias and staleness, the fastest wins; within `CLOSE` of the
+fastest, the one with the lowest staleness wins, then the simpler one. If a longest-first baseline is that close, you do
+not need SortedRL. The effect of reusing stale KV cache is reported separately: it is an approximation, so it is your
+choice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sortedrl.studies.workload import Workload, with_mode
 
 CLOSE = 0.02  # of the limit
 BASELINES = ("baseline", "baseline+longest-first")
-CAPPED = (  # a cap gives younger data, less waste and less to prefill again for some empty slots
+CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and less re-prefill
     ("on-policy", None),
     ("on-policy+planned", 1.0),
     ("on-policy+planned", 1.15),
@@ -29,7 +30,7 @@ UPDATE_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # update size over slots
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the user accepts. Staleness is the mean over tokens; the bound per token is `Schedule.max_staleness`."""
+    """The user's bounds. Staleness is the mean over tokens; the bound per token is `Schedule.max_staleness`."""
 
     length_bias: float = 0.02
     staleness_mean: float | None = None
@@ -38,7 +39,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate and what the simulation says of it. `of_limit` is of the whole run, the learner's time included."""
+    """A candidate and its simulated metrics. `of_limit` covers the whole run, including the learner's time."""
 
     name: str
     schedule: Schedule
@@ -58,11 +59,11 @@ class Option:
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """The best schedules at one update size over slots. `excluded` is faster than all that is allowed."""
+    """The best schedules at one update size over slots. `excluded` is faster than every allowed one."""
 
     ratio: float
     baseline: Option
-    best: Option | None  # None: nothing but baselines is allowed
+    best: Option | None  # None: only baselines are allowed
     excluded: Option | None
     excluded_because: str = ""
 
@@ -71,8 +72,8 @@ class UpdateSize:
 class Plan:
     choice: Option
     runner_up: Option | None
-    with_kv_cache_reuse: Option  # the elevator, if the engine kept the keys of what it is to resume
-    baseline: Option  # the best of the baselines
+    with_kv_cache_reuse: Option  # the elevator on an engine that keeps the KV cache of aborted requests
+    baseline: Option  # the best baseline
     needed: bool  # False: you do not need this
     reason: str
     options: tuple[Option, ...]
@@ -82,7 +83,7 @@ class Plan:
 
 
 def candidates(schedule: Schedule, allowed: Allowed) -> list[tuple[str, Schedule]]:
-    """Named schedules to try: every mode of ours and the paper's, with cohorts of 1, 2, 4, ... updates."""
+    """Named schedules to try: every mode of SortedRL and of the paper, with cohorts of 1, 2, 4, ... updates."""
     per_update = -(-schedule.rollouts_per_update // schedule.rollouts_per_prompt)
     cohorts = [2**k for k in range(10) if 2**k < allowed.cohort_updates] + [allowed.cohort_updates]
     found = [(mode, with_mode(schedule, mode)) for mode in BASELINES]
@@ -137,7 +138,7 @@ def option(name: str, schedule: Schedule, run_metrics: dict[str, Any]) -> Option
 
 
 def choose(options: Sequence[Option], allowed: Allowed) -> tuple[Option, Option | None]:
-    """The choice and the best of another mode. Baselines are always allowed: they cut nothing and mix nothing."""
+    """The choice and the best option of another mode. Baselines are always allowed: no cut and no stale responses."""
     fit = [o for o in options if o.is_baseline or is_allowed(o, allowed)]
     fastest = max(o.of_limit for o in fit)
     close = [o for o in fit if o.of_limit >= fastest - CLOSE]
@@ -152,7 +153,7 @@ def is_allowed(option: Option, allowed: Allowed) -> bool:
 
 
 def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tuple[Option, ...]:
-    """The options that none beats in both goodput and cost, cheapest first."""
+    """The Pareto frontier of goodput and cost, lowest cost first."""
     best = -1.0
     kept = []
     for candidate in sorted(options, key=lambda o: (cost(o), -o.of_limit)):
@@ -167,8 +168,8 @@ def reason(
 ) -> str:
     if not needed:
         return (
-            f"You do not need this: {choice.name} reaches {choice.of_limit:.2f} of the limit with fresh, uncut data; "
-            f"nothing that is allowed is more than {CLOSE:.2f} faster."
+            f"You do not need this: {choice.name} reaches {choice.of_limit:.2f} of the limit with on-policy, uncut "
+            f"responses; no allowed mode is more than {CLOSE:.2f} faster."
         )
     text = (
         f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.of_limit / baseline.of_limit:.2f} x the best "
@@ -190,17 +191,17 @@ def reason(
 
 
 def _with_old_keys(rows: Sequence[Case]) -> Case:
-    """The elevator with the largest cohort, on an engine that keeps keys."""
+    """The elevator with the largest cohort, on an engine that keeps the KV cache across weight updates."""
     uncapped = [row for row in rows if row.schedule.oversubscribe is None]
     elevator = [row for row in uncapped if row.schedule.mode == "partial+elevator"][-1]
     return Case(f"{elevator.name}, stale KV", replace(elevator.workload, reuse_kv_cache=True), elevator.schedule)
 
 
 def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
-    """A few modes at other update sizes, cohorts growing with them, on at least two cohorts."""
+    """A few modes at other update sizes, cohort size in proportion, on at least two cohorts."""
     rows = []
     for ratio in UPDATE_SIZES:
-        if ratio == _own_ratio(workload, schedule):  # has all the options already
+        if ratio == _own_ratio(workload, schedule):  # already covered by all options
             continue
         size = max(1, round(ratio * workload.slots))
         prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates

@@ -1,10 +1,10 @@
-"""How fast is this engine on this machine: what the simulator needs to speak about your own hardware.
+"""Measures how fast this engine is on this machine, to calibrate the simulator to your hardware.
 
-One cell of the profile: `running + 1` requests with contexts of equal length. An engine may prefill them over many
-steps, and the first decode long before the last; so the last two are the clock. When the last ends after a few tokens
-all others decode side by side; the one before it ends `steps` tokens later, and until then nobody else does. That
-interval gives the step time; what came before it, less its own steps, is the prefill. The rest is stopped. Works with
-any engine, however coarsely it delivers.
+Each cell of the profile runs `running + 1` requests with contexts of equal length. The engine may prefill them over
+many steps, so the first may decode long before the last. So the last two requests serve as the clock. When the last one
+finishes after a few tokens, all others are decoding; the one before it finishes `steps` tokens later, and no other
+request finishes in between. That interval gives the step time; the time before it, minus its decode steps, is the
+prefill. The remaining requests are aborted. This works with any engine, even if it delivers tokens in large chunks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.studies.bench import random_prompts
 
-_LEAD_TOKENS = 8  # until the batch runs evenly
-_SMALLEST_PREFILL_STEP = 512  # tokens that any engine prefills in a step at least
+_LEAD_TOKENS = 8  # until the batch is in steady state
+_SMALLEST_PREFILL_STEP = 512  # tokens that every engine can prefill in one step
 SHORT_CONTEXT = 32
 
 
@@ -33,14 +33,14 @@ SHORT_CONTEXT = 32
 class Cell:
     running: int
     context: int
-    cached_tokens: float  # of all running requests together, in the middle of the interval
+    cached_tokens: float  # total of all running requests, in the middle of the interval
     step_seconds: float
     prefill_seconds_per_token: float
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, as it is written to a file and read by `--step-time`."""
+    """The measurements, as written to the file that `--step-time` reads."""
 
     engine: str
     model: str
@@ -72,7 +72,7 @@ class Profile:
 
 
 def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float, steps: int = 48) -> list[tuple[int, int]]:
-    """(running, context) to measure: few to all slots, short to long contexts, as far as they fit in memory."""
+    """(running, context) pairs to measure: few to all slots, short to long contexts, as far as they fit in memory."""
     levels = sorted({1, max(1, slots // 8), max(1, slots // 4), max(1, slots // 2), max(1, slots - 1)})
     contexts = [SHORT_CONTEXT, *(c for c in (longest_context // 4, longest_context // 2) if c > 2 * SHORT_CONTEXT)]
     return [
@@ -84,7 +84,7 @@ def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float, st
 
 
 def _room_for(running: int, context: int, steps: int) -> int:
-    """Tokens that a request of the cell may make at most, for a generous number of steps."""
+    """Upper bound on the tokens that a request of the cell may generate."""
     return 2 * _LEAD_TOKENS + max(128, steps) + running + (running + 1) * context // _SMALLEST_PREFILL_STEP
 
 
@@ -98,11 +98,11 @@ def measure(
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
     found = []
-    fresh = count(engine.slots)  # places of prompts that no warm-up and no other cell has: none finds keys in a cache
+    fresh = count(engine.slots)  # places not used by the warm-up or another cell: no prefix cache hits
     for running, context in cells:
         runs = []
         for _ in range(repeats):
-            prompts = random_prompts(islice(fresh, running + 1), context, vocabulary)  # before the clock runs
+            prompts = random_prompts(islice(fresh, running + 1), context, vocabulary)  # before timing starts
             runs.append(_measured(engine, prompts, context, steps))
         step = median(run.step_seconds for run in runs)
         prefill = median(run.prefill_seconds_per_token for run in runs)
@@ -112,11 +112,11 @@ def measure(
 
 
 def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: int) -> Cell:
-    """A step of all but one of the prompts, between the ends of the last two that are submitted."""
+    """The step time with all but one of the prompts, between the ends of the last two submitted."""
     running = len(prompts) - 1
     first_to_end, second = running, running - 1
     prefill_tokens = (running + 1) * context
-    # Nobody else may end before the second: those that were prefilled first are ahead by at most this many steps.
+    # No other request may finish before the second: those prefilled first are ahead by at most this many steps.
     ahead = running + prefill_tokens // _SMALLEST_PREFILL_STEP
     lengths = {first_to_end: _LEAD_TOKENS, second: _LEAD_TOKENS + steps}
     longest = _LEAD_TOKENS + steps + ahead
@@ -137,7 +137,7 @@ def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: in
 
 
 def prefill_of(cells: Sequence[Cell]) -> float:
-    """From the cells with the most to prefill: in the others a fixed cost hides it."""
+    """From the cells with the most prefill tokens: in the others, fixed costs dominate."""
     heaviest = sorted(cells, key=lambda cell: -cell.running * cell.context)[:3]
     return median(cell.prefill_seconds_per_token for cell in heaviest)
 
@@ -154,9 +154,9 @@ def read(path: Path) -> Profile:
         if not (found.kv_tokens is None or found.kv_tokens > 0):
             raise TypeError(f"kv_tokens = {found.kv_tokens}")
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a profile ({error}): make one with sortedrl profile") from None
+        raise ValueError(f"{path} is not a profile ({error}): create one with sortedrl profile") from None
     if not times_are_right:
         raise ValueError(
-            f"{path} has a time that cannot be, such as a step of none: make it again with sortedrl profile"
+            f"{path} contains an impossible time, such as a step of 0 s: create it again with sortedrl profile"
         )
     return found

@@ -1,4 +1,4 @@
-"""All modes side by side on one workload: what would I gain on my lengths?"""
+"""All modes side by side on one workload: what would you gain on your lengths?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.studies.workload import Workload, limit, run, with_mode
 
-DECIDING_MODES = (  # what a choice depends on; `MODES` has the rest
+DECIDING_MODES = (  # the modes that matter for a choice; `MODES` has all
     "baseline",
     "on-policy",
     "on-policy+planned",
@@ -51,7 +51,7 @@ USES_EXPECTATION = frozenset(
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a comparison: a mode, under one quality of expectation."""
+    """One row of a comparison: a mode with one kind of length expectation."""
 
     name: str
     workload: Workload
@@ -59,7 +59,7 @@ class Case:
 
 
 def cases(workload: Workload, schedule: Schedule, modes: Sequence[str], expectations: Sequence[str]) -> list[Case]:
-    """The first expectation gives a mode its plain name; modes that look at no expectation appear once."""
+    """With the first expectation a mode keeps its plain name. Modes that use no expectation appear once."""
     rows = []
     for mode in modes:
         for quality in expectations if mode in USES_EXPECTATION else expectations[:1]:
@@ -75,9 +75,9 @@ def compare(
     max_updates: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[str, Any]]:
-    """The summary of every case over the seeds, in the order of the rows. Runs on all cores.
+    """The summary of every case over the seeds, in row order. Runs on all cores.
 
-    `goodput_error` in it is the relative standard error of tokens per second, from one part of a run to the next.
+    Its `goodput_error` is the relative standard error of tokens per second, over the parts of a run.
     """
     jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
     limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
@@ -106,7 +106,7 @@ class Simulated(NamedTuple):
 
 
 class _Rates:
-    """A sink for the tokens per second of each part of a run."""
+    """A sink that computes the tokens per second of each part of a run."""
 
     def __init__(self, updates_per_part: int) -> None:
         self._updates_per_part = updates_per_part
@@ -129,7 +129,7 @@ def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = 
 
 
 def relative_error(rates: Sequence[float]) -> float | None:
-    """The standard error of their mean, as a fraction of it; None where there are too few to tell."""
+    """The relative standard error of their mean; None if there are too few."""
     mean = fmean(rates) if rates else 0.0
     return stdev(rates) / len(rates) ** 0.5 / mean if len(rates) > 2 and mean else None
 
@@ -154,7 +154,7 @@ def _on_all_cores(
 
 
 def summary(runs: Sequence[RunMetrics], limits: Sequence[float]) -> dict[str, Any]:
-    """Means over the seeds, histograms summed; `spread` holds the least and the greatest of the headline metrics."""
+    """Means over the seeds, with histograms summed; `spread` holds the min and max of the headline metrics."""
     of_limit = [run_metrics.goodput / bound for run_metrics, bound in zip(runs, limits, strict=True)]
     kept_of_limit = [run_metrics.kept / bound for run_metrics, bound in zip(runs, limits, strict=True)]
     result: dict[str, Any] = {}

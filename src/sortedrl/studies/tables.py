@@ -17,7 +17,7 @@ _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """What decides, in 80 columns. Tokens per second and gain are of the whole run, the learner's time included."""
+    """The deciding metrics, in 80 columns. Tokens per second and gain include the learner's time."""
     table = _table(
         "", "mode", "tokens/s", "gain", "empty slots", "tokens wasted", "mean staleness", "length bias", box=SIMPLE_HEAD
     )
@@ -37,10 +37,8 @@ def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Goodput is of the time in which the engine may run; tokens per hour count the learner's time, too."""
-    table = _table(
-        "What each schedule gives", "mode", "bubble", "goodput", "of limit", "kept", "waste", "trained tok/h"
-    )
+    """Goodput counts only the time in which the engine can run; tokens per hour include the learner's time."""
+    table = _table("Throughput", "mode", "bubble", "goodput", "of limit", "kept", "waste", "trained tok/h")
     base = next(iter(modes.values()))
     for name, f in modes.items():
         times = f["goodput"] / base["goodput"] if base["goodput"] else 0.0
@@ -60,7 +58,7 @@ def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
     table = _table(
-        "What it costs",
+        "Cost",
         "mode",
         "staleness mean",
         "max",
@@ -88,7 +86,7 @@ def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def bubble_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
     table = _table(
-        "Where slots stand empty (share of slot-time)",
+        "Where slots are empty (fraction of slot-time)",
         "mode",
         "bubble",
         *BUBBLE_PARTS,
@@ -110,13 +108,13 @@ def bubble_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
-    frontier = _options_table("Goodput against token staleness: nothing beats these in both", plan.staleness_frontier)
-    bias = _options_table("Goodput against length bias: nothing beats these in both", plan.bias_frontier)
+    frontier = _options_table("Goodput vs. token staleness (Pareto frontier)", plan.staleness_frontier)
+    bias = _options_table("Goodput vs. length bias (Pareto frontier)", plan.bias_frontier)
     sizes = _table(
-        "By update size (U) over slots (Q), cohorts growing with it",
+        "By update size (U) over slots (Q), with cohort size in proportion",
         "U/Q",
         "best baseline",
-        "best other that is allowed",
+        "best other allowed mode",
         "gain",
     )
     for row in plan.by_update_size:
@@ -127,7 +125,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
 
 
 def _gain_at(row: UpdateSize) -> str:
-    """The gain, and what the bounds keep out where that would be faster."""
+    """The gain, and the faster mode that the bounds exclude, if any."""
 
     def times(option: Option) -> str:
         return f"{option.of_limit / row.baseline.of_limit if row.baseline.of_limit else 0.0:.2f}x"
@@ -140,7 +138,7 @@ def _gain_at(row: UpdateSize) -> str:
 
 
 def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Measured throughput, beside what the simulator predicted where it was asked."""
+    """Measured throughput, next to the simulator's prediction if there is one."""
     table = _table(
         "Measured on the engine",
         "mode",
@@ -154,7 +152,7 @@ def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
         "length bias",
         "preemptions",
         "predicted goodput, bubble",
-        "our own time",
+        "scheduler overhead",
     )
     base = next(iter(modes.values()))
     for name, f in modes.items():
@@ -184,7 +182,7 @@ def _prediction(f: Mapping[str, Any]) -> str:
 
 
 def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """Real runs side by side: one row for each mode and seed."""
+    """Real runs side by side: one row per mode and seed."""
     table = _table(
         "Runs side by side",
         "mode",
@@ -227,12 +225,12 @@ def show(console: Console, parts: Sequence[RenderableType]) -> None:
 
 
 def known(value: float | None, form: str) -> str:
-    """A metric that a run may not be able to tell."""
-    return "not known" if value is None else format(value, form)
+    """A metric that may be unknown."""
+    return "unknown" if value is None else format(value, form)
 
 
 def sparkline(histogram: Mapping[Any, float]) -> str:
-    """One bar for each key from 0 (or 1) up, height by share."""
+    """One bar per key from 0 (or 1) up, scaled to the largest value."""
     if not histogram:
         return ""
     counts = {int(key): value for key, value in histogram.items()}

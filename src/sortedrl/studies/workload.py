@@ -1,4 +1,4 @@
-"""A workload (lengths, slots, sizes, step time) and one simulated run of one mode on it."""
+"""A workload (lengths, slots, batch sizes, step time), and one simulated run of a mode on it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from sortedrl.observe.metrics import Metrics, RunMetrics
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
-STEADY_TURNOVERS = 40  # mean turnovers of a slot that the limit is measured over, at least
+STEADY_TURNOVERS = 40  # minimum mean number of requests per slot for measuring the limit
 REFERENCE_LENGTHS = LognormalLengths()
 
 
 class SimulatedPrompts(Sequence[Prompt]):
-    """`count` prompts of `tokens` tokens each, made when asked for."""
+    """`count` prompts of `tokens` tokens each, created lazily."""
 
     def __init__(self, count: int, tokens: int) -> None:
         self._count = count
@@ -52,8 +52,8 @@ class Workload:
     prompt_tokens: int = 128
     epochs: int = 1
     kv_tokens: int | None = None
-    reuse_kv_cache: bool = False  # resumes find the keys of what was kept
-    weight_update_seconds: float = 0.0  # to load weights
+    reuse_kv_cache: bool = False  # a resumed request finds the KV cache of its prefix
+    weight_update_seconds: float = 0.0  # duration of a weight update
     learner_seconds_per_update: float = 0.0
     learner_seconds_per_token: float = 0.0
     score_seconds: float = 0.0
@@ -64,7 +64,7 @@ class Workload:
 
 
 class NoisyOracle:
-    """Expects the true length times log-normal noise: what an expectation of known quality would give."""
+    """Expects the true length times log-normal noise: an expectation of known quality."""
 
     def __init__(self, lengths: LengthOf, schedule: Schedule, log_noise: float = ORACLE_LOG_NOISE) -> None:
         self._lengths = remembered(lengths)
@@ -87,14 +87,14 @@ class NoisyOracle:
 
 
 def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
-    """Cold: only what is sensed in the run. Warm: fed by a real previous epoch, one draw for each prompt."""
+    """Cold: learns only from this run. Warm: starts with one observed length per prompt, as after an epoch."""
     guess = schedule.max_response_tokens / 4
     if workload.expectation == "cold":
         return SensedLengths(first_guess=guess)
     if workload.expectation == "oracle":
         return NoisyOracle(workload.lengths, schedule)
     if workload.expectation != "warm":
-        raise ValueError(f"expectation {workload.expectation!r}: one of {', '.join(EXPECTATIONS)}")
+        raise ValueError(f"expectation {workload.expectation!r}: use one of {', '.join(EXPECTATIONS)}")
     last_epoch = {
         prompt.id: float(min(workload.lengths(prompt, derive_seed(schedule.seed, 99, i)), schedule.max_response_tokens))
         for i, prompt in enumerate(SimulatedPrompts(workload.prompts, 0))
@@ -114,7 +114,7 @@ def simulated_engine(workload: Workload) -> SimulatedEngine:
 
 
 class UncutLengths:
-    """Knows what the log cannot: how long the first attempt of each trained rollout would have become."""
+    """Computes what the log does not contain: the uncut length of the first attempt of each trained rollout."""
 
     def __init__(self, workload: Workload, schedule: Schedule) -> None:
         self._workload = workload
@@ -134,7 +134,7 @@ class UncutLengths:
 
 
 def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> RunMetrics:
-    """One simulated run, from the first load to the last update."""
+    """One simulated run, from the first prompt to the last update."""
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     engine = simulated_engine(workload)
     controller = Controller(
@@ -158,10 +158,10 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
 
 
 def limit(workload: Workload, schedule: Schedule) -> float:
-    """The workload's own bound, in tokens per second: all slots full in steady state, each prompt prefilled once.
+    """The workload's upper bound in tokens per second: all slots full in steady state, each prompt prefilled once.
 
-    Measured from the moment when every slot has turned over once, until every slot has turned over at least twice
-    more and enough rollouts have passed for a steady figure.
+    Measured from the moment when every slot has finished one request, until every slot has finished at least two more
+    and enough rollouts have passed for a stable result.
     """
     engine = simulated_engine(workload)
     rollouts = max(workload.prompts * schedule.rollouts_per_prompt, STEADY_TURNOVERS * workload.slots)
@@ -194,7 +194,7 @@ def limit(workload: Workload, schedule: Schedule) -> float:
 
 
 def with_mode(schedule: Schedule, mode: str) -> Schedule:
-    """The same settings in another mode, less what that mode cannot honor."""
+    """The same settings in another mode, without those that the mode does not support."""
     strategy = strategy_named(mode)
     return replace(
         schedule,

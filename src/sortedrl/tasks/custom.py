@@ -1,11 +1,10 @@
-"""Your own reward or your own task by import path, `your.module:name`.
+"""Your own reward function or task by import path, `your.module:name`.
 
-A reward is a function `(problem, response) -> float | Reward` and comes with a file of prompts; a task is a
-class or an object with `train`, `held_out` and `score`. A plain number counts as correct from 1 on; return a
-Reward to say otherwise.
+A reward is a function `(problem, response) -> float | Reward` and comes with a file of prompts; a task is a class or an
+object with `train`, `held_out` and `score`. A plain number counts as correct if it is at least 1; return a Reward to
+override that.
 
-What is wrong with a reward function itself is refused here, before the run; what it does with a response is up to
-the scorer (scoring.py).
+An invalid reward function is refused here, before the run. Its errors on a response are handled by scoring.py.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ TASK_MEMBERS = ("train", "held_out", "score")
 class CustomReward:
     """Prompts from a file or the hub, scored by your function.
 
-    The function is given the problem: its `question`, and as `answer` the value of `answer_column`, None if
-    no such column was named.
+    The function receives the problem with its `question` and, as `answer`, the value of `answer_column` (None if not
+    set).
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class CustomReward:
         return checked_reward(self._reward(problem, response), f"the result of {self.name}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker process imports the reward by its path, so that it may be a lambda, and needs no prompts."""
+        """A worker process imports the reward by path, so it may be a lambda, and prompts are not sent."""
         return {key: value for key, value in vars(self).items() if key not in ("_reward", "_problems")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,13 +80,13 @@ class CustomReward:
 
 
 def custom_task(path: str, **options: Any) -> Task:
-    """The task at an import path: a task class made with `options`, a task object, or a reward function."""
+    """The task at an import path: a task class called with `options`, a task object, or a reward function."""
     found = import_object(path)
     if inspect.isclass(found):
         return _require_task(make(found, path, options), path)
     if all(hasattr(found, member) for member in TASK_MEMBERS):
         if options:
-            raise ValueError(f"{path} is a task object: it takes no option {', '.join(options)}")
+            raise ValueError(f"{path} is a task object, which takes no options: remove {', '.join(options)}")
         return _require_task(found, path)
     if not callable(found):
         raise ValueError(
@@ -100,7 +99,7 @@ def custom_task(path: str, **options: Any) -> Task:
 
 
 def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *arguments: str) -> T:
-    """The task; an option that it does not take is an error that lists those it takes."""
+    """Create the task; the error for an unknown option lists the valid ones."""
     signature = inspect.signature(task_class)
     try:
         signature.bind(*arguments, **options)
@@ -111,20 +110,20 @@ def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *a
 
 
 def import_object(path: str) -> Any:
-    """What `package.module:name` names. Modules in the working directory are found too."""
+    """The object at `package.module:name`. Modules in the working directory are found too."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise ValueError(f"{path!r} is no import path: write your.module:name")
+        raise ValueError(f"{path!r} is not an import path: use your.module:name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(f"{module_name} needs the module {error.name!r}, not installed") from error
+            raise ValueError(f"{module_name} needs the module {error.name!r}, which is not installed") from error
         raise ValueError(
             f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
-            "set PYTHONPATH to the folder that holds it"
+            "set PYTHONPATH to the folder that contains it"
         ) from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=1)
@@ -140,7 +139,7 @@ def _public(module: Any) -> list[str]:
 def _require_task(task: Any, path: str) -> Task:
     missing = [member for member in TASK_MEMBERS if not callable(getattr(task, member, None))]
     if missing:
-        raise ValueError(f"{path} is no task: it has no {' and no '.join(missing)}; see sortedrl.tasks.task")
+        raise ValueError(f"{path} is not a task: it has no {' and no '.join(missing)}; see sortedrl.tasks.task")
     _two_argument_function(task.score, f"{path}, its score")
     if not hasattr(task, "name"):
         task.name = path
@@ -157,7 +156,7 @@ def _two_argument_function(function: Any, path: str) -> Callable[[Problem, str],
             raise ValueError(f"the reward {path} is {kind}: make it a plain function that returns a number")
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some functions in C have none
+    except (ValueError, TypeError):  # some C functions have no signature
         return function  # type: ignore[no-any-return]
     try:
         signature.bind("problem", "response")

@@ -1,7 +1,7 @@
-"""Rows of JSONL and Parquet files and of hub datasets, read by column name into problems.
+"""Reads problems from JSONL files, Parquet files and hub datasets by column name.
 
-A column is named by its path inside the row, parts joined by dots: `answer`, `reward_model.ground_truth`,
-`prompt.0.content` (a number is a position in a list).
+A column name is a dotted path inside the row: `answer`, `reward_model.ground_truth`, `prompt.0.content` (a number is a
+position in a list).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where rows are: a `.jsonl` or `.parquet` file, a folder of them, or the name of a hub dataset."""
+    """The location of rows: a `.jsonl` or `.parquet` file, a folder of them, or the name of a hub dataset."""
 
     location: str
     split: str = "train"
@@ -29,28 +29,28 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where a row holds its question and its answer: of the names given, the first that the row has."""
+    """The columns of question and answer: for each, the first of these names that the row has."""
 
     question: tuple[str, ...]
     answer: tuple[str, ...]
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows, one by one, so that a file may be larger than memory."""
+    """Iterate over the rows, so that a file may be larger than memory."""
     path = Path(source.location).expanduser()
     if path.suffix in (".jsonl", ".json"):
         return _read_jsonl(_existing(path))
     if path.suffix == ".parquet":
         return _read_parquet(_existing(path))
     if path.is_file():
-        raise ValueError(f"cannot read {path}: its suffix is {path.suffix!r}, known are .jsonl and .parquet")
+        raise ValueError(f"cannot read {path}: the suffix {path.suffix!r} is not supported, use .jsonl or .parquet")
     return _read_hub(source)
 
 
 def read_problems(
     source: Source, columns: Columns, name: str, system: str, question_text: Callable[[str], str] = str
 ) -> list[Problem]:
-    """One problem for each different question, in the order of the rows; a repeated question is kept once."""
+    """One problem per distinct question, in row order."""
     problems: dict[str, Problem] = {}
     for number, row in enumerate(read_rows(source)):
         question = question_text(str(_first_of(row, columns.question, "question", source)))
@@ -62,11 +62,11 @@ def read_problems(
 
 
 def split_off(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems: `share` of them, drawn by `seed`, at least one, are held out."""
+    """Training and held-out problems: a fraction `share`, at least one, is held out at random by `seed`."""
     if not 0 < share < 1:
-        raise ValueError(f"held_out_fraction is {share}: it must lie between 0 and 1, such as 0.1")
+        raise ValueError(f"held_out_fraction is {share}: it must be between 0 and 1, for example 0.1")
     if len(problems) < 2:
-        raise ValueError(f"cannot hold out a share of {len(problems)} problem: give held_out_data of its own")
+        raise ValueError(f"cannot hold out a fraction of {len(problems)} problem: set held_out_data")
     count = min(max(round(share * len(problems)), 1), len(problems) - 1)
     chosen = set(random.Random(seed).sample(range(len(problems)), count))
     train = [problem for index, problem in enumerate(problems) if index not in chosen]
@@ -74,7 +74,7 @@ def split_off(problems: Sequence[Problem], share: float, seed: int) -> tuple[lis
 
 
 def without(problems: Iterable[Problem], excluded: Iterable[Problem]) -> list[Problem]:
-    """The problems whose question is none of the excluded ones."""
+    """The problems without the excluded questions."""
     questions = {problem.question for problem in excluded}
     return [problem for problem in problems if problem.question not in questions]
 
@@ -98,9 +98,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}; one object a line") from error
+                raise ValueError(f"{path}, line {number} is not JSON: {error}; use one object per line") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} holds a {type(row).__name__}, expected an object")
+                raise ValueError(f"{path}, line {number} is a {type(row).__name__} instead of an object")
             yield row
 
 
@@ -120,7 +120,7 @@ def _read_hub(source: Source) -> Iterator[Row]:
         raise ValueError(f"loading {source.location} needs datasets: pip install 'sortedrl[data]'") from error
     try:
         rows = datasets.load_dataset(source.location, source.subset, split=source.split)
-    except Exception as error:  # the library raises a dozen types; to the user all of them say "not loaded"
+    except Exception as error:  # the library raises a dozen types, all of which mean that it was not loaded
         raise ValueError(
             f"cannot load split {source.split!r} of {source.location!r} "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); "
@@ -136,12 +136,12 @@ def _first_of(row: Row, names: Sequence[str], what: str, source: Source) -> Any:
             return value
     raise ValueError(
         f"{source.location} has no {what} column {' or '.join(map(repr, names))}; "
-        f"its columns are {', '.join(map(repr, row))}: name one with {what}_column"
+        f"its columns are {', '.join(map(repr, row))}: choose one with {what}_column"
     )
 
 
 def _at(value: Any, path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """The value at a dotted path; None if there is none."""
     for part in path.split("."):
         if isinstance(value, Mapping):
             value = value.get(part)

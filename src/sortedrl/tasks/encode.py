@@ -1,4 +1,4 @@
-"""Problems as prompts: the model's own chat template around the question, then tokens."""
+"""Converts problems to prompts: applies the model's chat template and tokenizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TooLong(NamedTuple):
-    """A problem that was left out, and how many tokens its prompt has."""
+    """A problem that was left out, and the length of its prompt in tokens."""
 
     problem: Problem
     length: int
@@ -22,14 +22,14 @@ class TooLong(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`prompts` in the order of their problems; `rejected` are those that were too long, longest first."""
+    """`prompts` in the order of their problems; `rejected` were too long, longest first."""
 
     prompts: tuple[Prompt, ...]
     rejected: tuple[TooLong, ...]
     max_prompt_tokens: int
 
     def rejection_notice(self) -> str | None:
-        """One line that says how many were left out and shows the longest; None if none was."""
+        """One line with the number of rejected prompts and the longest; None if there are none."""
         if not self.rejected:
             return None
         longest = self.rejected[0]
@@ -41,7 +41,7 @@ class Encoded:
 
 
 def encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Encoded:
-    """One prompt for each problem that fits, with the problem as its payload."""
+    """One prompt per problem that fits, with the problem as its payload."""
     require_eos(tokenizer)
     _require_unique_ids(problems)
     prompts: list[Prompt] = []
@@ -56,24 +56,24 @@ def encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_
     encoded = Encoded(tuple(prompts), tuple(rejected), max_prompt_tokens)
     if rejected and not prompts:
         raise ValueError(
-            f"no prompt is left: {encoded.rejection_notice()} The shortest has {rejected[-1].length} tokens; "
+            f"no prompts left: {encoded.rejection_notice()} The shortest has {rejected[-1].length} tokens; "
             f"set max_prompt_tokens to at least that"
         )
     return encoded
 
 
 def prompt_tokens(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of `prompt_text`, with the tokens that the tokenizer itself begins a text with."""
+    """The tokens of `prompt_text`, including the tokens that the tokenizer adds at the start of a text."""
     templated = bool(tokenizer.chat_template)
-    # A template writes its special tokens itself; adding them again would double the first one.
+    # A template already contains its special tokens; adding them again would double the first one.
     tokens = list(tokenizer(prompt_text(problem, tokenizer), add_special_tokens=not templated)["input_ids"])
     if not templated and tokens and tokens[-1] == tokenizer.eos_token_id:
-        tokens.pop()  # some tokenizers end every text, and the response is still to come
+        tokens.pop()  # some tokenizers end every text with EOS, but the response is still to come
     return tokens
 
 
 def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's text up to where the response begins; without a template the texts in a row."""
+    """The chat template's text up to the start of the response; without a template, the texts joined."""
     if not tokenizer.chat_template:
         return "\n\n".join(filter(None, (problem.system, problem.question))) + "\n"
     user = {"role": "user", "content": problem.question}
@@ -88,11 +88,11 @@ def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A tokenizer without an end token cannot be trained with: say so before anything runs."""
+    """Refuse a tokenizer without an EOS token before the run starts."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no EOS token, so that no response could end by "
-            'itself and each would run to its token max_new_tokens: set "eos_token" in its tokenizer_config.json'
+            f"the tokenizer {tokenizer.name_or_path!r} has no EOS token, so every response would run to max_new_tokens"
+            ': set "eos_token" in its tokenizer_config.json'
         )
 
 
@@ -104,5 +104,5 @@ def _require_unique_ids(problems: Sequence[Problem]) -> None:
     seen: set[str] = set()
     for problem in problems:
         if problem.id in seen:
-            raise ValueError(f"two problems have the id {problem.id!r}: ids tell prompts apart")
+            raise ValueError(f"two problems have the id {problem.id!r}: ids must be unique")
         seen.add(problem.id)

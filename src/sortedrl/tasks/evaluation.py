@@ -1,9 +1,9 @@
 """Held-out scores with intervals: mean@k, pass@k, and the difference of two evaluations of the same problems.
 
-All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 % unless told
-otherwise: Wilson's where every problem was sampled once, else a bootstrap over problems (samples of one
-problem are not independent, problems are). Where all problems score alike a bootstrap has nothing to resample
-and Wilson's interval over the problems stands in: 20 problems of 20 are not certainty.
+All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 % by default: Wilson's if
+every problem was sampled once, otherwise a bootstrap over problems (samples of one problem are not independent, but
+problems are). If all problems have the same score, a bootstrap has no spread, and Wilson's interval over the problems
+is used: 20 of 20 correct is not certainty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESAMPLES = 2000
 
 
 class Estimate(NamedTuple):
-    """A figure and its interval."""
+    """A value and its confidence interval."""
 
     value: float
     low: float
@@ -30,9 +30,9 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Which samples of which problems were right. Every problem has equally many samples, at least one.
+    """Which samples of which problems are correct. All problems have the same number of samples, at least one.
 
-    `rewards` are those of the samples that could be scored, in no particular order.
+    `rewards` are those of the samples with a score, in no particular order.
     """
 
     problem_ids: tuple[str, ...]
@@ -61,35 +61,35 @@ class Evaluation:
         return pass_at_k(self.correct, k)
 
     def gain_over(self, before: Evaluation) -> Estimate:
-        """By how much the mean is above that of `before`, problem by problem."""
+        """The gain in the mean over `before`, paired by problem."""
         if set(self.problem_ids) != set(before.problem_ids):
             missing = set(self.problem_ids) ^ set(before.problem_ids)
             raise ValueError(
-                f"a paired difference needs the same problems in both evaluations; {len(missing)} are in one "
-                f"only, such as {min(missing)!r}"
+                f"a paired difference needs the same problems in both evaluations; {len(missing)} are in only "
+                f"one, for example {min(missing)!r}"
             )
         rows = dict(zip(before.problem_ids, before.correct, strict=True))
         return paired_difference([rows[problem_id] for problem_id in self.problem_ids], self.correct)
 
 
 def mean_at_k(correct: Correct, confidence: float = 0.95) -> Estimate:
-    """The share of samples that are right."""
+    """The fraction of correct samples."""
     if samples_per_problem(correct) == 1:
         return wilson(sum(row[0] for row in correct), len(correct), confidence)
     return bootstrap([fmean(row) for row in correct], confidence)
 
 
 def pass_at_k(correct: Correct, k: int, confidence: float = 0.95) -> Estimate:
-    """The chance that at least one of k samples is right: the unbiased estimator from n >= k samples."""
+    """The probability that at least one of k samples is correct: the unbiased estimator from n >= k samples."""
     if not 1 <= k <= (samples := samples_per_problem(correct)):
-        raise ValueError(f"pass@{k}: k must lie between 1 and the samples per problem, which are {samples}")
+        raise ValueError(f"pass@{k}: k must be between 1 and the number of samples per problem, {samples}")
     if samples == 1:
         return mean_at_k(correct, confidence)
     return bootstrap([pass_probability(samples, sum(row), k) for row in correct], confidence)
 
 
 def pass_probability(samples: int, right: int, k: int) -> float:
-    """1 - C(samples - right, k) / C(samples, k): k drawn without replacement, not all of them wrong."""
+    """1 - C(samples - right, k) / C(samples, k): the probability that k draws without replacement are not all wrong."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
@@ -104,7 +104,7 @@ def paired_difference(before: Correct, after: Correct, confidence: float = 0.95)
 
 
 def wilson(right: float, trials: int, confidence: float = 0.95) -> Estimate:
-    """A share and Wilson's score interval."""
+    """A proportion and Wilson's score interval."""
     share = right / trials
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     scale = 1 + z * z / trials
@@ -124,17 +124,17 @@ def samples_per_problem(correct: Correct) -> int:
     """The number of samples, checked to be the same for every problem."""
     counts = sorted({len(row) for row in correct})
     if not counts or counts[0] == 0:
-        raise ValueError("nothing to evaluate: there must be at least one problem with at least one sample")
+        raise ValueError("nothing to evaluate: at least one problem with at least one sample is needed")
     if len(counts) > 1:
         raise ValueError(
-            f"problems have between {counts[0]} and {counts[-1]} samples; all need the same number: "
-            "count a sample that was lost as wrong"
+            f"problems have between {counts[0]} and {counts[-1]} samples, but all need the same number: "
+            "count a lost sample as wrong"
         )
     return counts[0]
 
 
 def _resampled(scores: Sequence[float], confidence: float) -> Estimate:
-    """The mean, and quantiles of the means of resamples. A fixed seed: the same data, the same interval."""
+    """The mean, and quantiles of the means of resamples. The seed is fixed: the same data give the same interval."""
     draw = random.Random(0)
     means = sorted(fmean(draw.choices(scores, k=len(scores))) for _ in range(RESAMPLES))
     tail = (1 - confidence) / 2

@@ -1,17 +1,17 @@
 """Knights & Knaves: knights always tell the truth, knaves always lie; who is what?
 
-The file goes from the puzzle to the task: claims, solver, generator, wording, reward, task. Problems come
-from the generator below (nothing to download), or from the Parquet files of Logic-RL, which the SortedRL
-paper trains on; both have claims of the same kinds.
+The file goes from the puzzle to the task: claims, solver, generator, wording, reward, task. Problems come from the
+generator below (no download), or from the Parquet files of Logic-RL, which the SortedRL paper trains on; both have the
+same kinds of claims.
 
-What holds for generated puzzles:
+Invariants of generated puzzles:
 - each has exactly one answer (the solver counts them);
 - the same seed gives the same puzzles on every machine;
-- training, held-out and warm-start puzzles never meet: a fingerprint, which changes neither with the names
-  nor with the order of the characters, decides on which side a puzzle falls.
+- training, held-out and warm-start puzzles are disjoint: a fingerprint, which does not depend on the names or the order
+  of the characters, assigns each puzzle to one set.
 
-The reward is Logic-RL's: format +1 or -1; answer +2 when every character is right, -1.5 when one is wrong, -2
-when the answer cannot be read or the format is wrong. So 3 is the top and -3 the bottom.
+The reward is that of Logic-RL: format +1 or -1; answer +2 if every character is right, -1.5 if any is wrong, -2 if the
+answer cannot be parsed or the format is wrong. So it ranges from -3 to 3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Connective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Is:
-    """A character, by its place in the puzzle, is a knight (or a knave)."""
+    """A character, by its index in the puzzle, is a knight (or a knave)."""
 
     character: int
     knight: bool
@@ -76,8 +76,8 @@ class Puzzle:
 
 
 # --- solver ----------------------------------------------------------------------------------------------
-# A set of assignments is one integer: its bit a stands for the assignment in which character i is a knight
-# exactly if bit i of a is set. A connective then is one operation on integers, for all assignments at once.
+# A set of assignments is one integer: its bit a represents the assignment in which character i is a knight
+# exactly if bit i of a is set. A connective is then one integer operation for all assignments at once.
 
 
 @cache
@@ -137,7 +137,7 @@ def _consistent(puzzle: Puzzle) -> int:
 # --- generator -------------------------------------------------------------------------------------------
 
 MOST_CHARACTERS = 12  # the solver's tables have 2 ** characters bits
-WARM_START_SHARE = 0.3  # of all puzzles; no task ever hands one of these out
+WARM_START_SHARE = 0.3  # of all puzzles; tasks never use these
 _DRAWS_WITHOUT_A_NEW_PUZZLE = 10_000
 
 
@@ -169,7 +169,7 @@ def _random_is(characters: int, rng: random.Random) -> Is:
 def fingerprint(puzzle: Puzzle) -> float:
     """In [0, 1); equal for puzzles that differ only in the order of characters or of the parts of a claim.
 
-    Each character gets a mark from its claim, in which others stand by their own marks of the round before.
+    Each character gets a mark from its claim, in which others are represented by their marks of the previous round.
     """
     marks = [""] * puzzle.characters
     for _ in range(3):
@@ -195,7 +195,7 @@ def _digest(text: str) -> str:
 
 
 def warm_start_puzzle(characters: int, rng: random.Random) -> Puzzle:
-    """A puzzle that no task hands out."""
+    """A puzzle that no task uses."""
     while True:
         puzzle = random_puzzle(characters, rng)
         if fingerprint(puzzle) < WARM_START_SHARE:
@@ -209,7 +209,7 @@ class _Split:
 
 
 def _distinct_puzzles(characters: int, train: int, held_out: int, rng: random.Random) -> _Split:
-    """This many distinct puzzles for each side; the sides share no fingerprint."""
+    """This many distinct puzzles per set; the sets share no fingerprint."""
     held_out_from = 1 - (1 - WARM_START_SHARE) * held_out / (train + held_out)
     split = _Split([], [])
     seen: set[Puzzle] = set()
@@ -222,7 +222,7 @@ def _distinct_puzzles(characters: int, train: int, held_out: int, rng: random.Ra
             fruitless += 1
             if fruitless == _DRAWS_WITHOUT_A_NEW_PUZZLE:
                 raise ValueError(
-                    f"{train + held_out} puzzles with {characters} characters were asked for, but"
+                    f"{train + held_out} puzzles with {characters} characters were requested, but"
                     f" {fruitless} draws in a row gave no new one, with {len(split.train)} of {train} found"
                     f" for training and {len(split.held_out)} of {held_out} held out. Lower `count` or use"
                     f" more characters."
@@ -238,8 +238,8 @@ def _distinct_puzzles(characters: int, train: int, held_out: int, rng: random.Ra
 
 
 class Wording(StrEnum):
-    STORY = "story"  # full sentences with many turns of phrase, for language models
-    COMPACT = "compact"  # one plain sentence a character, always the same names, for the built-in model
+    STORY = "story"  # full sentences with varied phrasing, for language models
+    COMPACT = "compact"  # one plain sentence per character, fixed names, for the built-in model
 
 
 COMPACT_NAMES = ("Ann", "Bob", "Cid", "Dan", "Eve")
@@ -282,7 +282,7 @@ _QUESTIONS = (
 
 
 def claim_text(claim: Claim, names: Sequence[str], wording: Wording = Wording.STORY) -> str:
-    """In compact wording every connective stands between its parts, which is easier to learn to read."""
+    """In compact wording, every connective is between its parts, which is easier to learn."""
     match claim:
         case Is(character, knight):
             return f"{names[character]} is a {_kind(knight)}"
@@ -330,9 +330,9 @@ _FILLER = re.compile(r"(?:[\s,;.*-]|\(?\d+[).:]|\band\b)*", re.IGNORECASE)  # li
 
 
 def read_response(response: str) -> str | None:
-    """The inside of the answer block, or None when the format is wrong.
+    """The content of the answer block, or None if the format is wrong.
 
-    Right is: thought, then answer, each tag exactly once, nothing before, between or after the two blocks.
+    The correct format: thought, then answer, each tag exactly once, nothing before, between or after the two blocks.
     """
     if any(response.count(tag) != 1 for tag in _TAGS):
         return None
@@ -341,10 +341,10 @@ def read_response(response: str) -> str | None:
 
 
 def read_answer(text: str, names: Sequence[str]) -> dict[str, bool] | None:
-    """Who is said to be a knight; None unless the text says it of each character once, and says nothing else.
+    """Who is claimed to be a knight; None unless the text has one statement per character and nothing else.
 
-    Anything beyond plain statements (a hedge, a negation, a second opinion, a stranger) makes it unreadable,
-    so that no text can count as several answers.
+    Anything beyond plain statements (a hedge, a negation, a second opinion, an unknown name) makes it invalid, so that
+    no text can count as several answers.
     """
     listed = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     statement = re.compile(
@@ -368,7 +368,7 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def reward_function(response: str, answer: Mapping[str, bool]) -> Reward:
-    """Logic-RL's reward. An answer in the wrong format is not looked at."""
+    """Logic-RL's reward. An answer in the wrong format is not parsed."""
     block = read_response(response)
     if block is None:
         return _reward(format_reward=-1.0, answer_reward=-2.0)
@@ -392,10 +392,10 @@ SMALL_CHARACTERS = (2, 3, 3, 4)
 
 
 class KnightsAndKnaves:
-    """`count` puzzles, shared out evenly over the entries of `characters`; of each size a share is held out.
+    """`count` puzzles, distributed evenly over the entries of `characters`; a fraction of each size is held out.
 
     A size that is listed twice gets twice as many. With `data`, a folder of Logic-RL's
-    `{3..7}ppl-{train,test}.parquet`, the problems are the first ones of these files, the test files held out.
+    `{3..7}ppl-{train,test}.parquet`, the problems are the first ones of these files, and the test files are held out.
     """
 
     name = "knights_and_knaves"
@@ -446,7 +446,7 @@ class KnightsAndKnaves:
             else:
                 train += _read_problems(self._data / f"{size}ppl-train.parquet", wanted - held_out_wanted)
                 held_out += _read_problems(self._data / f"{size}ppl-test.parquet", held_out_wanted)
-        # Mixed, so that any first part of either list has every size in it.
+        # Shuffled, so that the first part of either list has every size in it.
         rng.shuffle(train)
         rng.shuffle(held_out)
         return train, held_out
@@ -467,15 +467,15 @@ def _check(characters: Sequence[int], count: int, held_out_fraction: float, word
     if not characters or min(characters) < 2 or max(characters) > most:
         raise ValueError(
             f"characters = {tuple(characters)}: puzzles in {wording} wording have 2 to {most} characters."
-            f" Give one such number or more, for example (3, 4, 5)."
+            f" Use one or more such numbers, for example (3, 4, 5)."
         )
     if not 0 < held_out_fraction < 1:
-        raise ValueError(f"held_out_fraction = {held_out_fraction}: it must lie between 0 and 1, for example 0.1.")
+        raise ValueError(f"held_out_fraction = {held_out_fraction}: it must be between 0 and 1, for example 0.1.")
     each = count // len(characters)
     if not 1 <= round(each * held_out_fraction) < each:
         raise ValueError(
             f"count = {count}: over {len(characters)} sizes that is {each} puzzles each, too few to train on"
-            f" some and to hold out a share of {held_out_fraction}. Use a count of at least"
+            f" some and to hold out a fraction of {held_out_fraction}. Use a count of at least"
             f" {len(characters) * ceil(1 / min(held_out_fraction, 1 - held_out_fraction))}."
         )
 
@@ -485,8 +485,8 @@ def _read_problems(path: Path, count: int) -> list[Problem]:
     rows = list(islice(read_rows(Source(str(path))), count))
     if len(rows) < count:
         raise ValueError(
-            f"{path}: {count} puzzles are asked for, but it has {len(rows)}. Lower `count`, or change"
-            f" `held_out_fraction` to what the files have (0.1)."
+            f"{path}: {count} puzzles were requested, but it has {len(rows)}. Lower `count`, or set"
+            f" `held_out_fraction` to that of the files (0.1)."
         )
     missing = {"quiz", "names", "solution"}.difference(rows[0])
     if missing:

@@ -1,13 +1,13 @@
 r"""Mathematics: the last \boxed{...} of a response is compared with the reference answer.
 
-Text and plain numbers are compared here, at once; what is left goes to math-verify, in processes that
-are killed when sympy does not come back in time (such an answer counts as wrong). What would take long is wrong
-without it (math_limits.py). A policy finds every leniency, so what is not known to be equal is wrong. Equal are:
+Text and plain numbers are compared here directly; other answers go to math-verify, in processes that are killed if
+sympy does not finish in time (the answer then counts as wrong). Answers that would take too long count as wrong without
+trying (math_limits.py). A policy exploits every leniency, so anything not known to be equal is wrong. Equal are:
 
-- the same text, once LaTeX spacing, sizes, currency, degrees and the like are taken away;
-- numbers: exactly, if the reference is whole or both are fractions; else to 1 part in 100,000. A unit (units.py) and a
-  percent sign may be there or not, and so may a label (`x =`). Any other word or letter makes the answer wrong;
-- lists without regard to order, but with the same number of elements;
+- the same text, after removing LaTeX spacing, sizes, currency, degrees and the like;
+- numbers: exactly, if the reference is an integer or both are fractions; otherwise to 1 part in 100,000. A unit
+  (units.py), a percent sign and a label (`x =`) are optional. Any other word or letter makes the answer wrong;
+- lists in any order, but with the same number of elements;
 - everything else as math-verify decides (expressions, intervals, sets, matrices, equations).
 """
 
@@ -32,13 +32,13 @@ from sortedrl.tasks.workers import WorkerPool
 
 INSTRUCTION = r"Think step by step, then give the final answer inside \boxed{}."
 RELATIVE_TOLERANCE = Fraction(1, 100_000)
-WORKER_MEMORY_BYTES = 4 * 2**30  # a tower of powers must not eat the machine before its time is up
+WORKER_MEMORY_BYTES = 4 * 2**30  # a tower of powers must not exhaust memory before its time is up
 USUAL_COLUMNS = Columns(("problem", "question"), ("answer", "final_answer", "solution"))
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A known dataset: where the hub has it. Without `train` it is for evaluation only."""
+    """A known dataset: its location on the hub. Without `train`, it is for evaluation only."""
 
     train: Source | None = None
     held_out: Source | None = None
@@ -47,7 +47,7 @@ class Preset:
 
 
 def dapo_question(text: str) -> str:
-    """The problem alone: the dataset wraps it into instructions for another answer format."""
+    """The problem without the dataset's instructions, which are for another answer format."""
     paragraphs = text.strip().split("\n\n")
     if paragraphs[0].startswith("Solve the following math problem"):
         paragraphs = paragraphs[1:]
@@ -73,11 +73,11 @@ PRESETS = {
 
 
 class Math:
-    """Mathematical problems from files or the hub, by the columns of a preset or by column names of your own.
+    """Mathematical problems from files or the hub, by the columns of a preset or your own column names.
 
-    `data` is trained on, `held_out_data` is evaluated on. What is not given is the preset's own on the hub;
-    with `data` alone, or a preset that has nothing to evaluate on, `held_out_fraction` of the training problems
-    is held out. A question that is held out is not in `train`, even if the files overlap.
+    `data` is for training, `held_out_data` for evaluation. By default both come from the preset on the hub; with only
+    `data`, or a preset without evaluation data, `held_out_fraction` of the training problems is held out. A held-out
+    question is never in `train`, even if the files overlap.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Math:
         limit_seconds: float = 5.0,
     ) -> None:
         if preset not in PRESETS:
-            raise ValueError(f"no preset {preset!r} for math; there are {', '.join(filter(None, PRESETS))}")
+            raise ValueError(f"no preset {preset!r} for math; use one of {', '.join(filter(None, PRESETS))}")
         if find_spec("math_verify") is None:
             raise ValueError("math needs math-verify: pip install 'sortedrl[math]'")
         self.name = f"math:{preset}" if preset else "math"
@@ -101,9 +101,9 @@ class Math:
         self._train_source = Source(os.fspath(data)) if data else known.train
         self._held_out_source = Source(os.fspath(held_out_data)) if held_out_data else None if data else known.held_out
         if not self._train_source and not self._held_out_source:
-            raise ValueError("math needs problems: name a preset (math:gsm8k) or give data=problems.jsonl")
+            raise ValueError("math needs problems: choose a preset (math:gsm8k) or set data=problems.jsonl")
         if data and not held_out_data and known.held_out and not known.train:
-            raise ValueError(f"{self.name} is for evaluation only: give {os.fspath(data)} as held_out_data")
+            raise ValueError(f"{self.name} is for evaluation only: pass {os.fspath(data)} as held_out_data")
         self._columns = Columns(
             question=(question_column,) if question_column else known.columns.question,
             answer=(answer_column,) if answer_column else known.columns.answer,
@@ -158,7 +158,7 @@ class Math:
 
 
 def reference_answer(value: Any) -> str:
-    r"""The answer in a dataset's column: after `####`, in the last \boxed{}, or all; a list is joined."""
+    r"""The answer in a dataset's column: after `####`, in the last \boxed{}, or the whole text; lists are joined."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     text = str(value)
@@ -168,7 +168,7 @@ def reference_answer(value: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} that is closed; None if there is none. One pass, however long."""
+    r"""The content of the last closed \boxed{...}; None if there is none. A single pass over the text."""
     open_braces: list[re.Match[str]] = []
     last: re.Match[str] | None = None
     content = None
@@ -185,7 +185,7 @@ def last_boxed(text: str) -> str | None:
 _SPACING = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"(?<=\d),\s*\\!\s*(?=\d)|(?<=\d)\{,\}(?=\d)", ","),  # the thousands of 11,\!111
+        (r"(?<=\d),\s*\\!\s*(?=\d)|(?<=\d)\{,\}(?=\d)", ","),  # thousands separator, as in 11,\!111
         (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~|(?<!\\)\$", " "),
         (r"\s+", " "),
         (r"\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
@@ -202,22 +202,22 @@ _REWRITES = tuple(
         (r",?\s+(?:and|or)\s+", ","),
         (r"\\\$", " "),
         (r"_\{(\w)\}", r"_\1"),
-        (r"\bnp\.(?=[a-z])", r"\\"),  # functions in the notation of numpy
-        # What the parser takes for Euler's number, the gamma function and the derivative of a constant.
+        (r"\bnp\.(?=[a-z])", r"\\"),  # functions in numpy notation
+        # The parser would read these as Euler's number, the gamma function and the derivative of a constant.
         (r"(?<![a-zA-Z\\])[eE](?=_)", r"\\epsilon"),
         (r"\\gamma(?![a-zA-Z])", r"\\upsilon "),
         (r"\\frac\s*\{d\s*\\?([a-zA-Z]+)\}\s*\{d\s*([a-zA-Z])\}", r"d_{\1\2}"),
         (r"(?<=\d)\.(?![\d.])", ""),  # 1. is 1
         (r"(?<![\w.}])(\d*\.?\d+)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}"),
         (r"^\((\w)\)$", r"\1"),  # the letter of a choice
-        (r"^\\\{(.*)\\\}$", r"\1"),  # a set is a list here
+        (r"^\\\{(.*)\\\}$", r"\1"),  # a set counts as a list
     )
 )
 _UNICODE = str.maketrans({"−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "})
 
 
 def spaced(answer: str) -> str:
-    """The answer without spacing, sizes and degree signs; what is marked as text is still marked."""
+    """The answer without spacing, sizes and degree signs; text markup is kept."""
     answer = answer.translate(_UNICODE)
     for pattern, replacement in _SPACING:
         answer = pattern.sub(replacement, answer)
@@ -225,7 +225,7 @@ def spaced(answer: str) -> str:
 
 
 def normalized(answer: str) -> str:
-    """The answer without what changes its looks only: applied to reference and response alike."""
+    """The answer without purely visual markup: applied to reference and response alike."""
     answer = spaced(answer)
     for pattern, replacement in _REWRITES:
         answer = pattern.sub(replacement, answer)
@@ -242,9 +242,9 @@ class Undecided(NamedTuple):
 
 
 def compare_plainly(reference: str, answer: str) -> bool | Undecided:
-    """Whether two answers are equal, where that shows without algebra."""
+    """Whether two answers are equal, if that can be decided without algebra."""
     if any(character.isnumeric() and not character.isascii() for character in answer):
-        return False  # digits of other scripts and superscripts: no parser agrees with the next about them
+        return False  # digits of other scripts and superscripts: parsers disagree about them
     if _without_spaces(normalized(reference)) == _without_spaces(normalized(answer)):
         return True
     wanted, given = quantity(spaced(reference)), quantity(spaced(answer))
@@ -269,7 +269,7 @@ def compare_plainly(reference: str, answer: str) -> bool | Undecided:
         return False
     if wanted_number is not None:
         return Undecided(wanted_text, given_text) if _is_arithmetic(given_text) else False
-    if in_base := re.fullmatch(r"(\w+)_(?:\d|\{\d+\})", wanted_text):  # a response may leave the base out
+    if in_base := re.fullmatch(r"(\w+)_(?:\d|\{\d+\})", wanted_text):  # a response may omit the base
         return given_text == in_base.group(1)
     if not _may_be_equal(wanted_text, given_text):
         return False
@@ -277,9 +277,10 @@ def compare_plainly(reference: str, answer: str) -> bool | Undecided:
 
 
 def split_label(text: str) -> tuple[str, str]:
-    r"""What an answer is said to be the value of, and the answer: `x = 5`, `f(x) = 2x`, `x \in [0, 1]`, `x = 2, x = 3`.
+    r"""The label and the value of an answer: `x = 5`, `f(x) = 2x`, `x \in [0, 1]`, `x = 2, x = 3`.
 
-    The label does not count. It has a letter, so `4 = 5` is no answer 5; and one is allowed, so `x = 4 = 5` is none.
+    The label is ignored. It must have a letter, so `4 = 5` is not the answer 5; and only one is allowed, so `x = 4 = 5`
+    is not an answer.
     """
     parts = [_LABELED.fullmatch(part.strip()) for part in _split_list(text)]
     labels = {part and part.group(1).replace(" ", "") for part in parts}
@@ -303,7 +304,7 @@ _ARITHMETIC = re.compile(r"(?:[-+*/^(){}.\de\s]|\\(?:frac|sqrt|cdot|times|div|pi
 
 
 def _is_arithmetic(text: str) -> bool:
-    """Whether it can be the value of a number: no variables, relations, lists, bases, bounds or functions."""
+    """Whether it can be a number: no variables, relations, lists, bases, bounds or functions."""
     return bool(_ARITHMETIC.fullmatch(text)) and ".." not in text and not re.search(r"\d \d", text)
 
 
@@ -315,7 +316,7 @@ _RELATION = re.compile(
 
 
 def _may_be_equal(reference: str, answer: str) -> bool:
-    """False where no algebra can help: variables, relations or elements of a list that the reference has not."""
+    """False if algebra cannot help: variables, relations or list elements that the reference does not have."""
     letters = set(re.findall(r"[a-zA-Z]", _WORDS.sub("", answer)))
     if not letters <= set(re.findall(r"[a-zA-Z]", reference)):
         return False
@@ -327,7 +328,7 @@ def _may_be_equal(reference: str, answer: str) -> bool:
 
 
 def _is_unbalanced(text: str) -> bool:
-    """Whether a brace is not closed, an escaped one or not: the parser would read on from there as it likes."""
+    """Whether a brace, escaped or not, is unclosed: the parser's behavior is then arbitrary."""
     return text.count("{") != text.count("}") or text.count(r"\{") != text.count(r"\}")
 
 
@@ -350,14 +351,14 @@ def _number(text: str, scale: int) -> Fraction | None:
 def _readings(
     reference: Fraction, reference_percent: bool, value: Fraction, percent: bool
 ) -> Iterator[tuple[Fraction, Fraction]]:
-    """Pairs to compare. A percent sign that one side has alone is a factor, or a unit that the other side left out."""
+    """Pairs to compare. A percent sign on one side only is a factor, or a unit that the other side omitted."""
     if reference_percent == percent:
         yield reference, value
     elif reference_percent:
         yield from ((reference, value), (reference / 100, value))
     else:
         yield reference, value / 100
-        if abs(reference) >= 1:  # below, a probability is more likely, and 0.5% is not 0.5
+        if abs(reference) >= 1:  # smaller values are more likely probabilities, and 0.5% is not 0.5
             yield reference, value
 
 
@@ -366,7 +367,7 @@ def _close(reference: Fraction, value: Fraction, exact: bool) -> bool:
 
 
 def _split_list(text: str) -> list[str]:
-    """The elements of a list: what stands between commas outside of all brackets."""
+    """The elements of a list, separated by commas outside of all brackets."""
     depth, elements = 0, [""]
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -378,19 +379,19 @@ def _split_list(text: str) -> list[str]:
 
 
 def load_math_verify() -> Callable[[str, str], bool]:
-    """Runs in a worker process: the comparison of two normalized answers by algebra."""
+    """Runs in a worker process: compares two normalized answers by algebra."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, WORKER_MEMORY_BYTES))
-    # Its removal of units takes the variables t, m and c for tonnes, metres and cents.
+    # Its unit removal mistakes the variables t, m and c for tonnes, meters and cents.
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(malformed_operators=True, nits=True, units=False)
     )
 
     def parsed(text: str) -> Any:
-        """A sympy object, or the text where there is none."""
+        """A sympy object, or the text if it cannot be parsed."""
         found = parse(rf"\boxed{{{text}}}", [latex], parsing_timeout=None)
         return found[0] if found else text
 
@@ -401,16 +402,16 @@ def load_math_verify() -> Callable[[str, str], bool]:
                 return False  # the texts were compared before
             as_numbers = _compare_numbers(wanted, given)
             return bool(verify(wanted, given, timeout_seconds=None)) if as_numbers is None else as_numbers
-        except Exception:  # whatever sympy raises about an answer, the answer is no more than wrong
+        except Exception:  # any error in sympy just means that the answer is wrong
             return False
 
-    if not equal("x + 1", "1 + x"):  # also loads the parser, which does not count toward the limit either
+    if not equal("x + 1", "1 + x"):  # also loads the parser outside of the time limit
         raise RuntimeError("math-verify does not find x + 1 equal to 1 + x")
     return equal
 
 
 def _meaningless(expression: Any) -> bool:
-    """What the parser makes of an answer that it does not understand: it would equal other such answers."""
+    """The parser's result for an answer that it does not understand, which would equal other such answers."""
     import sympy
 
     trivial = isinstance(expression, sympy.Eq) and expression.lhs == expression.rhs
@@ -418,7 +419,7 @@ def _meaningless(expression: Any) -> bool:
 
 
 def _compare_numbers(reference: Any, answer: Any) -> bool | None:
-    """Two constants by their values (math-verify takes all that is below 1e-15 for 0); None for others."""
+    """Compares two constants by value (math-verify treats anything below 1e-15 as 0); None for other expressions."""
     import sympy
 
     if not all(isinstance(one, sympy.Expr) and one.is_number for one in (reference, answer)):

@@ -1,8 +1,8 @@
-r"""What an answer may cost before a computer algebra system sees it.
+r"""Limits on the cost of an answer, checked before a computer algebra system sees it.
 
-A short text can ask for astronomically much: `9^{9^{9}}`, `(9999!)!`, 900 parentheses. `measure` reads the text once,
-without evaluating anything, and `is_affordable` compares it with limits. A complex reference raises the limits for its
-own answers: they may be twice as complex as it is.
+A short text can take astronomically long to evaluate: `9^{9^{9}}`, `(9999!)!`, 900 parentheses. `measure` reads the
+text once, without evaluating anything, and `is_affordable` compares it with limits. A complex reference raises the
+limits: an answer may be twice as complex as its reference.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TRANSCENDENTAL = re.compile(r"\\(?:log|ln|exp|(?:arc)?(?:sin|cos|tan|cot|sec|cs
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|[^\s{}()]", re.ASCII)
 _MANY_SIGNS = re.compile(r"(?:[-+]\s*){4}")
 MAX_CHARACTERS = 500
-BEYOND = 10**9  # stands for everything that is too much
+BEYOND = 10**9  # represents everything above the limits
 
 
 class Cost(NamedTuple):
-    """Upper bounds on what evaluating an answer takes."""
+    """Upper bounds on the cost of evaluating an answer."""
 
     tokens: int  # numbers, letters, commands and signs
     depth: int  # of brackets of all kinds
@@ -36,7 +36,9 @@ class Cost(NamedTuple):
     powers: int  # how many
     roots: int  # how many roots, fractions and binomial coefficients
     transcendental: int  # how many logarithms and trigonometric functions
-    heavy_functions: int  # sums, integrals, limits, greatest common divisors, ...: they do work that the answer should
+    heavy_functions: (
+        int  # sums, integrals, limits, greatest common divisors ...: work that the response should have done
+    )
 
 
 LIMITS = Cost(
@@ -54,7 +56,7 @@ LIMITS = Cost(
 
 
 def is_short(answer: str, reference: str) -> bool:
-    """To be asked before anything else is done: a response may be a loop of a million characters."""
+    """Check this before anything else: a response may be a loop of a million characters."""
     return len(answer) <= max(MAX_CHARACTERS, len(reference))
 
 
@@ -69,7 +71,7 @@ def is_affordable(answer: str, reference: str) -> bool:
 def measure(text: str) -> Cost:
     text = text.replace(r"\exp", " e^")
     depth, powers = _depth(text), text.count("^")
-    if depth > 50 or powers > 100 or "**" in text or _MANY_SIGNS.search(text):  # and what follows is slow for these
+    if depth > 50 or powers > 100 or "**" in text or _MANY_SIGNS.search(text):  # the code below is slow for these
         return Cost(*(BEYOND for _ in Cost._fields))
     partners = _partners(text)
     degree, symbolic_degree = _degrees(text, partners)
@@ -78,7 +80,7 @@ def measure(text: str) -> Cost:
         tokens=len(_TOKEN.findall(text)),
         depth=depth,
         digits=max(map(len, _NUMBER.findall(text)), default=0),
-        degree=degree * (50 if transcendental else 1),  # the sine of a large number takes all its digits
+        degree=degree * (50 if transcendental else 1),  # the sine of a large number needs all its digits
         symbolic_degree=symbolic_degree,
         factorial=_factorial(text, partners),
         powers=powers,
@@ -97,7 +99,7 @@ def _depth(text: str) -> int:
 
 
 def _partners(text: str) -> dict[int, int]:
-    """Of each bracket the place of the one that it belongs to; brackets of different kinds may close each other."""
+    """The position of each bracket's counterpart; brackets of different kinds may close each other."""
     partners: dict[int, int] = {}
     opened: list[int] = []
     for place, character in enumerate(text):
@@ -111,7 +113,7 @@ def _partners(text: str) -> dict[int, int]:
 
 def _degrees(text: str, partners: dict[int, int]) -> tuple[int, int]:
     """The largest power of a number and of a bracket with letters."""
-    degree_at: dict[int, int] = {}  # place of each ^: powers of its base and its own, multiplied
+    degree_at: dict[int, int] = {}  # by position of each ^: the product of its own power and those of its base
     symbolic = 0
     for match in re.finditer(r"\^", text):  # inner bases come first
         place = match.start()
@@ -127,7 +129,7 @@ def _degrees(text: str, partners: dict[int, int]) -> tuple[int, int]:
 
 
 def _base(text: str, place: int, partners: dict[int, int]) -> tuple[int, int]:
-    """From where to where the base of the power at `place` goes: a bracket, or one character."""
+    """Start and end of the base of the power at `place`: a bracket, or one character."""
     last = len(text[:place].rstrip())
     if not last:
         return 0, 0
@@ -136,11 +138,11 @@ def _base(text: str, place: int, partners: dict[int, int]) -> tuple[int, int]:
         return (last - 1, last) if text[:first].endswith("_") else (first, last)
     if text[last - 1].isalnum() and not re.search(r"\\r[a-z]+$", text[:last]):
         return last - 1, last
-    return 0, last  # |...|, a floor, another power: all before it
+    return 0, last  # |...|, a floor, another power: everything before it
 
 
 def _exponent(text: str, place: int, partners: dict[int, int]) -> int:
-    """A bound of the exponent behind `place`: the product of its numbers, or BEYOND if it has powers of numbers."""
+    """A bound on the exponent after `place`: the product of its numbers, or BEYOND if it has powers of numbers."""
     first, last = _group(text, place + 1, partners)
     content = text[first:last]
     if text[last:].lstrip().startswith("^") or content in ("-", "+"):  # 9^9^9, 9^-9^9
@@ -154,7 +156,7 @@ def _exponent(text: str, place: int, partners: dict[int, int]) -> int:
 
 
 def _group(text: str, place: int, partners: dict[int, int]) -> tuple[int, int]:
-    """From where to where the argument behind `place` goes: a bracket, or one character."""
+    """Start and end of the argument after `place`: a bracket, or one character."""
     first = place + len(text[place:]) - len(text[place:].lstrip())
     if first >= len(text):
         return len(text), len(text)
@@ -170,7 +172,7 @@ def _factorial(text: str, partners: dict[int, int]) -> int:
             largest = max(largest, _product(match.group(1)))
         elif last and text[last - 1] in _CLOSE:
             largest = max(largest, _argument(text[partners.get(last - 1, 0) : last]))
-        elif not last or not text[last - 1].isalpha():  # among them another factorial
+        elif not last or not text[last - 1].isalpha():  # including another factorial
             return BEYOND
     for match in re.finditer(r"\\binom", text):
         upper = _group(text, match.end(), partners)
@@ -184,7 +186,7 @@ def _argument(text: str) -> int:
 
 
 def _product(text: str) -> int:
-    """Of all whole numbers in a text: no sum or product of them is larger."""
+    """A bound on all integers in a text: no sum or product of them is larger."""
     product = 1
     for number in _NUMBER.findall(text):
         product *= max(int(number[:10]), 2) if len(number) < 10 else BEYOND

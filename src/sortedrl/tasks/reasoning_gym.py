@@ -1,7 +1,7 @@
-"""Any dataset of the reasoning-gym library by its name: puzzles from a generator, scored by its own scorer.
+"""Any dataset of the reasoning-gym library by name: generated puzzles, scored by the library's scorer.
 
-The answer is what stands in the last <answer>...</answer>, else the last line. One scorer is not trusted:
-that of `knights_knaves` pays for a wrong answer, so its answers are compared exactly.
+The answer is the content of the last <answer>...</answer>, or else the last line. One scorer is not trusted: that of
+`knights_knaves` rewards wrong answers, so its answers are compared exactly.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sortedrl.tasks.datasets import without
 from sortedrl.tasks.task import Problem, Reward
 
 INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
-# A generator makes puzzle i from seed + i, so held-out seeds must lie beyond any number of training puzzles.
+# A generator creates puzzle i from seed + i, so held-out seeds must be beyond any number of training puzzles.
 HELD_OUT_SEED_OFFSET = 10_000_000
 
 
 class ReasoningGym:
-    """`count` puzzles to train on, `held_out_count` from other seeds; further options go to the generator."""
+    """`count` training puzzles, `held_out_count` from other seeds; further options go to the generator."""
 
     def __init__(
         self, dataset: str, *, count: int = 1000, held_out_count: int = 200, seed: int = 0, **options: Any
@@ -44,7 +44,7 @@ class ReasoningGym:
         else:
             try:
                 reward = float(self._train.score_answer(answer, problem.answer))
-            except Exception:  # a scorer that cannot parse the answer: the answer is wrong, not the run
+            except Exception:  # if the scorer cannot parse the answer, the answer is wrong
                 reward, unreadable = 0.0, True
         return Reward(reward, reward >= 1.0, {"tagged": float(tagged), "unreadable": float(unreadable)})
 
@@ -54,7 +54,7 @@ class ReasoningGym:
 
     @cached_property
     def _train_problems(self) -> list[Problem]:
-        """Small generators repeat themselves: a puzzle that is held out is not trained on."""
+        """Small generators repeat themselves, so held-out puzzles are removed from training."""
         return without(self._problems(self._train, "train"), self._held_out_problems)
 
     def _problems(self, dataset: Any, part: str) -> list[Problem]:
@@ -67,7 +67,7 @@ class ReasoningGym:
 
 
 def extract_answer(response: str) -> tuple[str, bool]:
-    """The answer and whether it stood between tags."""
+    """The answer, and whether it was between tags."""
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     if tagged:
         return tagged[-1].strip(), True
@@ -76,7 +76,7 @@ def extract_answer(response: str) -> tuple[str, bool]:
 
 
 def roles(answer: str) -> set[tuple[str, str]]:
-    """Who is said to be what, in lower case. Somebody who is said to be both has two pairs."""
+    """Who is claimed to be what, in lower case. Contradictory claims give two pairs."""
     return set(re.findall(r"(\w+) is an? (\w+)", answer.lower()))
 
 
@@ -90,9 +90,9 @@ def _create(dataset: str, options: dict[str, Any]) -> Any:
         close = [name for name in sorted(DATASETS) if set(dataset.split("_")) & set(name.split("_"))]
         raise ValueError(
             f"reasoning-gym has no dataset {dataset!r}; "
-            + (f"near it: {', '.join(close)}" if close else f"it has {', '.join(sorted(DATASETS))}")
+            + (f"similar names: {', '.join(close)}" if close else f"it has {', '.join(sorted(DATASETS))}")
         )
     try:
         return reasoning_gym.create_dataset(dataset, **options)
     except (TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning_gym:{dataset} does not take these options {options}: {error}") from error
+        raise ValueError(f"reasoning_gym:{dataset} does not accept the options {options}: {error}") from error

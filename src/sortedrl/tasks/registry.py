@@ -1,8 +1,8 @@
-"""Tasks by name, as flags and configuration files give them.
+"""Tasks by name, as in flags and configuration files.
 
     knights_and_knaves[:small]          math:<preset>, math          reasoning_gym:<dataset>          your.module:name
 
-What only one task needs is imported when that task is asked for.
+Dependencies of a task are imported only when it is used.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from sortedrl.tasks.task import Task
 
 
 def task_by_name(name: str, **options: Any) -> Task:
-    """The task, made with these options; an unknown name or option is an error that lists the known ones."""
+    """Create a task with these options; the error for an unknown name or option lists the valid ones."""
     kind, _, variant = name.partition(":")
     if kind in _MAKERS:
         return _MAKERS[kind](variant, options)
     if variant:
         return custom_task(name, **options)
     raise ValueError(
-        f"no task {name!r}; there are knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, and your "
-        "own as your.module:name"
+        f"no task {name!r}; use knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, or your own as "
+        "your.module:name"
     )
 
 
 def is_built_in(name: str) -> bool:
-    """Whether the task's reward is ours: cheap, and it cannot hang. That of an import path may do anything."""
+    """Whether the reward is built in, so it is cheap and cannot hang. A custom reward may do anything."""
     return name.partition(":")[0] in _MAKERS
 
 
@@ -36,7 +36,7 @@ def _knights_and_knaves(variant: str, options: dict[str, Any]) -> Task:
     from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
     if variant not in ("", "small"):
-        raise ValueError(f"knights_and_knaves has the variant small, but {variant!r} was asked for")
+        raise ValueError(f"knights_and_knaves has no variant {variant!r}; the only one is small")
     maker = KnightsAndKnaves.small if variant else KnightsAndKnaves
     return make(maker, "knights_and_knaves", options)
 
@@ -51,7 +51,7 @@ def _reasoning_gym(variant: str, options: dict[str, Any]) -> Task:
     from sortedrl.tasks.reasoning_gym import ReasoningGym
 
     if not variant:
-        raise ValueError("name a dataset of reasoning-gym, such as reasoning_gym:leg_counting")
+        raise ValueError("choose a dataset of reasoning-gym, for example reasoning_gym:leg_counting")
     return ReasoningGym(variant, **options)
 
 

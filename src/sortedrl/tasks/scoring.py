@@ -1,15 +1,15 @@
-"""Scoring beside generation: in threads, or in processes that can be killed, with a limit on every score.
+"""Scoring in parallel with generation: in threads, or in killable processes, with a time limit per score.
 
-A reward that raises or hangs stops neither the engine nor the run: it gives `Scored(reward=None, error=...)`
-and is counted. `detail` is plain data, `{"correct": bool, "parts": {...}}`, fit for any log.
+A reward that raises or hangs does not stop the engine or the run: it yields `Scored(reward=None, error=...)` and is
+counted. `detail` is plain data for logs, `{"correct": bool, "parts": {...}}`.
 
-    judge(task, tokenizer)      rollout -> Reward: decode the tokens, ask the task
+    reward_function(task, ...)  rollout -> Reward: decode the tokens, call the task
     BackgroundScorer            scores in threads while the engine generates
-    DirectScorer                scores inside `submit`: the same results in the same order, for exact repeats
+    DirectScorer                scores inside `submit`: deterministic order, for reproducible runs
     reward_workers(task)        the task's score in processes that are killed when they exceed their time limit
 
-A thread cannot be killed. A reward that may hang or that computes for long belongs into processes
-(`judge(..., processes=2)`); a thread that hangs is given up and replaced.
+A thread cannot be killed. A reward that may hang or takes long should run in processes (`reward_function(..., processes=2)`); a
+thread that hangs is abandoned and replaced.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def reward_function(
     limit_seconds: float = 30.0,
     pool: WorkerPool | None = None,
 ) -> Callable[[Rollout], Reward]:
-    """Score a rollout by the text of its tokens, special tokens removed.
+    """Score a rollout by its text, without special tokens.
 
-    With `processes` the task scores in that many killable processes, each score within `limit_seconds`; the
-    task must then be picklable. `pool` is one of `reward_workers`, to be closed by the caller. Otherwise the task
-    scores in the calling thread.
+    With `processes`, the task scores in that many killable processes with `limit_seconds` per score; it must then be
+    picklable. `pool` is a pool from `reward_workers` that the caller closes. Otherwise the task scores in the calling
+    thread.
     """
     if pool is None and processes:
         pool = reward_workers(task, workers=processes, limit_seconds=limit_seconds)
@@ -97,10 +97,10 @@ class _Job:
 
 
 class BackgroundScorer:
-    """Scores in threads. `limit_seconds=None` trusts `score` to keep its own limit, as a `WorkerPool` does.
+    """Scores in threads. With `limit_seconds=None`, `score` must have its own limit, like a `WorkerPool`.
 
-    Invariant: a rollout is answered once for its latest submission. Submitted again while it is being scored
-    (it was regenerated meanwhile), its earlier score is dropped.
+    Invariant: a rollout gets one score, for its latest submission. If it is submitted again while it is being scored
+    (it was regenerated meanwhile), the earlier score is dropped.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class BackgroundScorer:
         return len(self._jobs)
 
     def submit(self, rollout: Rollout) -> None:
-        # Its own list of segments: the buffer may drop the rollout's tokens while a thread reads them.
+        # A copy of the segments: the buffer may drop the rollout's tokens while a thread reads them.
         job = _Job(replace(rollout, segments=list(rollout.segments)))
         with self._changed:
             self._jobs[rollout.id] = job
@@ -148,7 +148,7 @@ class BackgroundScorer:
                 self._give_up_overdue()
 
     def close(self) -> None:
-        """Let the threads end after the score in hand; what is pending stays unscored."""
+        """Stop the threads after their current score; pending rollouts stay unscored."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class BackgroundScorer:
         while (job := self._next_job()) is not None:
             scored, timed_out = _attempt(self._score, job.rollout)
             with self._changed:
-                if job not in self._running:  # given up: another thread has taken this one's place
+                if job not in self._running:  # abandoned: another thread has replaced this one
                     return
                 self._running.remove(job)
                 self._finish(job, scored, timed_out)
@@ -195,13 +195,13 @@ class BackgroundScorer:
         now = time.monotonic()
         for job in [job for job in self._running if now - job.started_at >= self._limit_seconds]:
             self._running.remove(job)
-            error = f"no score within {self._limit_seconds:g} s; its thread was given up, not stopped"
+            error = f"no score within {self._limit_seconds:g} s; its thread was abandoned, not stopped"
             self._finish(job, Scored(job.rollout.id, None, error=error, attempt=job.rollout.attempt), timed_out=True)
             self._start_thread()
 
 
 def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> tuple[Scored, bool]:
-    """The score, or why there is none, and whether the reason is time."""
+    """The score, or the error, and whether it is a timeout."""
     try:
         reward = checked_reward(score(rollout))
         detail = {"correct": reward.correct, "parts": reward.parts}

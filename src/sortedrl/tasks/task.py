@@ -1,4 +1,4 @@
-"""What a task is: problems to train on, problems held out, and a score for a response."""
+"""The task interface: training problems, held-out problems, and a reward function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sortedrl.core.scoring import as_reward
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question as chat text (`system` may be empty) and what its scorer needs to judge an answer."""
+    """A question as chat text (`system` may be empty), and the data that its reward function needs."""
 
     id: str
     question: str
@@ -21,7 +21,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """`value` trains; `correct` is what held-out scores count; `parts` says how the reward came about."""
+    """`value` is for training, `correct` for held-out scores; `parts` breaks the reward down."""
 
     value: float
     correct: bool
@@ -38,11 +38,11 @@ class Task(Protocol):
         """The problems to evaluate on; none of them is in `train`."""
 
     def score(self, problem: Problem, response: str) -> Reward:
-        """Judge the text of a response, special tokens removed."""
+        """Score the text of a response, without special tokens."""
 
 
 def checked_reward(result: Any, name: str = "the reward") -> Reward:
-    """What a reward returned, in plain numbers; a number counts as correct from 1 on. Raises where it is neither."""
+    """The result of a reward function as a Reward; a number counts as correct if it is at least 1. Raises TypeError."""
     if not isinstance(result, Reward):
         try:
             reward = as_reward(result, name)

@@ -1,8 +1,8 @@
-r"""Units behind a number: which words count as one, and what is left of an answer without it.
+r"""Units after a number: which words are units, and how to remove them from an answer.
 
 Only the words below are units. Anything else that follows a number is part of the answer, so `5xy`, `2pi` and
-`7 is wrong` are not 5, 2 and 7. Scale words (thousand, million, ...) are no units either: they multiply.
-Single letters are units only where LaTeX marks them as text (`6 \text{ m}`): a bare `6m` has a variable m.
+`7 is wrong` are not 5, 2 and 7. Scale words (thousand, million, ...) are not units: they multiply.
+Single letters are units only if LaTeX marks them as text (`6 \text{ m}`): a bare `6m` has a variable m.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ atom; molecule; photon; electron; star; galaxy galaxies
 
 
 def _spellings(table: str, *, plurals: bool) -> dict[str, str]:
-    """The standard spelling of every spelling in a table of lines of `standard other ...; standard other ...`."""
+    """Maps every spelling to the standard one, from a table of `standard other ...; standard other ...`."""
     known: dict[str, str] = {}
     for entry in table.replace("\n", ";").split(";"):
         standard, *others = entry.split() or [""]
@@ -64,7 +64,7 @@ _MARKED = _BARE | _spellings(_LETTERS, plurals=False)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _TEXT = r"\\(?:text|mbox|mathrm|textrm|operatorname)"
 _POWER = r"\^\s*(?:\{\s*-?\d\s*\}|\d)"
-_TAIL_CHARACTERS = 80  # no unit is longer, and what is longer costs time
+_TAIL_CHARACTERS = 80  # no unit is longer, and longer texts take time
 _MARKED_TAIL = re.compile(rf"(?:\s*/?\s*{_TEXT}\s*\{{[^{{}}]*\}}(?:{_POWER})?)+$", re.ASCII)
 _BARE_TAIL = re.compile(rf"(?<=[\d}})])\s*[A-Za-z][A-Za-z /.]*(?:{_POWER})?$", re.ASCII)
 _FRACTION_TAIL = re.compile(
@@ -74,7 +74,7 @@ _FRACTION_TAIL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An answer taken apart: `number` is what stands before the scale word and the unit."""
+    """A parsed answer: `number` is the part before the scale word and the unit."""
 
     number: str
     scale: int = 1
@@ -86,7 +86,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """The answer without a unit and a scale word at its end. What is no unit stays where it is."""
+    """The answer without a unit and a scale word at its end. Other words stay."""
     number, unit = _without_unit(text)
     dollars = re.match(r"([+-]?)\s*\\\$\s*", number)
     if dollars and unit in (None, (("dollar", 1),)):
@@ -118,7 +118,7 @@ def _without_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _read_unit(words: str, known: dict[str, str]) -> Unit | None:
-    """`miles per hour`, `square inches`, `m/s^2`, `years old`: None if any word of it is no unit."""
+    """`miles per hour`, `square inches`, `m/s^2`, `years old`: None if any word is not a unit."""
     powers: dict[str, int] = {}
     sign, power = 1, 1
     tokens = re.findall(rf"\\?[A-Za-z]+|/|{_POWER}|\S", re.sub(r"\b(?:each|old|of them|in total)\s*$", "", words))

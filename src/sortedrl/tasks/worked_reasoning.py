@@ -1,13 +1,12 @@
-"""Reasoning aloud about small Knights & Knaves puzzles, made by a solver: the built-in model learns from it.
+"""Worked solutions of small Knights & Knaves puzzles, written by a solver: training data for the built-in model.
 
-The procedure is a search through the cases. Each case supposes what every character is, then goes through the
-claims: each part of a claim is quoted and called true (`yes`) or not (`no`). A claim that does not fit its
-speaker ends the case (`instead` opens the next); a case in which all fit is the answer. Every step can be
-told from the puzzle and the case at hand, so that a very small model can learn it.
+The procedure is a search through the cases. Each case assumes what every character is, then goes through the claims:
+each part of a claim is quoted and marked as true (`yes`) or false (`no`). A claim that contradicts its speaker ends the
+case (`instead` starts the next); a case without contradictions is the answer. Every step follows from the puzzle and
+the current case, so that a very small model can learn it.
 
-Part of the reasoning is flawed on purpose (`Flaws`): some of it guesses, some overlooks a misfit, some gives
-up. A model trained on the mixture knows the procedure and follows it only sometimes, which is what
-reinforcement learning can then improve.
+Some of the reasoning is flawed on purpose (`Flaws`): it guesses, overlooks a contradiction, or gives up. A model
+trained on the mixture has learned the procedure but follows it only sometimes, which RL can improve.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Flaws:
     """How often the reasoning goes wrong, as probabilities."""
 
     guess: float = 0.0  # a response names an answer at random, without any search
-    overlook: float = 0.0  # a claim that does not fit its speaker is taken to fit
+    overlook: float = 0.0  # a claim that contradicts its speaker is accepted
     give_up: float = 0.0  # a refuted case is the last one; the answer is random
 
 
@@ -44,14 +43,14 @@ SUPPOSE, INSTEAD, GUESS, ENOUGH, YES, NO = "suppose", "instead", "guess", "enoug
 
 
 def worked_response(puzzle: Puzzle, rng: random.Random, flaws: Flaws) -> str:
-    """A complete response in the task's format; with `NO_FLAWS`, always with the right answer."""
+    """A complete response in the task's format; with `NO_FLAWS`, the answer is always right."""
     guesses = rng.random() < flaws.guess
     thought, answer = ([GUESS], _random_case(puzzle, rng)) if guesses else _search(puzzle, rng, flaws)
     return " ".join(("<think>", *thought, "</think>", "<answer>", *_stated(answer), "</answer>"))
 
 
 def phrases() -> list[str]:
-    """All that compact puzzles and responses are made of, each a token of the built-in model."""
+    """All phrases in compact puzzles and responses, each a token of the built-in model."""
     characters = range(len(COMPACT_NAMES))
     facts = [Is(character, knight) for character in characters for knight in (True, False)]
     return [
@@ -79,7 +78,7 @@ def _search(puzzle: Puzzle, rng: random.Random, flaws: Flaws) -> tuple[list[str]
 
 
 def _seems_to_fit(puzzle: Puzzle, case: Sequence[bool], thought: list[str], rng: random.Random, flaws: Flaws) -> bool:
-    """Writes the check of a case down in `thought`, up to the first claim that does not fit."""
+    """Appends the check of a case to `thought`, up to the first contradiction."""
     for speaker, claim in enumerate(puzzle.claims):
         thought += [_speaker(speaker), *_called(claim, case)]
         if holds(claim, case) != case[speaker] and rng.random() >= flaws.overlook:

@@ -1,9 +1,9 @@
-"""A function in worker processes, so that nothing it does can end or block this process.
+"""Runs a function in worker processes, so that it cannot crash or block this process.
 
-A call that takes longer than its limit is killed, with every process that it started. Workers are fresh interpreters:
-neither threads nor a GPU of this process are carried into them. What they print is dropped, so that it cannot get into
-the output of a run. They end with this process, however it ends. One worker more than can be busy is kept ready:
-after a kill the next call does not wait for imports.
+A call that exceeds its time limit is killed, with every process that it started. Workers are fresh interpreters without
+the threads or the GPU of this process. Their output is discarded, so that it cannot mix with the output of a run. They
+end with this process, even if it is killed. One spare worker is kept ready, so that after a kill the next call does not
+wait for imports.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from typing import Any
 
 from sortedrl.core.scoring import one_line, reason_of, shown
 
-START_LIMIT_SECONDS = 300.0  # a worker imports its libraries before it is ready, on a busy machine slowly
-EXIT_SECONDS = 2.0  # for a process that closed its connection: it usually ends by itself, with an exit code
+START_LIMIT_SECONDS = 300.0  # imports can be slow on a busy machine
+EXIT_SECONDS = 2.0  # for a process that closed its connection to exit
 MAX_ANSWER_BYTES = 16 * 1024
-MAX_FRACTION_OF_MEMORY = 0.5  # that one worker may take, of what this machine or container has
+MAX_FRACTION_OF_MEMORY = 0.5  # of the machine or container, per worker
 _PR_SET_PDEATHSIG = 1
 _LOST_CONNECTION = 76  # exit code of a worker whose function closed its connection
 _SIZE = struct.Struct("!Q")
 
 
 class WorkerError(RuntimeError):
-    """What a function raised inside its worker process, or how the process died."""
+    """The function raised in its worker process, or the process died."""
 
 
 class WorkerPool:
     """Calls a function in worker processes. Callable from any thread.
 
     `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
-    limit. What the function returns must be plain data, as JSON has it. The first worker starts with the first call,
-    or with `start`. `memory_bytes` bounds the data of one worker; without it half of the memory there is.
+    time limit. The function must return JSON-compatible data. The first worker starts with the first call, or with
+    `start`. `memory_bytes` limits the memory of one worker; the default is half of the total.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class WorkerPool:
         self._limit_seconds = limit_seconds
         self._memory_bytes = memory_bytes or int(MAX_FRACTION_OF_MEMORY * _memory_there_is())
         self._free = threading.Semaphore(workers)
-        self._most = workers + 1  # with the spare one
+        self._most = workers + 1  # including the spare one
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []  # the last one is taken first: it has been used before
+        self._idle: list[_Worker] = []  # the last one is used first, since it is warm
         self._all: set[_Worker] = set()
         self._starting = 0
         self._closed = False
-        # Linux ends a child with the *thread* that started it, so all are started by one that lives with the pool.
+        # Linux kills a child with the *thread* that started it, so one thread of the pool starts all of them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="worker-starter")
         weakref.finalize(self, _kill_all, self._all)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns. Raises TimeoutError past the limit, WorkerError for what it raised."""
+        """Call the function. Raises TimeoutError after the time limit, and WorkerError if the function raised."""
         call = pickle.dumps((self._limit_seconds, arguments))
         with self._borrowed() as worker:
             kind, value = worker.call(call, self._limit_seconds)
@@ -87,7 +87,7 @@ class WorkerPool:
         self._keep_spare()
 
     def wait_until_ready(self) -> None:
-        """Start a worker and wait until its function is built. Raises WorkerError where it cannot be."""
+        """Start a worker and wait until its function is built. Raises WorkerError if that fails."""
         with self._borrowed() as worker:
             worker.wait_until_ready()
 
@@ -106,7 +106,7 @@ class WorkerPool:
 
     @contextmanager
     def _borrowed(self) -> Iterator[_Worker]:
-        """A worker for one call. One that did not answer is killed."""
+        """A worker for one call. It is killed if it did not answer."""
         with self._free:
             worker = self._take()
             try:
@@ -118,7 +118,7 @@ class WorkerPool:
                 self._idle.append(worker)
 
     def _take(self) -> _Worker:
-        """An idle worker that is alive, or a new one. Another spare one is started if this was the last."""
+        """A live idle worker, or a new one. Starts another spare worker if this was the last."""
         while True:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -126,7 +126,7 @@ class WorkerPool:
                 worker = self._starter.submit(self._started).result()
             if worker.is_alive():
                 break
-            self._drop(worker)  # it died after its last call, by no fault of this one
+            self._drop(worker)  # it died after its last call, unrelated to this one
         self._keep_spare()
         return worker
 
@@ -149,7 +149,7 @@ class WorkerPool:
 
     def _started(self) -> _Worker:
         if self._closed:
-            raise WorkerError("its worker processes were ended")
+            raise WorkerError("the worker processes were closed")
         worker = _Worker(self._build, self._memory_bytes)
         with self._lock:
             self._all.add(worker)
@@ -179,11 +179,11 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._first_words,
-                # Ctrl-C is for this process alone: it decides what becomes of its workers.
+                # Ctrl-C is only for this process, which decides what happens to its workers.
                 process_group=0,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        with suppress(OSError):  # it died: whoever waits for it is told
+        with suppress(OSError):  # it died, which the waiting call will notice
             self._channel.send(pickled_build, START_LIMIT_SECONDS)
 
     @property
@@ -191,7 +191,7 @@ class _Worker:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        # One that died before it was ready is used, so that its call tells why.
+        # A worker that died during startup is used, so that its call reports why.
         return not self._ready or self._process.poll() is None
 
     def wait_until_ready(self) -> None:
@@ -227,7 +227,7 @@ class _Worker:
         except (EOFError, OSError):
             raise self._death() from None
         except (ValueError, TypeError):
-            raise WorkerError("a worker process sent something else than an answer; it was killed") from None
+            raise WorkerError("a worker process sent an invalid message and was killed") from None
         return str(kind), value
 
     def _death(self) -> WorkerError:
@@ -257,7 +257,7 @@ class _Worker:
 
 
 class _Channel:
-    """Messages over a socket, each as its size and its bytes; sending and receiving have deadlines."""
+    """Length-prefixed messages over a socket; sending and receiving have deadlines."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -293,12 +293,12 @@ class _Channel:
 
 
 def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
-    """The life of a worker process: build the function, then answer calls until the connection closes."""
+    """The main loop of a worker process: build the function, then answer calls until the connection closes."""
     _end_with(parent)
     _limit_resources(memory_bytes)
     os.set_inheritable(descriptor, False)
     channel = _Channel(socket.socket(fileno=descriptor))
-    os.register_at_fork(after_in_child=channel.close)  # or a child of the reward would keep it open
+    os.register_at_fork(after_in_child=channel.close)  # otherwise a child process of the reward would keep it open
     home = os.getcwd()
     try:
         function = pickle.loads(channel.receive())()
@@ -324,10 +324,10 @@ def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
 def _answer(function: Callable[..., Any], call: bytes) -> bytes:
     try:
         limit_seconds, arguments = pickle.loads(call)
-        # Where a process does not end with its parent, nobody else would end an endless call.
+        # On systems where a process does not end with its parent, nothing else would end an endless call.
         signal.setitimer(signal.ITIMER_REAL, limit_seconds + 1)
         answer = _message("returned", function(*arguments))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: they are the function's own
+    except BaseException as error:  # including SystemExit and KeyboardInterrupt from the function
         answer = _message("raised", reason_of(error))
     signal.setitimer(signal.ITIMER_REAL, 0)
     return answer
@@ -339,12 +339,12 @@ def _message(kind: str, value: Any) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         return _message("raised", f"its result, {shown(value)}, is not plain data: {reason_of(error)}")
     if len(message) > MAX_ANSWER_BYTES:
-        return _message("raised", f"its result has {len(message)} bytes; at most {MAX_ANSWER_BYTES} are taken")
+        return _message("raised", f"its result has {len(message)} bytes; the maximum is {MAX_ANSWER_BYTES}")
     return message
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent is gone, even in the midst of a call."""
+    """Have the kernel kill this process when the parent is gone, even during a call."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -356,24 +356,24 @@ def _limit_resources(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    with suppress(OSError):  # should memory run out all the same, the kernel kills this process first
+    with suppress(OSError):  # if memory runs out anyway, the kernel kills this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _end_group() -> None:
-    """End at once, and with it what the function started."""
+    """Exit immediately, together with all processes that the function started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
-# Small things
+# Helpers
 
 
 def _pickled(build: Callable[[], Callable[..., Any]]) -> bytes:
     try:
         return pickle.dumps(build)
-    except Exception as error:  # whatever __reduce__ and __getstate__ of somebody's class raise
+    except Exception as error:  # __reduce__ and __getstate__ may raise anything
         raise ValueError(
             f"cannot be sent to a worker process: {reason_of(error)}; define it at the top level of a module that can "
             "be imported"

@@ -1,1 +1,1 @@
-"""An engine inside this process over any Hugging Face causal LM: continuous batching on CPU or GPU."""
+"""An in-process engine for any Hugging Face causal LM: continuous batching on CPU or GPU."""

@@ -1,20 +1,20 @@
-"""The decoder of the embedded engine: prefill and decode steps over rows of a cache.
+"""The decoder of the embedded engine: prefill and decode steps over rows of a KV cache.
 
-A row holds one request. All rows in use are decoded together, one token a step:
+A row holds one request. All rows in use are decoded together, one token per step:
 
-    prefill   writes the keys of a context, all but its last token, into a row
-    begin     gives the row its last token, position, seed and sampling parameters
-    step      feeds each live row its last token, draws the next one, moves the row on by one position
+    prefill   writes the keys and values of a context, except its last token, into a row
+    begin     sets the row's last token, position, seed and sampling parameters
+    step      feeds each live row its last token, samples the next one, and advances the row by one position
 
-So every token, the first after a prefill too, is drawn by the same step. On a CPU in fp32 the logits of a row
-are then equal to the last bit, whatever the other rows hold and however the context got into the cache:
-- matrix products have at least MIN_ROWS rows: below, CPU libraries use kernels that add in another order
-  (and above a width of 512 too, from some number of rows on, if torch runs with several threads);
-- attention takes one query at a time (a prefill is a batch of such queries) under an additive mask, whose
-  hidden keys add exact zeros.
-Reading keys is what a step on a CPU costs most, so rows are read in blocks, each up to its longest context:
-the engine keeps contexts of similar length together. On CUDA the step is captured into graphs, one per
-(rows, key span), and a prefill uses the fused causal kernel.
+So every token is sampled by the same step, including the first after a prefill. On a CPU in fp32 the logits of a row
+are therefore bitwise equal regardless of the other rows and of how the context got into the cache:
+- matrix products have at least MIN_ROWS rows: for fewer, CPU libraries use kernels that add in a different order
+  (also above a width of 512, from some number of rows on, if torch uses several threads);
+- attention processes one query at a time (a prefill is a batch of such queries) under an additive mask, so masked keys
+  add exact zeros.
+Reading the KV cache dominates the cost of a step on a CPU, so rows are read in blocks, each up to its longest context,
+and the engine keeps contexts of similar length together. On CUDA the step is captured into graphs, one per
+(rows, key span), and prefill uses the fused causal kernel.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from sortedrl.engines.embedded.model import (
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 
 MIN_ROWS = 16
-_ROWS_PER_BLOCK = 8  # rows that a CPU step reads up to the same key
+_ROWS_PER_BLOCK = 8  # rows that a CPU step reads up to the same length
 _SPAN_QUANTUM = 32  # keys are read up to the longest context, rounded up to this
-_PREFILL_QUANTUM = 16  # contexts of a prefill are padded to a multiple of this
-_FIRST_CAPACITY = 256  # tokens per row that the cache has room for before it grows
+_PREFILL_QUANTUM = 16  # prefill contexts are padded to a multiple of this
+_FIRST_CAPACITY = 256  # initial capacity of the cache in tokens per row
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """What a row needs to start or resume decoding after its prefill."""
+    """The state with which a row starts or resumes decoding after its prefill."""
 
     row: int
     last_token: int
     position: int  # of the last token in the context
-    drawn: int  # tokens of the response before the next one: the position that keys the noise
+    drawn: int  # response tokens so far: the position that determines the noise
     seed: int
     temperature: float
     top_p: float
 
 
 class SlotDecoder:
-    """Prefills and decodes the rows of one model. Who sits in which row is the engine's business."""
+    """Prefills and decodes the rows of one model. The engine assigns requests to rows."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_length: int) -> None:
         check_supported(model)
@@ -84,9 +84,9 @@ class SlotDecoder:
         )
 
     def blocks(self, count: int) -> list[range]:
-        """Where to keep `count` requests, longest contexts in the first block; a block is read as a whole.
+        """The blocks of rows for `count` requests, longest contexts first; a block is read as a whole.
 
-        On a GPU one block, which shrinks only when a step then computes fewer rows: moves cost more there.
+        On a GPU there is one block, which shrinks only if that saves rows: moving rows is expensive there.
         """
         if self.device.type != "cpu" or not self._own_attention:
             return [range(self._rows_computed(count))]
@@ -94,12 +94,12 @@ class SlotDecoder:
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """The model's weights have changed; no row may be live."""
+        """Call after the model's weights have changed; no row may be live."""
         self._forward.refresh(changed=True)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> None:
-        """Write the keys of the contexts into the rows; contexts of similar length waste least."""
+        """Write the KV cache of the contexts into the rows; contexts of similar length waste the least padding."""
         self._forward.refresh()
         length = _rounded_up(max(map(len, contexts)), _PREFILL_QUANTUM)
         self._reserve(length)
@@ -111,7 +111,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def begin(self, starts: Sequence[RowStart]) -> None:
-        """The rows decode from the next step on."""
+        """Decode these rows from the next step on."""
         self._forward.refresh()
         rows = torch.tensor([start.row for start in starts], device=self.device)
         integers = [(s.last_token, s.position, s.drawn, seed_key(s.seed), 1) for s in starts]
@@ -123,14 +123,14 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[int]) -> None:
-        """The rows are empty: they take part in steps, at position 0, and nobody reads what they make."""
+        """Mark rows as empty: they take part in steps at position 0, and their output is ignored."""
         index = torch.tensor(rows, device=self.device)
         for state in (self._live, self._positions):
             state[index] = 0
 
     @torch.inference_mode()
     def move(self, targets_by_source: dict[int, int], longest: int) -> None:
-        """Carry rows over, all at once: a target may be the source of another move."""
+        """Move rows simultaneously: a target may be the source of another move."""
         source = torch.tensor(list(targets_by_source), device=self.device)
         target = torch.tensor(list(targets_by_source.values()), device=self.device)
         self.cache.move(source, target, longest)
@@ -142,10 +142,10 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def step(self, lengths: Sequence[int], *, cut: bool) -> tuple[list[int], list[float]]:
-        """One token and its log-probability for each row; those of dead rows mean nothing.
+        """One token and its log-probability per row; those of dead rows are meaningless.
 
-        `lengths` are those of the rows' contexts, the token to be fed included, 0 for a dead row; rows beyond
-        are dead. `cut` says that a row has top-p below 1.
+        `lengths` are the context lengths of the rows, including the token to feed, and 0 for a dead row; further rows
+        are dead. `cut`: at least one row has top-p below 1.
         """
         self._switch_dropout_off()
         rows = self._rows_computed(len(lengths))
@@ -165,7 +165,7 @@ class SlotDecoder:
     def _rows_computed(self, used: int) -> int:
         if self._graphs is None:
             return _rounded_up(max(used, MIN_ROWS), _ROWS_PER_BLOCK)
-        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes, few graphs
+        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes keep the number of graphs low
 
     def _step(self, rows: int, spans: Mapping[range, int], cut: bool) -> Tensor:
         positions = self._positions[:rows]
@@ -187,7 +187,7 @@ class SlotDecoder:
         return torch.stack((tokens.double(), logprobs.double()))
 
     def _prefill_masks(self, length: int) -> Masks:
-        """The same for every row: contexts are padded at their end, which a causal mask hides."""
+        """The same for every row: contexts are padded at the end, which the causal mask hides."""
         keys = self._key_positions[:length]
         masks = self._masks(keys[None, :, None], keys)
         fused = self.device.type != "cpu" and self._own_attention
@@ -201,7 +201,7 @@ class SlotDecoder:
             window = self._window_of(kind)
             if window is not None:
                 hidden |= keys <= queries - window
-            # Finite, so that a row that sees no key is no NaN.
+            # Finite, so that a row without visible keys does not become NaN.
             lowest = torch.finfo(self._model.dtype).min
             mask = torch.zeros_like(hidden, dtype=self._model.dtype).masked_fill_(hidden, lowest)
             masks[kind] = mask[:, None]
@@ -211,7 +211,7 @@ class SlotDecoder:
         return self._window if kind == "sliding_attention" else None
 
     def _reserve(self, length: int) -> None:
-        """Doubles the cache until contexts of this length fit; graphs into the old one are dropped."""
+        """Double the cache until contexts of this length fit; graphs of the old cache are dropped."""
         capacity = self.cache.capacity
         if length <= capacity:
             return
@@ -223,14 +223,14 @@ class SlotDecoder:
         except torch.OutOfMemoryError as error:
             size = capacity * self.rows * self.cache.bytes_per_token / 2**30
             raise MemoryError(
-                f"a context of {length} tokens needs a cache of {self.rows} slots x {capacity} tokens, "
-                f"{size:.1f} GiB, which {self.device} has no room for: use fewer slots or a smaller max_length"
+                f"a context of {length} tokens needs a KV cache of {self.rows} slots x {capacity} tokens "
+                f"({size:.1f} GiB), which does not fit on {self.device}: use fewer slots or a smaller max_length"
             ) from error
         if self._graphs is not None:
             self._graphs = _StepGraphs()
 
     def _switch_dropout_off(self) -> None:
-        if self._model.training:  # the module is a learner's too
+        if self._model.training:  # the learner uses the same module
             self._model.eval()  # type: ignore[no-untyped-call]
 
     def _states(self) -> tuple[Tensor, ...]:
@@ -238,7 +238,7 @@ class SlotDecoder:
 
 
 class _StepGraphs:
-    """CUDA graphs of the step, captured when a shape is first met. What cannot be captured runs as it is."""
+    """CUDA graphs of the step, captured at the first use of a shape. If capturing fails, the step runs eagerly."""
 
     def __init__(self) -> None:
         self._captured: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -252,7 +252,7 @@ class _StepGraphs:
             try:
                 self._captured[shape] = self._capture(step, states)
             except RuntimeError as error:
-                warnings.warn(f"the decode step runs without a CUDA graph, slower: {error}", stacklevel=2)
+                warnings.warn(f"the decode step runs without a CUDA graph and is slower: {error}", stacklevel=2)
                 self._refused = True
                 return step()
         graph, output = self._captured[shape]
@@ -260,7 +260,7 @@ class _StepGraphs:
         return output
 
     def _capture(self, step: Callable[[], Tensor], states: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs the step once as it is, puts the states back that it moved on, then records it."""
+        """Run the step once eagerly, restore the states that it advanced, then record it."""
         before = [state.clone() for state in states]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -277,7 +277,7 @@ class _StepGraphs:
 
 
 def _graph_quantum(longest: int) -> int:
-    """A graph is captured per span, so there are four spans in each octave."""
+    """Rounded up to one of four spans per octave, since each span needs its own graph."""
     return max(2 * _SPAN_QUANTUM, 1 << (longest.bit_length() - 3))
 
 

@@ -2,14 +2,14 @@
 
     submit -> queue -> a free slot (Started) -> prefill -> decode steps -> Finished, the slot is free again
 
-A freed slot is taken at once by the next request of the queue; which row of the decoder that is, is settled
-at its prefill. Contexts that wait for their prefill are prefilled together: before the next step on a CPU,
-after a few steps on a GPU, where a prefill costs about the same for one context as for eight. Tokens are
-delivered when a request finishes or is stopped.
+The next request in the queue takes a freed slot immediately; its row in the decoder is chosen at prefill. Waiting
+contexts are prefilled together: before the next step on a CPU; after a few steps on a GPU, where a prefill costs about
+the same for one context as for eight. Tokens are delivered when a request finishes or is aborted.
 
-A rollout's tokens depend on its seed and the weights alone (embedded_sampling, embedded_decoder). Keys are
-never shared between requests and never outlive one, and weights change only while no request is in the
-engine: no key of old weights is ever read under new ones.
+Slots are the maximum batch size (vLLM max_num_seqs, SGLang max_running_requests).
+
+A rollout's tokens depend only on its seed and the weights (sampling.py, decoder.py). KV cache is never shared between
+requests and never outlives one, and weights change only while the engine is empty: stale KV is never read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
-_PREFILL_TOKENS = 4096  # of one forward pass, padding included
+_PREFILL_TOKENS = 4096  # per forward pass, including padding
 _PREFILL_TOKENS_ON_GPU = 32768
 _PATIENCE_ON_GPU_STEPS = 8
 _NO_ROW = -1
@@ -38,7 +38,7 @@ _NO_ROW = -1
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request in a slot. `context` is its prompt and kept tokens; what it made since is beside it."""
+    """A request in a slot. `context` is its prompt and prefix; tokens generated since are kept separately."""
 
     request: Request
     context: list[int]
@@ -57,10 +57,10 @@ class _Running:
 
 
 class EmbeddedEngine:
-    """See the module's docstring. `max_length` bounds prompt and response tokens together.
+    """See the module docstring. `max_length` bounds prompt plus response tokens.
 
-    `model` may be the learner's own module: `load(None, version)` then says that its weights have changed.
-    `tokenizer` is needed for stop strings only.
+    `model` may be the learner's module: `update_weights(None, version)` then signals that its weights have changed.
+    `tokenizer` is only needed for stop strings.
     """
 
     def __init__(
@@ -73,12 +73,16 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         if slots < 1:
-            raise ValueError(f"slots = {slots}: the engine needs at least 1")
+            raise ValueError(
+                f"slots = {slots}: the engine needs at least 1 (vLLM max_num_seqs, SGLang max_running_requests)"
+            )
         if max_length < 2:
-            raise ValueError(f"max_length = {max_length}: a prompt and a response token need at least 2")
+            raise ValueError(f"max_length = {max_length}: it must be at least 2, for a prompt and a response token")
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and max_length > limit:
-            raise ValueError(f"max_length = {max_length}, but the model has positions for {limit}: use at most {limit}")
+            raise ValueError(
+                f"max_length = {max_length}, but the model supports only {limit} positions: use at most {limit}"
+            )
         self.slots = slots
         self.version = 0
         self._model = model
@@ -91,8 +95,8 @@ class EmbeddedEngine:
         self._patience_steps = 0 if on_cpu else _PATIENCE_ON_GPU_STEPS
         self._queue: deque[Request] = deque()
         self._running: dict[int, _Running] = {}  # by request id
-        self._steps_waited = 0  # by requests without a row
-        self._vacated = False  # rows were left since they were arranged
+        self._steps_waited = 0  # by requests waiting for prefill
+        self._vacated = False  # rows became free since the last arrangement
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
 
@@ -103,7 +107,7 @@ class EmbeddedEngine:
         inside = {request.id for request in self._queue} | self._running.keys()
         for request in requests:
             if request.id in inside:
-                raise ValueError(f"request {request.id} is in the engine already: stop it first")
+                raise ValueError(f"request {request.id} is already in the engine: abort it first")
             inside.add(request.id)
             self._check_sampling(request)
         for request in requests:
@@ -131,11 +135,11 @@ class EmbeddedEngine:
         return self._report()
 
     def update_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """Copy the weights into the model. None: it is the learner's own module and holds them already."""
+        """Copy the weights into the model. None: it is the learner's module and already has them."""
         if self._queue or self._running:
             raise RuntimeError(
-                f"load of version {version} while {len(self._running)} requests run and {len(self._queue)} "
-                "wait: stop them first, their cached keys belong to the old weights"
+                f"weight update to version {version} while {len(self._running)} requests are running and "
+                f"{len(self._queue)} waiting: abort them first, their KV cache belongs to the old weights"
             )
         if weights is not None:
             copy_weights(self._model, dict(weights))
@@ -143,7 +147,7 @@ class EmbeddedEngine:
         self.version = version
 
     def _admit(self) -> None:
-        """Waiting requests take the free slots in the order of submission."""
+        """Fill free slots with waiting requests in submission order."""
         while self._queue and len(self._running) < self.slots:
             request = self._queue.popleft()
             context = [*request.prompt.tokens, *request.prefix_tokens]
@@ -156,7 +160,7 @@ class EmbeddedEngine:
             self._unreported.append(Started(request.id, self.now()))
 
     def _advance(self) -> None:
-        """Prefill if it is time, then one decode step; slots of finished requests are refilled at once."""
+        """Prefill if due, then one decode step; slots of finished requests are refilled immediately."""
         self._prefill_when_due()
         live = [running for running in self._running.values() if running.row != _NO_ROW]
         lengths = {running.row: len(running) for running in live}
@@ -178,7 +182,7 @@ class EmbeddedEngine:
             self._admit()
 
     def _prefill_when_due(self) -> None:
-        """On a GPU requests wait some steps for company, unless half of the slots would stand still."""
+        """On a GPU, requests wait a few steps to be prefilled together, unless half of the slots are waiting."""
         waiting = [running for running in self._running.values() if running.row == _NO_ROW]
         patient = self._steps_waited < self._patience_steps and 2 * len(waiting) < len(self._running)
         if waiting and patient:
@@ -188,14 +192,14 @@ class EmbeddedEngine:
         if waiting or self._vacated:
             self._arrange()
         if waiting:
-            # The last token of each context is left for the decode step.
+            # The decode step processes the last token of each context.
             prefixes = {running.row: running.context[:-1] for running in waiting}
             for rows in _prefill_batches(prefixes, self._prefill_tokens):
                 self._decoder.prefill(rows, [prefixes[row] for row in rows])
             self._decoder.begin([_row_start(running) for running in waiting])
 
     def _arrange(self) -> None:
-        """Give rows to newcomers, and bring contexts of similar length together as the decoder likes it."""
+        """Assign rows to new requests, and group contexts of similar length for the decoder."""
         lengths = {id: len(running) for id, running in self._running.items()}
         rows = {id: running.row for id, running in self._running.items() if running.row != _NO_ROW}
         arranged = rows_by_length(lengths, rows, self._decoder.blocks(len(lengths)))
@@ -240,15 +244,15 @@ class EmbeddedEngine:
             raise ValueError(f"top_p = {sampling.top_p}: use more than 0 and at most 1 (no cut)")
         if sampling.stop_strings and self._tokenizer is None:
             raise ValueError(
-                f"stop_strings = {sampling.stop_strings} are text, and the engine has no tokenizer: "
+                f"stop_strings = {sampling.stop_strings} are text, but the engine has no tokenizer: "
                 "pass EmbeddedEngine(..., tokenizer=...)"
             )
 
 
 def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:
-    """A row for each request: the longest contexts in the first block of rows, the next in the second ...
+    """One row per request: the longest contexts in the first block of rows, the next in the second ...
 
-    Who is in the right block already keeps its row of `rows`; newcomers are in `lengths` alone.
+    A request that is already in the right block keeps its row of `rows`; new requests are only in `lengths`.
     """
     by_length = iter(sorted(lengths, key=lambda id: -lengths[id]))
     arranged: dict[int, int] = {}
@@ -274,7 +278,7 @@ def _row_start(running: _Running) -> RowStart:
 
 
 def _prefill_batches(contexts: Mapping[int, Sequence[int]], token_budget: int) -> list[list[int]]:
-    """Rows to prefill together: within the budget once padded, none shorter than half of the longest."""
+    """Rows to prefill together: within the token limit when padded, none shorter than half of the longest."""
     batches: list[list[int]] = []
     longest = 0
     for row, context in sorted(contexts.items(), key=lambda item: -len(item[1])):
@@ -289,9 +293,9 @@ def _prefill_batches(contexts: Mapping[int, Sequence[int]], token_budget: int) -
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy all weights into the model in place. Nothing is copied unless every name and shape fits.
+    """Copy all weights into the model in place. Nothing is copied unless every name and shape matches.
 
-    Names that share a tensor in the model (tied embeddings) may be given once; given twice, they must agree.
+    Tied weights (names that share a tensor) may be given once; if given twice, they must be equal.
     """
     name_of_model = type(model).__name__
     targets = model.state_dict()
@@ -308,7 +312,7 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, in {name_of_model} {tuple(shape)}")
         twin = given[targets[name].data_ptr()]
         if twin != name and not torch.equal(weight, weights[twin]):
-            raise ValueError(f"{name} and {twin} are one tensor in {name_of_model}, but differ here")
+            raise ValueError(f"{name} and {twin} are tied in {name_of_model}, but their new values differ")
     with torch.no_grad():
         for name, weight in weights.items():
             targets[name].copy_(weight)

@@ -1,8 +1,8 @@
 """How the embedded engine runs a model: a cache with one row per slot, attention over it, the forward pass.
 
-Any Hugging Face causal LM with full or sliding attention runs through its own forward, with the cache passed
-as `past_key_values` and explicit positions and masks. For Llama-shaped models the same arithmetic is written
-out: fewer kernels and less Python, which is what a step of a small model or a small batch waits for.
+Any Hugging Face causal LM with full or sliding attention runs through its own forward, with the cache passed as
+`past_key_values` and explicit positions and masks. Llama-shaped models have a hand-written forward with the same
+arithmetic: fewer kernels and less Python, which dominate a step of a small model or a small batch.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-_QUERIES_PER_BLOCK = 64  # of a CPU prefill: each block reads the keys up to its own end
+_QUERIES_PER_BLOCK = 64  # of a CPU prefill: each block reads the keys up to its end
 _GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _SLOT_ATTENTION = "sortedrl_slots"
 _LLAMA_SHAPED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-Masks = Mapping[str, Tensor | None]  # additive, by kind of layer; None: causal, left to the kernel
+Masks = Mapping[str, Tensor | None]  # additive, by layer type; None: the kernel applies the causal mask
 
 
 class UnsupportedModel(ValueError):
-    """A model that the embedded engine cannot run, with the reason."""
+    """The embedded engine cannot run this model; the message has the reason."""
 
 
 class SlotCache(Cache):
-    """Keys and values, [rows, heads, capacity, width] per layer, allocated when a layer first writes.
+    """Keys and values, [rows, heads, capacity, width] per layer, allocated at a layer's first write.
 
-    The decoder says what the next forward pass is: a prefill of whole contexts into some rows, or a step, in
-    which each of the first rows writes at its position and the first `span` keys of these rows are read.
+    The decoder sets the kind of the next forward pass: a prefill of whole contexts into some rows, or a step, in which
+    each of the first rows writes at its position and the first `span` keys of these rows are read.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -61,7 +61,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes [rows, heads, tokens, width] and gives back what the queries of this pass may see."""
+        """Stores [rows, heads, tokens, width] and returns the keys and values visible to the queries of this pass."""
         if layer_idx not in self.keys:
             self.keys[layer_idx] = self._allocated(key_states)
             self.values[layer_idx] = self._allocated(value_states)
@@ -78,7 +78,7 @@ class SlotCache(Cache):
         return keys[:rows, :, : self.span], values[:rows, :, : self.span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions and masks are always given
+        return 0  # positions and masks are always passed explicitly
 
     def grow(self, capacity: int) -> None:
         extra = capacity - self.capacity
@@ -112,18 +112,18 @@ class SlotCache(Cache):
 
 
 class Forward(Protocol):
-    """One pass over [rows, tokens], reading and writing the cache that it was made with."""
+    """One pass over [rows, tokens] that reads and writes its cache."""
 
     kinds_of_layers: frozenset[str]
 
     def refresh(self, *, changed: bool = False) -> None:
-        """Follow the weights of the model; `changed` says that they did, else look."""
+        """Pick up changed weights of the model; without `changed`, check whether they did."""
 
     def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
-        """Write the keys of the tokens into the cache."""
+        """Write the keys and values of the tokens into the cache."""
 
     def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
-        """[rows, vocabulary], after the last token of each row."""
+        """Logits [rows, vocabulary] after the last token of each row."""
 
 
 def forward_for(model: PreTrainedModel, cache: SlotCache) -> Forward:
@@ -142,7 +142,7 @@ class GeneralForward:
         self._attention = _SLOT_ATTENTION if uses_slot_attention(model) else "eager"
 
     def refresh(self, *, changed: bool = False) -> None:
-        """The model's own forward reads its weights each time."""
+        """Nothing to do: the model's own forward always reads the current weights."""
 
     def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
         self._run(self._model.base_model, tokens, positions, masks)
@@ -163,7 +163,7 @@ class GeneralForward:
 
 
 class LlamaForward:
-    """The forward of Llama-shaped models (also with biases or normalized queries and keys), written out."""
+    """A hand-written forward of Llama-shaped models (also with biases or normalized queries and keys)."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
         self._kinds = _kinds_of_layers(model)
@@ -190,7 +190,7 @@ class LlamaForward:
     def _hidden(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
         hidden: Tensor = self._trunk.embed_tokens(tokens)
         cosine, sine = self._trunk.rotary_emb(hidden, positions)
-        # Half of the rotation's signs go into the sine, so that swapping halves is all that is left to do.
+        # The signs of the rotation are folded into the sine, so that only swapping halves remains.
         half = sine.shape[-1] // 2
         sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[:, :, None]
         cosine = cosine[:, :, None]
@@ -210,7 +210,7 @@ class LlamaForward:
 
 
 class _LlamaLayer:
-    """The parts of a decoder layer, looked up once: attribute access of modules is slow."""
+    """The parts of a decoder layer, looked up once because attribute access on modules is slow."""
 
     def __init__(self, layer: Any) -> None:
         attention = layer.self_attn
@@ -227,10 +227,10 @@ class _LlamaLayer:
 
 
 class _Projections:
-    """Linear maps of the same input.
+    """Linear layers with the same input.
 
-    Small ones on a CPU are one product with a copy of the weights in the order that the product reads: half
-    the time. Anything else (large ones, a GPU, adapters in place of the layers) calls the layers themselves.
+    Small ones on a CPU are fused into one product with a copy of the weights in the layout that it reads, which halves
+    the time. In all other cases (large layers, GPU, adapters) the layers are called as they are.
     """
 
     def __init__(self, *layers: Any) -> None:
@@ -239,7 +239,7 @@ class _Projections:
         self._versions: list[int] | None = None
 
     def refresh(self, changed: bool) -> None:
-        """Copy again what changed in place; changes that torch does not count (`.data`) must be announced."""
+        """Refresh copies of weights changed in place; changes that torch does not track (`.data`) need `changed`."""
         if not self._copied:
             return
         versions = [parameter._version for layer in self._layers for parameter in layer.parameters()]
@@ -257,7 +257,7 @@ class _Projections:
 
 
 def _worth_a_copy(layer: Any) -> bool:
-    """Up to a width of 512 products with the copy are exact too: their sums do not depend on the rows."""
+    """Up to a width of 512, products with the copy are exact too: their sums do not depend on the number of rows."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or layer.weight.is_inference():
         return False
     return layer.in_features <= 512 and layer.weight.numel() <= 2**20
@@ -276,7 +276,7 @@ _spans_to_read: ContextVar[Mapping[range, int]] = ContextVar("spans_to_read")
 
 @contextmanager
 def reading(spans: Mapping[range, int]) -> Iterator[None]:
-    """How many keys each block of rows reads in a step; attention functions get no such argument."""
+    """How many keys each block of rows reads in a step, for attention functions that take no such argument."""
     token = _spans_to_read.set(spans)
     try:
         yield
@@ -287,7 +287,7 @@ def reading(spans: Mapping[range, int]) -> Iterator[None]:
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of [rows, query heads, queries, width] over [rows, key heads, keys, width].
 
-    What `sdpa` of transformers computes, without a copy of the keys for query heads that share them.
+    The same as `sdpa` of transformers, without copying the keys for query heads that share them.
     """
     if query.device.type != "cpu":
         return _fused_attention(query, key, value, mask, scaling)
@@ -303,7 +303,7 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
             return scaled_dot_product_attention(
                 query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
             )
-        # The query heads that share a key head become several queries of that head.
+        # Query heads that share a key head become several queries of that head.
         rows, heads, _, width = query.shape
         grouped = query.reshape(rows, key.shape[1], -1, width)
         attended = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
@@ -311,7 +311,7 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def _block_by_block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """One query per row; each block of rows reads as many keys as its longest context has."""
+    """One query per row; each block of rows reads as many keys as its longest context."""
     attended = query.new_zeros(*query.shape[:3], value.shape[-1])
     for block, span in _spans_to_read.get().items():
         rows = slice(block.start, block.stop)
@@ -322,7 +322,7 @@ def _block_by_block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 
 
 def _query_by_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Whole contexts, each query alone: the sums are then those of the step, to the last bit."""
+    """Whole contexts, one query at a time, so that the sums are bitwise equal to those of the step."""
     contexts, heads, length, _ = query.shape
     attended = query.new_empty(contexts, length, heads, value.shape[-1])
     for start in range(0, length, _QUERIES_PER_BLOCK):
@@ -342,8 +342,8 @@ def _query_by_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """One query per row and head.
 
-    Query heads that share a key head take turns: taken together, CPU libraries add long contexts in an order
-    that depends on the span.
+    Query heads that share a key head are processed in turn: together, CPU libraries would add long contexts in an
+    order that depends on the span.
     """
     rows, heads, _, width = query.shape
     sharing = heads // key.shape[1]
@@ -363,7 +363,7 @@ def _slot_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers wants it: [rows, queries, heads, width] and no attention weights."""
+    """The interface of transformers: [rows, queries, heads, width] and no attention weights."""
     return _attend(query, key, value, attention_mask, scaling).transpose(1, 2), None
 
 
@@ -372,7 +372,7 @@ AttentionInterface.register(_SLOT_ATTENTION, _slot_attention)
 
 @contextmanager
 def _attention_set_to(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """The model may be the learner's too, which keeps its own attention."""
+    """Temporary, because the learner may use the same model with its own attention."""
     before = model.config._attn_implementation
     model.config._attn_implementation = implementation
     try:
@@ -382,17 +382,17 @@ def _attention_set_to(model: PreTrainedModel, implementation: str) -> Iterator[N
 
 
 def uses_slot_attention(model: PreTrainedModel) -> bool:
-    """Models on `sdpa` get ours; models on `eager` may do more than plain attention and keep their own."""
+    """Ours replaces `sdpa`; `eager` models may do more than plain attention and keep their own."""
     return bool(model.config._attn_implementation == "sdpa")
 
 
 def check_supported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        raise UnsupportedModel(f"{name} has no language-model head to draw tokens from: load a causal LM")
+        raise UnsupportedModel(f"{name} has no language-model head: load a causal LM")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(
-            f"{name}.forward takes no position_ids, and rows of different lengths need them: "
+            f"{name}.forward takes no position_ids, but rows of different lengths need them: "
             "use a causal LM with rotary or learned positions, or another engine"
         )
     attention = model.config._attn_implementation
@@ -404,13 +404,13 @@ def check_supported(model: PreTrainedModel) -> None:
     unknown = set(_kinds_of_layers(model)) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModel(
-            f"{name} has layers of kind {sorted(unknown)}, but a slot keeps keys per token only: "
+            f"{name} has layers of kind {sorted(unknown)}, but a slot holds only a KV cache per token: "
             "use a model with full or sliding attention, or another engine"
         )
 
 
 def attention_window(model: PreTrainedModel) -> int | None:
-    """Of its layers with sliding attention."""
+    """The window of its sliding attention layers."""
     window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
     return window
 

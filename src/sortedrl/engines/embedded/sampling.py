@@ -1,9 +1,9 @@
-"""Sampling whose noise is a function of (seed, position in the response) and of nothing else.
+"""Sampling whose noise depends only on (seed, position in the response).
 
 Each token is the argmax of scaled logits plus Gumbel noise, and the noise of a vocabulary entry is a hash of
-(seed, position, entry). Slot, neighbors and stops do not enter, so that a rollout's tokens follow from its
-seed and the weights. Gumbel noise, rather than one uniform number per token, because it also couples runs
-under slightly different weights: two distributions draw different tokens about as rarely as they differ.
+(seed, position, entry). Slot, batch and aborts do not matter, so a rollout's tokens are a function of its seed and the
+weights. Gumbel noise, rather than one uniform number per token, also couples runs under slightly different weights: two
+distributions sample different tokens about as rarely as they differ.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 _MIX_64 = (-4658895280553007687, -7723592293110705685)  # the multipliers of splitmix64
 _LAST_BELOW_ONE = 1 - 2.0**-24  # in 32 bits
-_MIX_32 = (-2048144789, -1028477387)  # the multipliers of murmur3's finaliser
+_MIX_32 = (-2048144789, -1028477387)  # the multipliers of murmur3's finalizer
 
 
 def seed_key(seed: int) -> int:
-    """Any integer, mixed into the signed 64-bit integer that `draw` takes."""
+    """Hashes any integer to the signed 64-bit integer that `draw` takes."""
     word = torch.tensor((seed + (1 << 63)) % (1 << 64) - (1 << 63))
     return int(_mixed(word))
 
 
 class TokenSampler:
-    """Draws one token per row of logits. Keeps nothing but constants of the vocabulary."""
+    """Samples one token per row of logits. Its only state are constants of the vocabulary."""
 
     def __init__(self, device: torch.device) -> None:
         self._entry_keys = torch.empty(0, dtype=torch.int32, device=device)
@@ -33,13 +33,13 @@ class TokenSampler:
         self,
         logits: Tensor,  # [rows, vocabulary]
         seed_keys: Tensor,  # [rows], int64
-        positions: Tensor,  # [rows], int64: how many tokens of the response come before
-        temperatures: Tensor,  # [rows]; 0 takes the likeliest token
-        top_p: Tensor | None,  # [rows]; None where no row cuts its distribution
+        positions: Tensor,  # [rows], int64: number of response tokens so far
+        temperatures: Tensor,  # [rows]; 0 is greedy
+        top_p: Tensor | None,  # [rows]; None if all are 1
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and the log-probabilities that they were drawn with, temperature and top-p included.
+        """Tokens and the log-probabilities they were sampled with, after temperature and top-p.
 
-        A greedy row draws from a point mass: its log-probability is 0.
+        A greedy row samples from a point mass: its log-probability is 0.
         """
         greedy = temperatures == 0
         scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
@@ -65,30 +65,30 @@ class TokenSampler:
         words *= _MIX_32[1]
         words ^= (words >> 16) & 0xFFFF
         words &= 0x7FFFFFFF
-        # Small exponentials decide, and log1p keeps their precision; the largest must not be infinite.
+        # Small exponentials decide, so log1p keeps their precision; the largest must not be infinite.
         return words.to(torch.float32).add_(0.5).mul_(_LAST_BELOW_ONE * -(2.0**-31)).log1p_().neg_()
 
 
 def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Minus infinity outside the smallest set of likeliest tokens that holds `top_p` of the mass."""
+    """Minus infinity outside the smallest set of most likely tokens with a total probability of `top_p`."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
-    # Rounding must not cut a row that asked for everything.
+    # Rounding must not cut a row with top_p = 1.
     bound = torch.where(top_p < 1, top_p, torch.inf)[:, None]
     kept = torch.zeros_like(scaled, dtype=torch.bool).scatter_(1, order, mass_before < bound)
     return scaled.masked_fill(~kept, -torch.inf)
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """A bijective mix of 64-bit integers; multiplication wraps around."""
+    """A bijective hash of 64-bit integers; multiplication wraps around."""
     values = (values ^ _shifted_right(values, 30)) * _MIX_64[0]
     values = (values ^ _shifted_right(values, 27)) * _MIX_64[1]
     return values ^ _shifted_right(values, 31)
 
 
 def _shifted_right(values: Tensor, bits: int) -> Tensor:
-    """The logical shift, which torch does not have for signed integers."""
+    """Logical shift, which torch lacks for signed integers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The key that a server may ask for: sent with every request, and in no text that leaves the engine."""
+"""The API key of a server: sent with every request, and removed from all messages of the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE = "SORTEDRL_API_KEY"
 
 
 class ApiKey:
-    """`given`, or what the environment has; none: no key is sent."""
+    """`given`, or the key from the environment; without either, no key is sent."""
 
     def __init__(self, given: str | None = None) -> None:
         self._value = (os.environ.get(VARIABLE, "") if given is None else given).strip()
@@ -24,11 +24,9 @@ class ApiKey:
         return {"Authorization": f"Bearer {self._value}"} if self._value else {}
 
     def hidden_in(self, text: str) -> str:
-        """The text without the key, should a server have repeated it."""
+        """The text without the key, in case a server has echoed it."""
         return text.replace(self._value, "(hidden)") if self._value else text
 
     def refused_by(self, url: str) -> ConfigurationError:
-        reason = (
-            "the server there does not accept this API key" if self._value else "the server there asks for an API key"
-        )
-        return ConfigurationError("url", url, reason, f"Set the environment variable {VARIABLE} to the server's own.")
+        reason = "the server does not accept this API key" if self._value else "the server requires an API key"
+        return ConfigurationError("url", url, reason, f"Set the environment variable {VARIABLE} to the server's key.")

@@ -1,13 +1,13 @@
-"""Engines behind an HTTP API: the protocol of engines, on top of the streams of a server.
+"""Engines behind an HTTP API: the engine protocol on top of a server's streams.
 
-    submit -> our queue -> one streaming request for each slot (Started) -> deltas -> Finished
+    submit -> our queue -> one streaming request per slot (Started) -> deltas -> Finished
 
-Requests wait here and not in the server: at most `slots` are sent at a time, and a freed slot is refilled at once by
-the engine's own thread, in which all traffic happens (asyncio). What is particular to a server is in a subclass. What
-happens to requests, and when a server breaks, is in server_streams.py.
+Requests wait here and not in the server: at most `slots` are sent at a time (vLLM max_num_seqs, SGLang
+max_running_requests), and a freed slot is refilled immediately by the engine's own thread, which does all I/O with
+asyncio. Subclasses hold the details of each server. streams.py handles requests and server failures.
 
-- **Weights** go in place, through a folder in memory (`/dev/shm`) that is removed when they are loaded. So the server
-  must see that folder: the same machine, or a `weights_folder` that both sides share.
+- **Weights** are updated in place, through a folder in memory (`/dev/shm`) that is removed afterwards. The server must
+  be able to read that folder: run it on the same machine, or set `weights_folder` to a shared folder.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ T = TypeVar("T")
 
 
 class HttpEngine(ServerStreams):
-    """See the docstrings of this module and of server_streams.py. `tokenizer` is needed for stop strings
-    only; `api_key`: see api_key.py.
+    """See the docstrings of this module and of streams.py, which explains `silence_seconds` and `unavailable_seconds`.
 
-    `silence_seconds` and `unavailable_seconds` are the limits that the latter describes. `vocabulary` is the number of
-    tokens that the model knows; ids beyond it are refused.
+    `tokenizer` is only needed for stop strings; `api_key`: see api_key.py. `vocabulary` is the vocabulary size of the
+    model; larger token ids are refused.
     """
 
     def __init__(
@@ -60,15 +59,22 @@ class HttpEngine(ServerStreams):
         unavailable_seconds: float = 120.0,
     ) -> None:
         if slots < 1:
-            raise ConfigurationError("slots", slots, "an engine needs at least 1", "Set it to 1 or more.")
+            raise ConfigurationError(
+                "slots",
+                slots,
+                "an engine needs at least 1",
+                "Set it to the server's vLLM max_num_seqs or SGLang max_running_requests.",
+            )
         for name, seconds in (("silence_seconds", silence_seconds), ("unavailable_seconds", unavailable_seconds)):
             if not seconds > 0:
-                raise ConfigurationError(name, seconds, "it is a time limit in seconds", "Set it to more than 0.")
+                raise ConfigurationError(
+                    name, seconds, "a time limit in seconds must be positive", "Set it to more than 0."
+                )
         self.url = url.rstrip("/")
         self.slots = slots
         self.version = 0
-        self.weight_update_seconds = 0.0  # of the last load
-        self.max_length: int | None = None  # of prompt and response together, where the server tells
+        self.weight_update_seconds = 0.0  # of the last weight update
+        self.max_length: int | None = None  # of prompt plus response, if the server reports it
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self.api_key = ApiKey(api_key)
         self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
@@ -93,7 +99,7 @@ class HttpEngine(ServerStreams):
 
     @property
     def is_available(self) -> bool:
-        """Whether a new request would be sent now: not while the server takes no work. For any thread."""
+        """Whether a new request would be sent now: False while the server refuses work. Thread-safe."""
         if not self._outage.is_on:
             return True
         return self._probe is None and not self._queue and self._outage.retry_at <= self.now()
@@ -104,7 +110,7 @@ class HttpEngine(ServerStreams):
             inside = set(self._outbox.inside)
             for request in requests:
                 if request.id in inside:
-                    raise ValueError(f"request {request.id} is in the engine already: stop it first")
+                    raise ValueError(f"request {request.id} is already in the engine: abort it first")
                 inside.add(request.id)
                 self._stop_watches.of(request)
             self._outbox.inside = inside
@@ -129,15 +135,16 @@ class HttpEngine(ServerStreams):
             return self._outbox.take()
 
     def update_weights(self, weights: Weights | Path | None, version: int) -> None:
-        """Send the weights, under their Hugging Face names. If they do not arrive whole, the server is given up.
+        """Send the weights under their Hugging Face names. If the update fails, the server is given up.
 
-        A path is a folder with `model.safetensors`. None: they have not changed, only their version has; keys are
-        forgotten all the same, so that a measurement pays for resumes as a run does.
+        A path is a folder with `model.safetensors`. None: only the version has changed; the KV cache is cleared anyway,
+        so that a benchmark pays for resumes as a run does.
         """
         self._raise_if_dead()
         if self._outbox.inside:
             raise RuntimeError(
-                f"load of version {version} while {len(self._outbox.inside)} requests are in: stop them first"
+                f"weight update to version {version} while {len(self._outbox.inside)} requests are in the engine: "
+                "abort them first"
             )
         began = self.now()
         if weights is None or isinstance(weights, Path):
@@ -151,12 +158,12 @@ class HttpEngine(ServerStreams):
     def _update_from(self, folder: Path | None, version: int) -> None:
         try:
             self._result_of(self._update_weights(folder, version))
-        except Exception as error:  # whatever it is, old and new weights may be mixed in the server
-            self._die(f"the weights of version {version} did not load to the end ({said(error)}); restart the server")
+        except Exception as error:  # for any error, old and new weights may be mixed in the server
+            self._die(f"the weight update to version {version} did not complete ({said(error)}); restart the server")
             raise EngineDied(f"{self.url}: {self._outbox.death}") from error
 
     def close(self) -> None:
-        """End the engine's thread; the server is left as it is."""
+        """Stop the engine's thread; the server keeps running."""
         if not self._is_closed:
             self._is_closed = True
             self._result_of(self._shut())
@@ -173,15 +180,22 @@ class HttpEngine(ServerStreams):
             if isinstance(error, Refused) and error.is_about_the_key:
                 raise self.api_key.refused_by(self.url) from None
             raise ConfigurationError(
-                "url", self.url, f"no server answers there ({said(error)})", "Start it first, or correct the address."
+                "url",
+                self.url,
+                f"no server answers there ({said(error)})",
+                "Start the server first, or correct the address.",
             ) from None
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, ConfigurationError):
                 raise
-            reason = f"the server there answers in another shape than expected ({error!r})"
-            raise ConfigurationError("url", self.url, reason, "Correct the address, or its version.") from None
+            reason = f"the server's answer has an unexpected format ({error!r})"
+            raise ConfigurationError(
+                "url", self.url, reason, "Correct the address, or use a supported version of the server."
+            ) from None
         if not self._identity.is_known:
-            _log.warning("%s does not say when it started: a restart between two requests is not noticed", self.url)
+            _log.warning(
+                "%s does not report its start time: a restart between two requests cannot be detected", self.url
+            )
         self._spawn(self._watch())
 
     async def _shut(self) -> None:
@@ -192,15 +206,15 @@ class HttpEngine(ServerStreams):
         await self._connection.close()
 
     async def _update_weights(self, folder: Path | None, version: int) -> None:
-        """Load, and see to it that the server did not restart meanwhile. One that is busy is asked again."""
+        """Update the weights, and verify that the server did not restart meanwhile. Retries while it is busy."""
         began = self.now()
         while True:
             try:
                 before = await self.identity()
                 is_another = before.agrees_with(self._identity) is False
                 if is_another and folder is None:
-                    raise Malformed(f"it is not the server of before: {before}, and it was {self._identity}")
-                if is_another:  # it restarted while nothing ran: the new weights make it the right one
+                    raise Malformed(f"it is a different server: {before}, but it was {self._identity}")
+                if is_another:  # it restarted while idle: fine, since it gets new weights now
                     await self.check_server()
                 tag = await self.update_from_folder(folder, version)
                 after = await self.identity()
@@ -214,7 +228,7 @@ class HttpEngine(ServerStreams):
         self._outage.end()
         expected = Identity(before.process, before.weights if folder is None else tag or after.weights)
         if expected.agrees_with(after) is False:
-            raise Malformed(f"it restarted meanwhile: {after}, and it was {expected}")
+            raise Malformed(f"it restarted meanwhile: {after}, but it was {expected}")
         self._identity = expected
         self._doubt()
 
@@ -227,7 +241,7 @@ class HttpEngine(ServerStreams):
 
 
 class ServerPool(Pool):
-    """A pool of servers that see one `weights_folder`: weights are written once for all of them."""
+    """A pool of servers that share one `weights_folder`: weights are written once for all of them."""
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         super().__init__(engines)

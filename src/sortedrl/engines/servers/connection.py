@@ -1,4 +1,4 @@
-"""Plain HTTP with an inference server: small questions, and streams of events. No request is repeated here."""
+"""HTTP to an inference server: short requests and event streams. There are no retries at this level."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ try:
 except ImportError:
     raise ConfigurationError("aiohttp", None, "it is not installed", "pip install 'sortedrl[http]'") from None
 
-BROKEN = (aiohttp.ClientError, OSError)  # a connection, by whatever means; a time-out too
+BROKEN = (aiohttp.ClientError, OSError)  # any connection failure, including a timeout
 NOT_REACHED = (aiohttp.ClientConnectorError,)  # nothing was sent
-_KEEP_ALIVE_SECONDS = 2.0  # less than servers keep an idle connection, so that none is closed under a new request
+_KEEP_ALIVE_SECONDS = 2.0  # shorter than the servers' own, so that no connection closes under a new request
 _LONGEST_LINE = 1 << 22  # bytes of one event
 _LONGEST_ANSWER = 1 << 26  # bytes
 _LONGEST_ERROR = 1 << 16
-_ERROR_SECONDS = 5.0  # for the text of an error: its status alone says enough
+_ERROR_SECONDS = 5.0  # to read the text of an error; the status is enough
 
 
 class ServerConnection:
-    """Belongs to the event loop in which it was opened."""
+    """Bound to the event loop in which it was opened."""
 
     def __init__(self, url: str, api_key: ApiKey) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class ServerConnection:
             await self._session.close()
 
     async def call(self, method: str, path: str, *, seconds: float, body: Any = None, **query: str) -> Any:
-        """The answer, from JSON where it is JSON; raises Refused, and Malformed for JSON that is none."""
+        """The response, parsed if it is JSON; raises Refused, and Malformed for invalid JSON."""
         assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=seconds)
         async with self._session.request(
@@ -61,17 +61,17 @@ class ServerConnection:
             try:
                 return json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise Malformed(f"the answer of {path} is not JSON ({error})") from None
+                raise Malformed(f"the response from {path} is not valid JSON ({error})") from None
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a streamed answer up to [DONE]; raises Refused and Malformed."""
+        """The events of a streamed response up to [DONE]; raises Refused and Malformed."""
         assert self._session is not None
         async with self._session.post(self.url + path, json=body, allow_redirects=False) as response:
             if response.status != 200:
                 raise await _refusal(response)
             if response.content_type != "text/event-stream":
                 text = await _text(response, _LONGEST_ERROR)
-                raise Malformed(f"it answered with {response.content_type} instead of a stream: {reason_of(text)}")
+                raise Malformed(f"it returned {response.content_type} instead of a stream: {reason_of(text)}")
             async for line in response.content:
                 if line.startswith(b"data:"):
                     data = line[5:].strip()
@@ -88,12 +88,12 @@ async def _refusal(response: aiohttp.ClientResponse) -> Refused:
             reason = reason_of(await _text(response, _LONGEST_ERROR))
     reason = reason or f"HTTP status {status}"
     if 300 <= status < 400:
-        reason = f"it redirects to {response.headers.get('Location')}: name that address instead"
+        reason = f"it redirects to {response.headers.get('Location')}: use that address instead"
     return Refused(status, reason, retry_after(response.headers.get("Retry-After")))
 
 
 async def _text(response: aiohttp.ClientResponse, limit: int) -> str:
-    """The body, at most `limit` bytes of it."""
+    """The body, at most `limit` bytes."""
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():

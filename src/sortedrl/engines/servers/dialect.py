@@ -1,6 +1,6 @@
-"""What is particular to one kind of inference server: its routes, and the shapes of what it is asked and says.
+"""The interface of server-specific code: routes, and the formats of requests and responses.
 
-vllm_server.py and sglang.py fill this in. All that they have in common is in server_streams.py and http_engine.py.
+vllm.py and sglang.py implement it. Their common code is in streams.py and base.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.servers.messages import Delta, Identity
 from sortedrl.engines.stop_strings import StopStrings
 
-WEIGHT_UPDATE_SECONDS = 600.0  # for new weights
+WEIGHT_UPDATE_SECONDS = 600.0  # time limit of a weight update
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request in our queue, which is in the order of `place`."""
+    """A request in our queue, which is ordered by `place`."""
 
     request: Request
     place: int
@@ -31,21 +31,21 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request at the server, under the name that the server knows it by."""
+    """A request at the server, with its request id there."""
 
     waiting: Waiting
     name: str
     prefix: list[int]
-    room: int  # tokens that it may still make
+    room: int  # tokens that it may still generate
     sent_at: float
     stop_strings: StopStrings | None
-    heard_at: float  # when its last token came, or when it was sent
+    heard_at: float  # when its last token arrived, or when it was sent
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     in_slot: bool = False
-    trusted: bool = False  # its stream began when the server was known to be the right one
+    trusted: bool = False  # its stream started after the server's identity was confirmed
     ended: bool = False  # its last change was reported
-    unwanted: bool = False  # is being stopped
+    unwanted: bool = False  # is being aborted
     task: asyncio.Task[None] | None = None
 
     @property
@@ -54,31 +54,31 @@ class Sent:
 
     @property
     def context_tokens(self) -> int:
-        """Of prompt and response, if the server has computed any of it."""
+        """Tokens of prompt and response, if the server has computed any of it."""
         return len(self.request.prompt.tokens) + len(self.prefix) + len(self.tokens) if self.tokens else 0
 
 
 class ServerDialect(ABC):
-    """What `HttpEngine` needs to know of a server."""
+    """The server-specific part of `HttpEngine`."""
 
     url: str
     slots: int
     version: int  # of the weights
     kv_cache_reuse: KVCacheReuse
-    max_length: int | None  # of prompt and response together, where the server tells
-    _eos: list[int]  # the end tokens
+    max_length: int | None  # of prompt plus response, if the server reports it
+    _eos: list[int]  # EOS token ids
     _seeded: bool
-    _name_prefix: str  # of all that the server knows of us by name
+    _name_prefix: str  # of all our request ids and weight versions at the server
 
     @abstractmethod
     async def call(
         self, method: str, path: str, *, seconds: float | None = None, body: Any = None, **query: str
     ) -> Any:
-        """The answer, from JSON where it is JSON; raises Refused, Malformed, or what breaks a connection."""
+        """The response, parsed if it is JSON; raises Refused, Malformed or a connection error."""
 
     @abstractmethod
     async def check_server(self) -> None:
-        """Raise ConfigurationError if the server cannot do what is asked of it; note its limits."""
+        """Raise ConfigurationError if the server is not set up as required; read its limits."""
 
     @abstractmethod
     async def is_well(self) -> bool:
@@ -86,37 +86,37 @@ class ServerDialect(ABC):
 
     @abstractmethod
     async def count_running(self) -> int | None:
-        """How many requests the server runs now; None if it does not tell."""
+        """How many requests the server is running; None if it does not report that."""
 
     @abstractmethod
     async def identity(self) -> Identity:
-        """Which life of the server this is, and with which weights."""
+        """Which server process this is, and with which weights."""
 
     @abstractmethod
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
-        """Path and body of the request that streams this response."""
+        """Path and body of the streaming request for this response."""
 
     @abstractmethod
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        """What one event of the stream says; raises Refused for an error and Malformed for what cannot be right."""
+        """The content of one stream event; raises Refused for an error and Malformed for an invalid event."""
 
     @abstractmethod
     async def abort_on_server(self, names: Sequence[str]) -> bool:
-        """Tell the server to end these; whether it will end their streams by itself."""
+        """Abort these requests; returns whether the server will end their streams."""
 
     @abstractmethod
     async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
-        """Have the server load the weights of this folder (None: keep its own), in place, and forget all stale KV.
+        """Have the server load the weights in this folder in place (None: keep them), and clear all stale KV.
 
-        Returns the weight version under which the server was told to keep them, where it can be told.
+        Returns the weight version that was set on the server, if it supports that.
         """
 
     def room_for(self, request: Request) -> int:
-        """Tokens that the server may make: its max_new_tokens, or what fits beside its context."""
+        """Tokens that the server may generate: max_new_tokens, limited by the room left in the context."""
         if self.max_length is None:
             return request.max_new_tokens
         return min(request.max_new_tokens, max(1, self.max_length - len(request.prompt.tokens) - request.prefix_length))
 
     def weights_name(self, version: int) -> str:
-        """The weight version that the server is told: no other run has the same."""
+        """The weight version to set on the server, unique to this run."""
         return f"{self._name_prefix}-version-{version}"

@@ -1,7 +1,7 @@
-"""What an inference server says over HTTP, checked before anything else sees it.
+"""Messages from an inference server, validated before any other code sees them.
 
-One message that is wrong (`Malformed`) costs the request that it belongs to. A `Refused` carries the HTTP status: those
-in `BUSY` tell of the server's state, not of the request, and are answered by waiting.
+A malformed message (`Malformed`) fails the request it belongs to. `Refused` has the HTTP status: those in `BUSY` are
+about the server, not about the request, and lead to waiting.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from sortedrl.core.rollout import HIGHEST_LOGPROB
 
 BUSY = frozenset({429, 502, 503, 504})
-ANY_VOCABULARY = 1 << 31  # where nobody says how many tokens the model knows
+ANY_VOCABULARY = 1 << 31  # if the vocabulary size is unknown
 _LONGEST_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one stream. `end` is None, `stop`, `length`, or the server's word for any other end.
+    """New tokens of one stream. `end` is None, `stop`, `length`, or the server's name for any other end.
 
-    Where the server says so: `made` is its count of the response's tokens, these included; `weights` is the weight
-    version that it made them with.
+    If the server reports them: `made` is its count of the response's tokens, including these; `weights` is the weight
+    version that generated them.
     """
 
     tokens: Sequence[int]
@@ -38,7 +38,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells one life of a server, and the weights in it, from another. None: the server does not say."""
+    """Identifies a server process and its weights. None: the server does not report it."""
 
     process: str | None = None
     weights: str | None = None
@@ -48,7 +48,7 @@ class Identity:
         return self.process is not None or self.weights is not None
 
     def agrees_with(self, other: Identity) -> bool | None:
-        """Whether both are the same; None if they have nothing in common to compare."""
+        """Whether both are the same; None if they cannot be compared."""
         pairs = [(self.process, other.process), (self.weights, other.weights)]
         known = [a == b for a, b in pairs if a is not None and b is not None]
         return all(known) if known else None
@@ -59,7 +59,7 @@ class Identity:
 
 
 class Refused(Exception):
-    """The server answered with an error. `status` is that of HTTP, also where the error came within a stream."""
+    """The server returned an error. `status` is the HTTP status, also for an error within a stream."""
 
     def __init__(self, status: int, reason: str, retry_after: float | None = None) -> None:
         super().__init__(reason)
@@ -72,17 +72,17 @@ class Refused(Exception):
 
 
 class Malformed(ValueError):
-    """The server said something that cannot be right."""
+    """The server sent an invalid message."""
 
 
 class OtherWeights(Exception):
-    """The server made tokens with other weights than it was given."""
+    """The server generated tokens with other weights than it was given."""
 
 
 def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
-    """The delta, if it can be right; without its tokens, if it repeats what came before.
+    """The delta if it is valid; without its tokens if it repeats earlier ones.
 
-    It is called for every message, so it looks at whole lists and not at single tokens.
+    Called for every message, so it checks whole lists rather than single tokens.
     """
     tokens, logprobs = delta.tokens, delta.logprobs
     if delta.made is not None and tokens:
@@ -90,9 +90,9 @@ def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
         if made == made_before:
             return Delta((), (), delta.end, made, delta.weights)
         if made != made_before + len(tokens):
-            raise Malformed(f"the server counts {made} tokens, and {made_before} + {len(tokens)} came")
+            raise Malformed(f"the server counts {made} tokens, but {made_before} + {len(tokens)} arrived")
     if len(tokens) != len(logprobs):
-        raise Malformed(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+        raise Malformed(f"{len(tokens)} tokens arrived with {len(logprobs)} log-probabilities")
     if not tokens:
         return delta
     if set(map(type, tokens)) != {int}:
@@ -114,14 +114,14 @@ def _first(values: Sequence[Any], is_bad: Any) -> Any:
 
 
 def whole_number(value: Any, what: str) -> int:
-    """A count that a server gave; raises Malformed."""
+    """A validated count from the server; raises Malformed."""
     if type(value) is not int or value < 0:
         raise Malformed(f"the {what} is {str(value)[:60]!r}")
     return value
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """One event of a stream; raises Malformed."""
+    """Parse one event of a stream; raises Malformed."""
     try:
         event = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -145,7 +145,7 @@ def refusal_in(event: Mapping[str, Any]) -> Refused | None:
 
 
 def reason_of(answer: Any) -> str:
-    """The message in an answer that reports an error, in the shapes that servers use."""
+    """The message of an error response, in any of the formats that servers use."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -158,7 +158,7 @@ def reason_of(answer: Any) -> str:
 
 
 def retry_after(header: str | None) -> float | None:
-    """Seconds to wait, from the header Retry-After: a number or a date; None where it says neither."""
+    """Seconds to wait according to a Retry-After header (a number or a date); None if it is neither."""
     if header is None:
         return None
     try:
@@ -172,5 +172,5 @@ def retry_after(header: str | None) -> float | None:
 
 
 def said(error: BaseException) -> str:
-    """What an error says, or its name if it says nothing."""
+    """The message of an exception, or its type if it has none."""
     return str(error)[:_LONGEST_REASON] or type(error).__name__

@@ -1,8 +1,8 @@
-"""A server that takes no work for now: when to try again, and when to give it up.
+"""A temporarily unavailable server: when to retry, and when to give up.
 
-Each round of refusals doubles the pause (with jitter, so that many clients do not come back at once), or makes it as
-long as the server asks for. Requests that are refused while a pause runs belong to the same round. After the pause one
-request is sent to see; the others follow when it is taken.
+Each round of refusals doubles the pause (with jitter, so that many clients do not return at the same time), or sets it
+to what the server asks for. Requests refused during a pause belong to the same round. After the pause, one request is
+sent as a probe; the others follow once it is accepted.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import random
 
 FIRST_PAUSE_SECONDS = 0.25
-LONGEST_PAUSE_SECONDS = 30.0  # also of what a server asks for
+LONGEST_PAUSE_SECONDS = 30.0  # also if the server asks for more
 _JITTER = (0.75, 1.25)
 
 
 class Outage:
-    """`give_up_seconds` without a request taken or a token made: then the server is given up."""
+    """The server is given up after `give_up_seconds` without an accepted request or a token."""
 
     def __init__(self, give_up_seconds: float) -> None:
         self._give_up_seconds = give_up_seconds
         self._rounds = 0
         self._watched = False
         self.reason = ""
-        self.since: float | None = None  # None: there is none
+        self.since: float | None = None  # None: no outage
         self.retry_at = 0.0
 
     @property
@@ -30,7 +30,7 @@ class Outage:
         return self.since is not None
 
     def note(self, now: float, reason: str, asked_for: float | None = None, *, watched: bool = False) -> None:
-        """Work was refused, or (`watched`) a question about the server's health was not answered well."""
+        """A request was refused, or (`watched`) a health check failed."""
         if self.since is None:
             self.since, self._rounds, self._watched = now, 0, watched
             self.retry_at = now
@@ -44,7 +44,7 @@ class Outage:
         self.retry_at = now + min(pause, self._give_up_seconds)
 
     def is_well_again(self) -> None:
-        """The server's health is good: that ends what only its health began."""
+        """A health check passed: this ends an outage that started with a failed health check."""
         if self._watched:
             self.end()
 

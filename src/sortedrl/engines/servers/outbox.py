@@ -1,7 +1,7 @@
-"""What an engine's own thread hands to the thread that calls the engine.
+"""Passes changes from the engine's thread to the thread that calls the engine.
 
-Changes of which it is not known whether the right weights made them are held back, and all later ones with them, so
-that their order stays. If the weights turn out to be others, they are dropped.
+Changes are held back, in order, until it is confirmed that the right weights generated them. If the weights turn out to
+be wrong, the held changes are dropped.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
 
 
 class Outbox:
-    """`news` guards `inside`, `death` and what is handed out; what is held belongs to the engine's thread."""
+    """`news` guards `inside`, `death` and the delivered changes; held changes belong to the engine's thread."""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
-        self._hide = hide  # what no reason may show
+        self._hide = hide  # removes secrets from reasons
         self.news = threading.Condition()
         self.inside: set[int] = set()  # requests that have not ended
         self.death: str | None = None  # why the engine is dead
         self._changes: list[Change] = []
-        self._held: list[tuple[Change, bool]] = []  # and whether it can be handed out in any case
+        self._held: list[tuple[Change, bool]] = []  # and whether it is safe to deliver in any case
 
     @property
     def has_changes(self) -> bool:
@@ -37,23 +37,23 @@ class Outbox:
             return changes
 
     def add(self, *changes: Change, trusted: bool = True) -> None:
-        """At once, so that last tokens and their end are seen together."""
+        """Deliver atomically, so that the last tokens and the end arrive together."""
         if self._held or not trusted:
             self._held += [(change, trusted) for change in changes]
         else:
             self._hand_out(changes)
 
     def release(self) -> None:
-        """All that is held can be trusted."""
+        """Deliver all held changes: they are confirmed."""
         held, self._held = self._held, []
         self._hand_out([change for change, _ in held])
 
     def drop_untrusted(self, id: int) -> None:
-        """What was made for this request and cannot be trusted."""
+        """Drop the unconfirmed changes of this request."""
         self._held = [(change, trusted) for change, trusted in self._held if trusted or change.id != id]
 
     def die(self, reason: str) -> None:
-        """The first reason stays. What can be trusted is still handed out."""
+        """Mark the engine as dead; the first reason stays. Safe changes are still delivered."""
         with self.news:
             held, self._held = self._held, []
             self._hand_out([c for c, trusted in held if trusted and not isinstance(c, Started | Preempted)])

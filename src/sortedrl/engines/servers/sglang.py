@@ -3,19 +3,19 @@
     python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests 256 \\
         --incremental-streaming-output
 
-Tried with SGLang 0.5.23 on a CPU, where its own PyTorch code stood in for its compiled kernels (tests/with_sglang),
-and against a stand-in that goes wrong on demand (tests/sglang_stand_in.py). Not tried on a GPU.
+Tested with SGLang 0.5.23 on a CPU, with its PyTorch code in place of its compiled kernels (tests/with_sglang), and
+against a fake server that fails on demand (tests/sglang_stand_in.py). Not tested on a GPU.
 
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
-  tokens so far; that works, and costs more with every token.
-- **Ends**: SGLang ends a response at its model's own end tokens, too. They must be among `eos_token_ids`: a response
-  that is aborted in the step of its last token is told from them to be whole.
-- SGLang's log-probabilities are those after temperature, and before top-p: so `top_p` must be 1.
-- **Identity**: the times that its start took (`/server_info`), which no two starts share, and the weight version that
-  is set with every load (`/model_info`). It is also in every event of a response.
-- **Noise**: `seeded=True` sends `sampling_seed`, which SGLang heeds only with `--enable-deterministic-inference`.
+  tokens so far; that works, but the cost grows with every token.
+- **EOS**: SGLang also ends a response at its model's own EOS tokens. They must be among `eos_token_ids`, which show
+  that a response is complete if it is aborted in the step of its last token.
+- SGLang reports log-probabilities after temperature but before top-p, so `top_p` must be 1.
+- **Identity**: the startup timings (`/server_info`), which differ between any two starts, and the weight version that
+  is set with every weight update (`/model_info`). It is also in every event of a response.
+- **Seeds**: `seeded=True` sends `sampling_seed`, which SGLang uses only with `--enable-deterministic-inference`.
 - **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`
-  (`reuse_kv_cache=True`: without it, see kv_cache_reuse.py). If any of this fails, the server stays paused and is
+  (`reuse_kv_cache=True`: without `flush_cache`, see kv_cache_reuse.py). If a step fails, the server stays paused and is
   given up.
 """
 
@@ -40,7 +40,7 @@ _START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --m
 
 
 class SglangEngine(HttpEngine):
-    """See the module's docstring; `url` is such as http://127.0.0.1:30000."""
+    """See the module docstring; `url` is, for example, http://127.0.0.1:30000."""
 
     async def check_server(self) -> None:
         try:
@@ -52,7 +52,7 @@ class SglangEngine(HttpEngine):
             raise ConfigurationError(
                 "url",
                 self.url,
-                f"the server there has no /server_info or no /v1/loads ({refusal}): it is not SGLang 0.5.23 or newer",
+                f"the server has no /server_info or no /v1/loads ({refusal}): it is not SGLang 0.5.23 or newer",
                 f"Start it with {_START.format(slots=self.slots)}",
             ) from None
         if info.get("max_req_input_len"):
@@ -62,7 +62,7 @@ class SglangEngine(HttpEngine):
             raise ConfigurationError(
                 "url",
                 self.url,
-                f"the server runs at most {room} requests at once, and this engine has {self.slots} slots",
+                f"the server has max_running_requests = {room}, but this engine has {self.slots} slots",
                 f"Start it with {_START.format(slots=self.slots)}",
             )
 
@@ -91,7 +91,7 @@ class SglangEngine(HttpEngine):
         for request in requests:
             if request.sampling.top_p != 1:
                 raise ValueError(
-                    f"top_p = {request.sampling.top_p}: SGLang reports log-probabilities from before the cut, use 1"
+                    f"top_p = {request.sampling.top_p}: SGLang reports log-probabilities before top-p, so use 1"
                 )
         super().submit(requests)
 
@@ -101,11 +101,11 @@ class SglangEngine(HttpEngine):
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": 1.0,
-            "top_k": -1,  # the model's own configuration may say otherwise
+            "top_k": -1,  # overrides the model's configuration
             "max_new_tokens": self.room_for(request),
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": [] if sampling.ignore_eos else self._eos,
-            "no_stop_trim": True,  # the end token is part of the response
+            "no_stop_trim": True,  # EOS is part of the response
             "skip_special_tokens": False,
         }
         if self._seeded:
@@ -121,7 +121,7 @@ class SglangEngine(HttpEngine):
         return "/generate", body | ({"extra_key": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        """An event has the new tokens only, or all so far: the server's count says how many of them are new."""
+        """An event has either the new tokens or all tokens so far: the server's count shows how many are new."""
         if (refusal := refusal_in(event)) is not None:
             raise refusal
         about = event["meta_info"]
@@ -132,10 +132,12 @@ class SglangEngine(HttpEngine):
         new = made - len(sent.tokens)
         entries = about.get("output_token_logprobs") or []
         if new < 0 or new > len(entries):
-            raise Malformed(f"{len(sent.tokens)} tokens came, then {len(entries)} more, and the server counts {made}")
+            raise Malformed(
+                f"{len(sent.tokens)} tokens arrived, then {len(entries)} more, but the server counts {made}"
+            )
         ids = event.get("output_ids")
         if new and ids and len(ids) == len(entries) and ids[-new:] != [token for _, token, *_ in entries[-new:]]:
-            raise Malformed("the token ids are not those that the log-probabilities belong to")
+            raise Malformed("the token ids and the log-probabilities belong to different tokens")
         fresh = entries[len(entries) - new :]
         weights = about.get("weight_version")
         return Delta(
@@ -165,9 +167,9 @@ class SglangEngine(HttpEngine):
         return tag
 
     async def _until_empty(self) -> None:
-        """Requests whose streams were closed leave a little later, and the cache is not emptied while one is inside."""
+        """Wait until the server is empty: closed streams end with a delay, and the cache cannot be flushed before."""
         deadline = self.now() + _EMPTY_SECONDS
         while await self._count_inside():
             if self.now() > deadline:
-                raise Refused(500, f"requests are still inside {_EMPTY_SECONDS:.0f} s after they were aborted")
+                raise Refused(500, f"requests are still running {_EMPTY_SECONDS:.0f} s after they were aborted")
             await asyncio.sleep(0.02)

@@ -1,21 +1,21 @@
-"""Requests at an inference server: what happens to each, from its first to its last message, in one thread (asyncio).
+"""The life of each request at an inference server, from the first to the last message, in one thread (asyncio).
 
-- **Running**: what was sent runs, unless the server says otherwise. Once a second it is asked how many it runs; when
-  that is fewer than were sent (no memory), those that were silent longest are reported as preempted until they are
-  heard again. The count is the server's own; which ones it meant is inferred.
-- **Stop**: the server is told to abort and its streams are read to their end, so that every token that it had made
-  arrives. Where it cannot be told, the connection is closed, and what had arrived is kept.
-- **Messages** are checked (server_messages.py). One that cannot be right fails its request, with the reason.
-- **Limits**: a response is cut at its `max_new_tokens`, whatever the server goes on to send. A stream without a token
-  for `silence_seconds` on a healthy server fails its request.
-- **Outage**: a server that is busy, ill or not reachable is the server's state and no request's failure. Its requests
-  wait here, behind the tokens that they have (reported as Preempted), until it takes work again (outage.py). After
+- **Running**: sent requests count as running. Once per second the server is asked how many it is running; if that is
+  fewer than were sent (KV cache full), those silent the longest are reported as preempted until they produce tokens
+  again. The count is exact; which requests it refers to is inferred.
+- **Abort**: the server is told to abort, and its streams are read to the end, so that all generated tokens arrive. If
+  the server does not support that, the connection is closed and the tokens received so far are kept.
+- **Messages** are validated (messages.py). An invalid one fails its request, with the reason.
+- **Limits**: a response is cut at its `max_new_tokens`, even if the server sends more. A stream without a token for
+  `silence_seconds` on a healthy server fails its request.
+- **Outage**: a server that is busy, unhealthy or unreachable does not fail its requests. They wait here with the tokens
+  generated so far (reported as Preempted) until the server accepts work again (outage.py). After
   `unavailable_seconds` it is dead.
-- **Identity**: a server that restarts has other weights. While a stream is open, a restart breaks it. So after a broken
-  connection, and after a time without streams, the server must first show that it is the same with the same weights:
-  until then the tokens of new streams are held back. If it is another, they are dropped and the engine is dead.
-- **Death**: what had arrived is handed out, then every call raises `EngineDied` with the reason. That holds for any
-  error in the engine's own tasks, too: none of them ends unseen.
+- **Identity**: a restarted server has other weights. A restart breaks open streams. So after a broken connection, and
+  after a time without streams, the server must first confirm that it is the same process with the same weights; until
+  then the tokens of new streams are held back. If it is not, they are dropped and the engine is dead.
+- **Death**: tokens received so far are delivered, then every call raises `EngineDied` with the reason. Any error in the
+  engine's own tasks has the same effect, so no error goes unnoticed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from sortedrl.engines.servers.outbox import Outbox
 from sortedrl.engines.stop_strings import StopWatches
 
 WATCH_SECONDS = 1.0
-PATIENCE_SECONDS = 30.0  # with a server that is asked something small
-SETTLE_SECONDS = 0.5  # in which a server that is going down stops to say that it is well
-ABORT_SECONDS = 10.0  # for the server to answer that it aborts
-STOP_SECONDS = 2.0  # for aborted streams to end by themselves
-FEWEST_FAULTS = 64  # in a row, or two for each slot: then no answer of the server can be used
-_TURNS_AT_THE_HEAD = 3  # of a request that is refused: then others are tried first
+PATIENCE_SECONDS = 30.0  # timeout of a short request
+SETTLE_SECONDS = 0.5  # until a server that is shutting down no longer reports to be healthy
+ABORT_SECONDS = 10.0  # for the server to confirm an abort
+STOP_SECONDS = 2.0  # for aborted streams to end
+FEWEST_FAULTS = 64  # consecutive failures (or two per slot) after which the server counts as broken
+_TURNS_AT_THE_HEAD = 3  # of a refused request, before others are tried first
 _log = logging.getLogger(__name__)
 
 
 class ServerStreams(ServerDialect):
-    """See the module's docstring."""
+    """See the module docstring."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class ServerStreams(ServerDialect):
         self._server_is_full = False
         self._silence_seconds = silence_seconds
         self._outage = Outage(unavailable_seconds)
-        self._probe: Sent | None = None  # sent in an outage, to see whether it is over
-        self._token_at = float("-inf")  # when the last token of any stream came
-        self._faults = 0  # requests in a row that failed by the server's fault
+        self._probe: Sent | None = None  # sent during an outage to see whether it is over
+        self._token_at = float("-inf")  # when the last token of any stream arrived
+        self._faults = 0  # consecutive requests that failed because of the server
         self._identity = Identity()  # of the server that was given the weights
-        self._is_confirmed = False  # it is still the same
-        self._doubts = 0  # how often that became uncertain
+        self._is_confirmed = False  # whether it is known to be still the same
+        self._doubts = 0  # how often its identity became uncertain
         self._confirming = asyncio.Lock()
-        self._is_asked = False  # whether somebody is about to confirm it
-        self._tasks: set[asyncio.Task[Any]] = set()  # beside those of streams
+        self._is_asked = False  # whether a task is confirming it
+        self._tasks: set[asyncio.Task[Any]] = set()  # other than those of streams
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._note_unhandled)
 
@@ -107,7 +107,7 @@ class ServerStreams(ServerDialect):
                 return
             waiting = self._queue.popleft()
             self._names_given += 1
-            name = f"{self._name_prefix}-{self._names_given:012d}"  # none is the beginning of another
+            name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
             request, now = waiting.request, self.now()
             watch = self._stop_watches.of(request)
             sent = Sent(waiting, name, request.prefix_tokens, self.room_for(request), now, watch, heard_at=now)
@@ -118,10 +118,10 @@ class ServerStreams(ServerDialect):
                 sent.in_slot = True
                 self._outbox.add(Started(request.id, now))
             sent.task = self._loop.create_task(self._stream(sent))
-            self._begin_to_confirm()  # before its first token is there
+            self._begin_to_confirm()  # before its first token arrives
 
     async def _stream(self, sent: Sent) -> None:
-        """One response from its first to its last delta. Whatever happens to it is reported."""
+        """Handle one response from its first to its last delta, and report every outcome."""
         try:
             await self._read(sent)
         except Refused as refusal:
@@ -130,17 +130,17 @@ class ServerStreams(ServerDialect):
             elif refusal.status < 500:
                 self._fail(sent, f"the server refused it: {refusal}", is_servers_fault=False)
             else:
-                await self._fail_or_wait(sent, f"the server could not do it: {refusal}")
+                await self._fail_or_wait(sent, f"the server failed: {refusal}")
         except NOT_REACHED as error:
-            self._turn_away(sent, f"it cannot be reached: {said(error)}")
+            self._turn_away(sent, f"it is unreachable: {said(error)}")
         except BROKEN as error:
             await self._fail_or_wait(sent, f"the connection broke: {said(error)}")
         except OtherWeights as error:
             self._die(str(error))
         except Malformed as error:
-            self._fail(sent, f"the server's answer cannot be right: {error}")
+            self._fail(sent, f"the server sent an invalid message: {error}")
         except Exception as error:
-            self._fail(sent, f"the server's answer has another shape than expected: {error!r}")
+            self._fail(sent, f"the server's message has an unexpected format: {error!r}")
         finally:
             self._leave(sent)
 
@@ -156,18 +156,18 @@ class ServerStreams(ServerDialect):
                 if self._hear(sent, delta):
                     return
         if not self._finish_if_whole(sent):
-            await self._fail_or_wait(sent, "the server ended the response before its end")
+            await self._fail_or_wait(sent, "the stream ended before the end of the response")
 
     def _check_weights(self, sent: Sent, delta: Delta) -> None:
-        """A stream whose first tokens come with the name that we gave to the weights needs no other proof."""
+        """A stream whose first tokens carry our weight version needs no other confirmation."""
         expected = self._identity.weights
         is_first = expected is not None and not sent.tokens
         if is_first and delta.weights == expected and str(expected).startswith(self._name_prefix):
             sent.trusted = True
         if delta.weights is not None and expected is not None and delta.weights != expected:
             raise OtherWeights(
-                f"it made tokens with weight version {delta.weights}, and it was given {expected}: it restarted, or "
-                "somebody else loads weights into it"
+                f"it generated tokens with weight version {delta.weights} instead of {expected}: it restarted, or "
+                "another client updates its weights"
             )
 
     def _leave(self, sent: Sent) -> None:
@@ -176,17 +176,17 @@ class ServerStreams(ServerDialect):
         if self._probe is sent:
             self._probe = None
         if not self._sent:
-            self._doubt()  # a restart would break no stream now
+            self._doubt()  # without open streams, a restart would go unnoticed
         self._send_waiting()
 
     def _hear(self, sent: Sent, delta: Delta) -> bool:
-        """Report what came; whether it was the last."""
+        """Report the delta; returns whether it was the last."""
         tokens, own_end = self._up_to_its_end(sent, list(delta.tokens))
         end = delta.end
         if own_end is not None and (end not in ("stop", "length") or len(tokens) < len(delta.tokens)):
-            end = own_end  # such as aborted, in the step of its last token; or the server goes on behind the end
+            end = own_end  # aborted in the step of its last token, for example, or the server continues after the end
         if end in ("stop", "length") and not sent.tokens:
-            raise Malformed(f"it ended the response ({end}) without a token")
+            raise Malformed(f"the response ended ({end}) without a token")
         now = self.now()
         if tokens:
             sent.heard_at = self._token_at = now
@@ -210,7 +210,7 @@ class ServerStreams(ServerDialect):
         return end is not None
 
     def _up_to_its_end(self, sent: Sent, tokens: list[int]) -> tuple[list[int], str | None]:
-        """Note the tokens, at most up to where the response ends by our own rules; and which rule ends it."""
+        """Store the tokens up to the end of the response by our own rules; returns the rule that ends it."""
         room = sent.room - len(sent.tokens)
         end = "length" if len(tokens) >= room else None
         tokens = tokens[:room]
@@ -227,7 +227,7 @@ class ServerStreams(ServerDialect):
         return tokens, end
 
     def _finish_if_whole(self, sent: Sent) -> bool:
-        """Report the end that the server did not get to report, if the tokens have come to one."""
+        """Report the end if the tokens have reached one that the server did not report."""
         if sent.ended or not sent.tokens:
             return sent.ended
         end = None
@@ -240,10 +240,10 @@ class ServerStreams(ServerDialect):
             self._deliver(sent, [Finished(sent.request.id, self.now(), truncated=end == "length")])
         return sent.ended
 
-    # What goes wrong with a request, in the engine's thread
+    # Failures of a request, in the engine's thread
 
     async def _fail_or_wait(self, sent: Sent, reason: str) -> None:
-        """One request's failure, or the first sign of the server's: which of them, its health tells soon."""
+        """Fail the request, or make it wait if a health check shows that the server is the problem."""
         self._doubt()
         if sent.unwanted or sent.ended:
             return
@@ -262,10 +262,10 @@ class ServerStreams(ServerDialect):
         self._outbox.add(Failed(sent.request.id, self.now(), reason))
         self._faults += is_servers_fault
         if self._faults >= max(FEWEST_FAULTS, 2 * self.slots):
-            self._die(f"the last {self._faults} requests all failed, the last one because {reason}")
+            self._die(f"the last {self._faults} requests all failed, most recently because {reason}")
 
     def _turn_away(self, sent: Sent, reason: str, asked_for: float | None = None) -> None:
-        """Back to our queue, behind the tokens that were handed out: the server takes no work for now."""
+        """Put the request back into our queue with its delivered tokens: the server is unavailable."""
         self._doubt()
         if sent.unwanted or sent.ended or self._outbox.death is not None:
             return
@@ -292,7 +292,7 @@ class ServerStreams(ServerDialect):
         now = self.now()
         self._outage.note(now, reason, asked_for, watched=watched)
         if self._outage.is_hopeless(now, self._token_at):
-            self._die(f"it does not answer any more ({reason})")
+            self._die(f"it no longer responds ({reason})")
         else:
             self._loop.call_later(max(0.0, self._outage.retry_at - now) + 0.001, self._send_waiting)
 
@@ -317,8 +317,8 @@ class ServerStreams(ServerDialect):
         try:
             async with asyncio.timeout(ABORT_SECONDS):
                 return await self.abort_on_server(names)
-        except Exception as error:  # then the connections are closed, which ends them, too
-            _log.debug("%s does not abort: %s", self.url, said(error))
+        except Exception as error:  # closing the connections ends the requests, too
+            _log.debug("%s failed to abort: %s", self.url, said(error))
             return False
 
     # The server's state, in the engine's thread
@@ -330,7 +330,7 @@ class ServerStreams(ServerDialect):
                 await self._look()
 
     async def _look(self) -> None:
-        """Ask the server how it is. What it does not tell, or tells in no sensible way, is not known."""
+        """Ask the server for its state. Missing or invalid answers count as unknown."""
         running: int | None = None
         trouble: Exception | None = None
         try:
@@ -358,14 +358,14 @@ class ServerStreams(ServerDialect):
                 self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
 
     def _cut_silent(self) -> None:
-        """Fail what has made no token for too long. What is preempted may wait, as long as others make tokens."""
+        """Fail requests without a token for too long. Preempted ones may wait while others produce tokens."""
         if self._outage.is_on or not self._sent:
             return
         longest_ago = self.now() - self._silence_seconds
         all_are_silent = max(sent.heard_at for sent in self._sent.values()) < longest_ago
         silent = [s for s in self._sent.values() if s.heard_at < longest_ago and (s.in_slot or all_are_silent)]
         for sent in silent:
-            self._fail(sent, f"no token came for {self._silence_seconds:g} s, and the server says that it is well")
+            self._fail(sent, f"no token for {self._silence_seconds:g} s, although the server reports to be healthy")
             if sent.task is not None:
                 sent.task.cancel()
         if silent:
@@ -378,10 +378,10 @@ class ServerStreams(ServerDialect):
             return await self.is_well()
         except (Refused, *BROKEN):
             return False
-        except Exception:  # it answered, whatever it said
+        except Exception:  # any answer means that it is reachable
             return True
 
-    # Whether it is the server that was given the weights, in the engine's thread
+    # Identity of the server, in the engine's thread
 
     def _doubt(self) -> None:
         self._is_confirmed = False
@@ -393,7 +393,7 @@ class ServerStreams(ServerDialect):
             self._spawn(self._confirm())
 
     async def _confirm(self) -> None:
-        """Hand out what is held as soon as the server has shown that it is still the same; give up another one."""
+        """Deliver held changes once the server is confirmed to be the same; give up if it is not."""
         async with self._confirming:
             self._is_asked = False
             while not self._is_confirmed and self._outbox.death is None:
@@ -401,13 +401,13 @@ class ServerStreams(ServerDialect):
                 try:
                     found = await self.identity()
                     agrees = found.agrees_with(self._identity) if self._identity.is_known else True
-                    trouble = "it does not say any more which server it is"
+                    trouble = "it no longer reports its identity"
                 except Exception as error:
                     agrees, trouble = None, said(error)
                 if agrees is False:
                     self._die(
-                        f"it is not the server that was given the weights: {found}, and it was {self._identity}. It "
-                        "restarted, or somebody else loads weights into it; what it made since was not used"
+                        f"it is not the server that was given the weights: {found}, but it was {self._identity}. It "
+                        "restarted, or another client updates its weights; tokens generated since were not used"
                     )
                 elif agrees is None:
                     self._note_outage(trouble)
@@ -422,7 +422,7 @@ class ServerStreams(ServerDialect):
         self._outbox.release()
 
     def _deliver(self, sent: Sent, changes: Sequence[Change]) -> None:
-        """Report what the server made, or hold it back until the server has shown that it is the right one."""
+        """Report a change, or hold it back until the server's identity is confirmed."""
         if not changes:
             return
         sent.trusted = sent.trusted or self._is_confirmed
@@ -442,10 +442,10 @@ class ServerStreams(ServerDialect):
             if sent.task is not None and sent.task is not here:
                 self._loop.call_soon_threadsafe(sent.task.cancel)
 
-    # Small things
+    # Helpers
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Do this beside the streams. If it fails, the engine is dead: nobody else would notice."""
+        """Run a background task. If it fails, the engine is dead, since nothing else would notice."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end_of)
@@ -456,7 +456,7 @@ class ServerStreams(ServerDialect):
             self._die(f"the engine's own task failed: {error!r}")
 
     def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context and "exception" in context:  # a callback: of ours, or one that our streams rely on
+        if "handle" in context and "exception" in context:  # a callback of ours, or one that our streams rely on
             self._die(f"the engine's own task failed: {context['exception']!r}")
         else:
             _log.debug("%s: %s", self.url, context.get("message"))

@@ -4,24 +4,24 @@
         --max-num-seqs 256 --stream-interval 8
 
 - `--tokens-only` opens the route for tokens in, tokens out (`/inference/v1/generate`) and the one that aborts. vLLM
-  then has no tokenizer to check token ids with: one outside of the vocabulary ends the server.
-- Development mode has the routes that weights need (`/collective_rpc`, `/pause`, `/reset_prefix_cache`). They run
-  methods on the workers for any client, vLLM's `--api-key` does not guard them, and vLLM listens on every interface by
-  default: so the command binds to loopback.
-- `--logprobs-mode processed_logprobs` gives the log-probabilities that tokens were sampled at, after temperature and
-  top-p. All of this is checked at start, and so is `--max-num-seqs`.
-- A larger `--stream-interval` costs the server less; tokens that were made and not streamed are lost if it is killed.
-- `/abort_requests` makes vLLM hand out what it had made and not streamed yet. Where it is missing (0.25 without
-  `--tokens-only`) a stopped request's connection is closed.
+  then has no tokenizer to validate token ids with: one outside of the vocabulary crashes the server.
+- Development mode has the routes for weight updates (`/collective_rpc`, `/pause`, `/reset_prefix_cache`). They run
+  methods on the workers for any client, `--api-key` does not protect them, and vLLM listens on every interface by
+  default. So the command binds to loopback.
+- `--logprobs-mode processed_logprobs` returns the log-probabilities that tokens were sampled with, after temperature
+  and top-p. All of this is checked at startup, and so is `--max-num-seqs`.
+- A larger `--stream-interval` is cheaper for the server; tokens not streamed yet are lost if it is killed.
+- `/abort_requests` makes vLLM return the tokens that it has not streamed yet. If it is missing (0.25 without
+  `--tokens-only`), the connection of an aborted request is closed.
 - **Identity**: the start time of its process (`/metrics`), and since 0.32 the weight version that is set with every
-  load (`/update_weight_version`, `/weight_info`). It is also in the last event of each response.
-- **Noise**: vLLM's per-request seeds cost a kernel launch a row, so they are sent only with `seeded=True`. vLLM replays
-  a seed from position 0 when a request is resumed, so a resumed one gets a seed of its own.
-- **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then the prefix cache is emptied: it
-  holds KV of the old weights (`reuse_kv_cache=True`: see kv_cache_reuse.py). If any of this fails, the server stays
-  paused and is given up.
+  weight update (`/update_weight_version`, `/weight_info`). It is also in the last event of each response.
+- **Seeds**: vLLM's per-request seeds cost one kernel launch per row, so they are sent only with `seeded=True`. vLLM
+  replays a seed from position 0 when a request is resumed, so a resumed request gets a new seed.
+- **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then a reset of the prefix cache, which
+  holds KV of the old weights (`reuse_kv_cache=True`: see kv_cache_reuse.py). If a step fails, the server stays paused
+  and is given up.
 
-Works with vLLM 0.32.0 (tested against a real server on CPU); the routes and formats of 0.25.1 were read in its source.
+Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1 is based on its source code.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class VllmServerEngine(HttpEngine):
-    """See the module's docstring; `url` is such as http://127.0.0.1:8000."""
+    """See the module docstring; `url` is, for example, http://127.0.0.1:8000."""
 
-    _can_abort = True  # until it says otherwise
+    _can_abort = True  # until a request shows otherwise
 
     async def check_server(self) -> None:
         one_token = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "detokenize": False}}
@@ -64,7 +64,7 @@ class VllmServerEngine(HttpEngine):
             raise ConfigurationError(
                 "url",
                 self.url,
-                f"the server there is not vLLM, or it lacks --tokens-only or development mode ({refusal})",
+                f"the server is not vLLM, or it runs without --tokens-only or development mode ({refusal})",
                 f"Start it with {_START.format(slots=self.slots)}",
             ) from None
         model, scheduler = info["vllm_config"]["model_config"], info["vllm_config"]["scheduler_config"]
@@ -77,7 +77,7 @@ class VllmServerEngine(HttpEngine):
             raise ConfigurationError(
                 "url",
                 self.url,
-                f"the server runs with {flag} {value}, and this engine has {self.slots} slots",
+                f"the server runs with {flag} {value}, but this engine has {self.slots} slots",
                 f"Start it with {_START.format(slots=self.slots)}",
             )
 
@@ -103,7 +103,7 @@ class VllmServerEngine(HttpEngine):
             return None
 
     async def _metric(self, name: str) -> list[str]:
-        """Its values, as text: one for each engine of the server."""
+        """Its values as text, one per engine of the server."""
         lines = str(await self.call("GET", "/metrics")).splitlines()
         return [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
 
@@ -114,7 +114,7 @@ class VllmServerEngine(HttpEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": self.room_for(request),
-            "ignore_eos": True,  # the end tokens are named here, whatever the model's own configuration says
+            "ignore_eos": True,  # EOS tokens are given explicitly and override the model's configuration
             "stop_token_ids": [] if sampling.ignore_eos else self._eos,
             "logprobs": 0,
             "detokenize": False,
@@ -137,7 +137,7 @@ class VllmServerEngine(HttpEngine):
         if not event.get("choices"):
             return Delta((), ())
         if len(event["choices"]) != 1:
-            raise Malformed(f"{len(event['choices'])} responses came, and one was asked for")
+            raise Malformed(f"{len(event['choices'])} responses arrived instead of one")
         choice = event["choices"][0]
         logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
         usage = event.get("usage")
@@ -170,12 +170,12 @@ class VllmServerEngine(HttpEngine):
         if not keys_stay:
             emptied = await self.call("POST", "/reset_prefix_cache")
             if isinstance(emptied, dict) and emptied.get("success") is False:
-                raise Refused(500, "the prefix cache, which holds keys of the old weights, was not emptied")
+                raise Refused(500, "the prefix cache, which holds KV of the old weights, was not reset")
         await self.call("POST", "/resume")
         return tag
 
     async def _tag_weights(self, version: int) -> str | None:
-        """Name the loaded weights, so that the server can tell them from all others; None if it cannot (0.25)."""
+        """Set the weight version, so that the server can identify its weights; None if not supported (0.25)."""
         tag = self.weights_name(version)
         try:
             await self.call("POST", "/update_weight_version", body={"new_version": tag})
@@ -187,6 +187,6 @@ class VllmServerEngine(HttpEngine):
 
 
 def _weights_in(spans: Sequence[dict[str, Any]]) -> str | None:
-    """The weight version of a response's tokens; all of them where it has several, which is never right."""
+    """The weight version of a response's tokens; all of them if there are several, which is an error."""
     versions = [str(span["version"]) for span in spans]
     return " and ".join(dict.fromkeys(versions)) if versions else None

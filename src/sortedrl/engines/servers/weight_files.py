@@ -1,7 +1,7 @@
-"""Weights on their way to a server: a file in memory that both sides see, for as long as the weight update takes.
+"""Passes weights to a server: a file in memory that both sides can read, for the duration of a weight update.
 
-Such a folder is locked by the process that writes it, from before it has its name. A killed process leaves the folder
-behind without the lock: the next weight update of the same user in the same place removes what no process holds.
+The writing process locks the folder before it gets its final name. A killed process leaves its folder behind without
+the lock: the same user's next weight update in the same place removes all unlocked folders.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sortedrl.core.schedule import ConfigurationError
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sortedrl-weights-"
 _LOCK = "lock"
-_UNNAMED_PREFIX = ".sortedrl-new-"  # of a folder that is not locked yet
-_UNNAMED_SECONDS = 60.0  # after which nobody is about to lock it
+_UNNAMED_PREFIX = ".sortedrl-new-"  # of folders that are not locked yet
+_UNNAMED_SECONDS = 60.0  # after that, its process is gone
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Where weights are written, and who may read them: the user of this process, or all users of the machine."""
+    """Where weights are written, and who may read them: this user, or all users of the machine."""
 
-    folder: Path | None = None  # None: shared memory, or the folder for temporary files where there is none
+    folder: Path | None = None  # None: shared memory, or else the folder for temporary files
     readable_by_all: bool = False
 
     @property
@@ -43,7 +43,7 @@ class WeightFiles:
 
     @contextmanager
     def written(self, weights: Weights, version: int) -> Iterator[Path]:
-        """A folder with these weights, for as long as they are needed."""
+        """A temporary folder with these weights."""
         remove_abandoned(self.parent)
         folder: Path | None = None
         lock: int | None = None
@@ -61,8 +61,8 @@ class WeightFiles:
                 raise ConfigurationError(
                     "weights_folder",
                     str(self.parent),
-                    f"the weights of version {version} cannot be written there ({error})",
-                    "Name a folder with more room that the server can read, too.",
+                    f"cannot write the weights of version {version} ({error})",
+                    "Use a folder with more space that the server can also read.",
                 ) from error
             yield folder
         finally:
@@ -73,9 +73,9 @@ class WeightFiles:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove weights that killed processes of this user left here. What any process still holds stays."""
+    """Remove weights left behind by killed processes of this user. Locked folders stay."""
     for folder in [*parent.glob(f"{_PREFIX}*"), *parent.glob(f"{_UNNAMED_PREFIX}*")]:
-        with suppress(OSError):  # it is gone by now, or not ours to touch
+        with suppress(OSError):  # it is gone by now, or belongs to another user
             if _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -97,7 +97,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _take(lock: int) -> bool:
-    """Whether the lock was free and is ours now; False also where the file system has no locks."""
+    """Whether the lock was free and is ours now; False also if the file system does not support locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -106,9 +106,9 @@ def _take(lock: int) -> bool:
 
 
 def write_weights(weights: Weights, file: Path) -> None:
-    """Write the file under another name, then rename it: it is either whole or not there.
+    """Write the file atomically (write, then rename).
 
-    A tied output layer is always written: servers keep the old one if it is not named.
+    A tied output layer is always written: servers do not update it otherwise.
     """
     from safetensors.torch import save_file
 
@@ -119,7 +119,7 @@ def write_weights(weights: Weights, file: Path) -> None:
     seen: set[int] = set()
     for name, tensor in named.items():
         tensor = tensor.detach().contiguous()
-        named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # the format holds no shared tensors
+        named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # safetensors cannot store shared tensors
         seen.add(tensor.data_ptr())
     partial = file.with_suffix(".partial")
     save_file(named, partial)

@@ -1,12 +1,12 @@
-"""The scheduler inside TRL: `SortedGRPOTrainer` in the place of `GRPOTrainer`.
+"""SortedRL in TRL: use `SortedGRPOTrainer` instead of `GRPOTrainer`.
 
     from sortedrl.integrations.trl import SortedGRPOTrainer
 
     trainer = SortedGRPOTrainer(model, reward_funcs, args, train_dataset, schedule="partial+elevator")
     trainer.train()
 
-Files: `trainer` (what TRL calls), `fields` (GRPOConfig's fields: mapped or refused), `run` (the scheduler's side: it
-knows nothing of TRL), `rows` (an update as the rows that TRL wants).
+Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `run` (the scheduler's
+side, independent of TRL), `rows` (converts an update to TRL's rows).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ModuleNotFoundError as missing:
 
 from sortedrl.integrations.trl.fields import check_version
 
-check_version()  # before the trainer: a class that does not fit is not even built
+check_version()  # before the trainer class is created
 
 from sortedrl.integrations.trl.trainer import EngineMismatch, HookNeverFired, SortedGRPOTrainer  # noqa: E402
 

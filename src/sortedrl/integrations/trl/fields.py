@@ -1,7 +1,7 @@
-"""What a GRPOConfig means for the scheduler: which fields it takes over, and which it refuses by name.
+"""How the fields of a GRPOConfig apply to the scheduler.
 
-A field is kept (TRL goes on to do with it what it always did), mapped (`schedule_for`), or refused when it is set away
-from its default (`REFUSED`): none is ignored in silence.
+A field is kept (TRL handles it as usual), mapped (`schedule_for`), or refused by name if it differs from its default
+(`REFUSED`). None is silently ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OLDEST_VERSION = "1.16.0"
 VERIFIED_VERSIONS = ("1.16.0",)
 UPDATES_PER_COHORT = 4
 
-# The methods of GRPOTrainer that are replaced, with the parameters that they are called with.
+# The methods of GRPOTrainer that are overridden, with their parameters.
 HOOKS: dict[str, tuple[str, ...]] = {
     "_prepare_inputs": ("generation_batch",),
     "_generate_and_score_completions": ("inputs",),
@@ -33,9 +33,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_compute_loss": ("model", "inputs"),
 }
 
-_WHOLE_DISTRIBUTION = "the loss is about log-probabilities of the whole distribution: its ratios would be biased"
-_OWN_ENGINE = "the scheduler's own engine generates"
-_VLLM = "it sets up TRL's own vLLM, and the scheduler needs one that it can stop"
+_WHOLE_DISTRIBUTION = "the loss uses log-probabilities of the full distribution, so its ratios would be biased"
+_OWN_ENGINE = "the scheduler generates with its own engine"
+_VLLM = "it sets up TRL's own vLLM, but the scheduler needs one that it can abort requests in"
 _USE_ENGINE = "Leave it out and pass engine= to the trainer."
 
 REFUSED: dict[str, tuple[str, str]] = {
@@ -43,8 +43,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "top_k": (_WHOLE_DISTRIBUTION, "Leave it at 0."),
     "min_p": (_WHOLE_DISTRIBUTION, "Leave it out."),
     "repetition_penalty": (_WHOLE_DISTRIBUTION, "Leave it at 1.0."),
-    "generation_kwargs": (f"{_OWN_ENGINE}, and samples with temperature alone", "Leave it out."),
-    "cache_implementation": (f"{_OWN_ENGINE}, with a cache of its own", "Leave it out."),
+    "generation_kwargs": (f"{_OWN_ENGINE}, which only supports temperature", "Leave it out."),
+    "cache_implementation": (f"{_OWN_ENGINE}, which has its own KV cache", "Leave it out."),
     "use_transformers_paged": (_OWN_ENGINE, _USE_ENGINE),
     "use_transformers_continuous_batching": (_OWN_ENGINE, _USE_ENGINE),
     "transformers_continuous_batching_config": (_OWN_ENGINE, _USE_ENGINE),
@@ -58,14 +58,14 @@ REFUSED: dict[str, tuple[str, str]] = {
     "vllm_server_timeout": (_VLLM, _USE_ENGINE),
     "vllm_group_port": (_VLLM, _USE_ENGINE),
     "vllm_tensor_parallel_size": (_VLLM, _USE_ENGINE),
-    "max_tool_calling_iterations": ("a rollout is one turn, tools are not called", "Leave it out."),
+    "max_tool_calling_iterations": ("a rollout is one turn without tool calls", "Leave it out."),
     "ds3_gather_for_generation": ("DeepSpeed ZeRO-3 is not supported", "Leave it out."),
     "fsdp": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
     "parallelism_config": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
 }
-# Fields that say how vLLM is to be run in this process.
+# Settings of vLLM in this process.
 ENGINE_FIELDS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
-# Fields of the correction of stale tokens: TRL reads them only where old and sampling policy are kept apart.
+# Settings of the off-policy correction: TRL reads them only if old and sampling policy are distinguished.
 CORRECTION_FIELDS = (
     "vllm_importance_sampling_cap",
     "vllm_importance_sampling_mode",
@@ -74,18 +74,18 @@ CORRECTION_FIELDS = (
 )
 
 REFUSED_ARGUMENTS: dict[str, tuple[str, str]] = {
-    "tools": ("a rollout is one turn, tools are not called", "Use GRPOTrainer for multi-turn training."),
-    "rollout_func": ("the scheduler decides what is generated and when", "Pass an engine of your own as engine=."),
+    "tools": ("a rollout is one turn without tool calls", "Use GRPOTrainer for multi-turn training."),
+    "rollout_func": ("the scheduler decides what is generated and when", "Pass your own engine as engine=."),
     "environment_factory": ("a rollout is one turn", "Use GRPOTrainer for environments."),
-    "quantization_config": ("the engine runs on plain weights", "Load the model in bfloat16; LoRA is supported."),
+    "quantization_config": ("the engine needs unquantized weights", "Load the model in bfloat16; LoRA is supported."),
 }
 
 
 def check_version(version: str = trl.__version__, trainer: type = GRPOTrainer) -> None:
-    """Refuse a TRL that is too old, or in which a method that is replaced here is gone or called otherwise."""
+    """Refuse a TRL version that is too old, or in which an overridden method is missing or has other parameters."""
     works = f"Verified with TRL {' and '.join(VERIFIED_VERSIONS)}: pip install 'trl=={VERIFIED_VERSIONS[-1]}'"
     if Version(version) < Version(OLDEST_VERSION):
-        raise ConfigurationError("trl", version, f"older than {OLDEST_VERSION}, the first that fits", works)
+        raise ConfigurationError("trl", version, f"older than {OLDEST_VERSION}, the first supported version", works)
     for name, parameters in HOOKS.items():
         method = getattr(trainer, name, None)
         known = () if method is None else tuple(inspect.signature(method).parameters)[1:]
@@ -95,15 +95,15 @@ def check_version(version: str = trl.__version__, trainer: type = GRPOTrainer) -
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """What GRPOTrainer takes beside its config. `given` are the arguments by name."""
+    """Check the arguments of GRPOTrainer other than its config. `given` holds them by name."""
     for name, (why, fix) in REFUSED_ARGUMENTS.items():
         if given.get(name):
             raise ConfigurationError(name, given[name], why, fix)
     dataset = given.get("train_dataset")
     if dataset is None or not hasattr(dataset, "__len__"):
         raise ConfigurationError(
-            "train_dataset", type(dataset).__name__, "the scheduler loads prompts by their place in the dataset",
-            "Pass a datasets.Dataset; a streamed one can be read into memory first.",
+            "train_dataset", type(dataset).__name__, "the scheduler loads prompts by their index in the dataset",
+            "Pass a datasets.Dataset; read a streaming dataset into memory first.",
         )  # fmt: skip
     columns = set(dataset.column_names or ())
     if "prompt" not in columns:
@@ -115,7 +115,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:
-    """Refuse, by name, each field that is set and that nothing here would honor."""
+    """Refuse, by name, each field that is set but would have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     set_fields = {name for name in defaults if _is_set(name, getattr(args, name), defaults[name])}
     for name, (why, fix) in REFUSED.items():
@@ -124,33 +124,38 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
     for name in ENGINE_FIELDS:
         if name in set_fields and engine != "vllm":
             raise ConfigurationError(
-                name, getattr(args, name), "it sets up vLLM, and another engine generates",
+                name, getattr(args, name), "it sets up vLLM, but another engine generates",
                 "Leave it out, or pass engine='vllm' to the trainer.",
             )  # fmt: skip
     if off_policy_correction not in ("ppo_clip", "decoupled"):
         raise ConfigurationError(
-            "off_policy_correction", off_policy_correction, "no such treatment", "Use 'ppo_clip' or 'decoupled'."
+            "off_policy_correction", off_policy_correction, "no such correction", "Use 'ppo_clip' or 'decoupled'."
         )
     for name in CORRECTION_FIELDS:
         if name in set_fields and off_policy_correction == "ppo_clip":
             raise ConfigurationError(
-                name, getattr(args, name), "with off_policy_correction='ppo_clip' nothing is weighted by it",
+                name, getattr(args, name), "it has no effect with off_policy_correction='ppo_clip'",
                 "Leave it out, or pass off_policy_correction='decoupled' to the trainer.",
             )  # fmt: skip
     if off_policy_correction == "decoupled" and not args.vllm_importance_sampling_correction:
         raise ConfigurationError(
-            "vllm_importance_sampling_correction", False, "it is what off_policy_correction='decoupled' asks for",
+            "vllm_importance_sampling_correction", False, "off_policy_correction='decoupled' requires it",
             "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer.",
         )  # fmt: skip
     if not args.temperature > 0:
-        raise ConfigurationError("temperature", args.temperature, "greedy responses have no siblings", "Use 1.0.")
+        raise ConfigurationError(
+            "temperature",
+            args.temperature,
+            "greedy responses to a prompt are all the same, so a group has no advantages",
+            "Use 1.0.",
+        )
     if args.max_completion_length is None:
-        raise ConfigurationError("max_completion_length", None, "a rollout needs a token budget", "Use 512.")
+        raise ConfigurationError("max_completion_length", None, "a rollout needs a limit on its tokens", "Use 512.")
     _check_steps(args)
 
 
 def _check_steps(args: GRPOConfig) -> None:
-    """A batch of the scheduler must begin and end with an optimizer step, and so must a checkpoint."""
+    """A batch of the scheduler must start and end with an optimizer step, and so must a checkpoint."""
     steps, accumulated = _steps_per_generation(args), args.gradient_accumulation_steps
     if steps % accumulated:
         raise ConfigurationError(
@@ -168,7 +173,7 @@ def _check_steps(args: GRPOConfig) -> None:
 
 
 def _is_set(name: str, value: Any, default: Any) -> bool:
-    if name == "fsdp":  # its own __post_init__ normalizes what was given, or not, to a list
+    if name == "fsdp":  # its own __post_init__ normalizes the value to a list
         return bool(value)
     return default is not dataclasses.MISSING and value != default
 
@@ -183,17 +188,17 @@ def _steps_per_generation(args: GRPOConfig) -> int:
 
 
 def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule:
-    """The schedule of one process: what GRPOConfig says in its own words, and the rest from `given`.
+    """The schedule of one process: sizes from GRPOConfig, and the rest from `given`.
 
-    A generation batch is an update; each process schedules its own share of it.
+    A generation batch is an update; each process schedules its own part of it.
     """
     rollouts = args.generation_batch_size // args.world_size
     if rollouts % args.num_generations:
         raise ConfigurationError(
             "per_device_train_batch_size", args.per_device_train_batch_size,
-            f"each of {args.world_size} processes gets {rollouts} rollouts of an update, which are no whole sibling "
-            f"sets of {args.num_generations}",
-            f"Choose per_device_train_batch_size x steps_per_generation as a multiple of {args.num_generations}.",
+            f"each of {args.world_size} processes gets {rollouts} rollouts per update, which is not a whole number of "
+            f"groups of {args.num_generations}",
+            f"Make per_device_train_batch_size x steps_per_generation a multiple of {args.num_generations}.",
         )  # fmt: skip
     owned: dict[str, Any] = {
         "rollouts_per_update": rollouts,
@@ -208,7 +213,7 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule
     else:
         schedule = _merged(given, owned)
     if schedule.overlap:
-        raise ConfigurationError("overlap", True, "the engine rests while the trainer steps", "Leave it out.")
+        raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
     strategy_named(schedule.mode).check(schedule)
     return schedule
 
@@ -225,6 +230,6 @@ def _merged(given: Schedule, owned: dict[str, Any]) -> Schedule:
         value = getattr(given, key)
         if value not in (defaults[key], owned[key]):
             raise ConfigurationError(
-                key, value, f"GRPOConfig's {name} says {owned[key]}", f"Leave {key} out of the schedule."
+                key, value, f"{name} of GRPOConfig sets it to {owned[key]}", f"Leave {key} out of the schedule."
             )
     return dataclasses.replace(given, **owned)

@@ -1,8 +1,8 @@
-"""An update as the rows that TRL wants: groups one after the other, all of the same size, then micro-batches.
+"""Converts an update to TRL's rows: consecutive groups of equal size, split into micro-batches.
 
-TRL computes advantages over `rows.view(-1, siblings)`, and every process must bring the same number of rows. A batch
-of the scheduler may have a set with a rejected member, or more or fewer sets than usual. Rows that only fill up are
-copies of real ones that train nothing: no reward, and a mask of zeros.
+TRL computes advantages over `rows.view(-1, siblings)`, and every process must have the same number of rows. A batch of
+the scheduler may have a group with a rejected member, or more or fewer groups than usual. Padding rows are copies of
+real ones without effect: no reward, and a mask of zeros.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sortedrl.core.rollout import Rollout
 
 class Row(NamedTuple):
     rollout: Rollout
-    trains: bool  # False: it only fills up
+    trains: bool  # False: padding
 
 
 def rows_in_groups(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
-    """The rollouts, sets together in the order of their shortest member, each set filled up to `siblings` rows."""
+    """The rollouts by group, in the order of each group's shortest member, each group padded to `siblings` rows."""
     sets: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         sets.setdefault(rollout.group, []).append(rollout)
@@ -35,18 +35,18 @@ def rows_in_groups(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
 
 
 def filled_up(rows: Sequence[Row], count: int) -> list[Row]:
-    """With copies of the first row, the shortest, up to `count`."""
+    """Pad to `count` rows with copies of the first, which is the shortest."""
     return [*rows, *[Row(rows[0].rollout, False)] * (count - len(rows))]
 
 
 def rows_needed(rows: int, siblings: int, micro_batches: int) -> int:
-    """The next number of rows that whole sets and equal micro-batches can have."""
+    """The next larger number of rows that makes whole groups and equal micro-batches."""
     unit = math.lcm(siblings, micro_batches)
     return -(-rows // unit) * unit
 
 
 def token_staleness(rollouts: Sequence[Rollout], version: int, width: int) -> Tensor:
-    """[rows, width]: how many versions ago each token was sampled, 0 in the padding."""
+    """[rows, width]: the staleness of each token in versions, 0 in the padding."""
     staleness = torch.zeros(len(rollouts), width, dtype=torch.long)
     for row, rollout in enumerate(rollouts):
         staleness[row, : len(rollout)] = version - torch.tensor(rollout.versions)
@@ -56,11 +56,11 @@ def token_staleness(rollouts: Sequence[Rollout], version: int, width: int) -> Te
 def micro_batches(
     scored: dict[str, Tensor], count: int, *, optimizer_steps: int = 1, trim: bool
 ) -> list[dict[str, Tensor]]:
-    """Equal parts, those of the first optimizer step first, each without the columns that are padding in all its rows.
+    """Equal micro-batches in the order of the optimizer steps, each without columns that are all padding.
 
-    Rows are dealt out by length over the optimizer steps, so that every step sees the same mix of lengths. Within a
-    step the parts are cut by length, shortest first. Prompts are padded on the left, all else on the right. Tensors
-    without rows go into every part.
+    Rows are distributed by length over the optimizer steps, so that every step sees the same mix of lengths. Within a
+    step, micro-batches are formed by length, shortest first. Prompts are padded on the left, everything else on the
+    right. Tensors without rows go into every part.
     """
     order = torch.argsort(scored["completion_mask"].sum(dim=1), stable=True)
     parts = [

@@ -1,27 +1,27 @@
-"""`SortedGRPOTrainer`: TRL's GRPOTrainer with the scheduler in the place of its generation and batch composition.
+"""`SortedGRPOTrainer`: TRL's GRPOTrainer, with the scheduler in charge of generation and batch composition.
 
-Why this seam and not another. `rollout_func` gets one row for each prompt of a batch that TRL has fixed before, so it
-cannot swap prompts; and its log-probabilities reach the loss only with TRL's own vLLM. `AsyncGRPOTrainer` has a
-rollout worker to replace, but another config, fewer losses and a vLLM server of its own: not what a GRPOTrainer script
-can be changed to in two lines. So GRPOTrainer is subclassed where it fills its generation batch:
+Why a subclass. `rollout_func` gets one row per prompt of a batch that TRL has already fixed, so it cannot swap prompts,
+and its log-probabilities reach the loss only with TRL's own vLLM. `AsyncGRPOTrainer` has a replaceable rollout worker,
+but a different config, fewer losses and its own vLLM server, so a GRPOTrainer script would need more than two changed
+lines. So GRPOTrainer is subclassed where it fills its generation batch:
 
-    _prepare_inputs                     asks the scheduler for an update instead of the data loader, deals it out over
-                                        the optimizer steps and cuts each step into micro-batches by length
+    _prepare_inputs                     gets an update from the scheduler instead of the data loader, distributes it
+                                        over the optimizer steps and splits each step into micro-batches by length
     _generate_single_turn               returns that update's tokens and log-probabilities (in evaluation: samples)
-    _calculate_rewards                  TRL's own, on the whole update; rewards are told to the event log
-    _generate_and_score_completions     TRL's own; then `old_per_token_logps` are what the engine sampled with
-    _compute_loss                       TRL's own; beside it the engine's log-probabilities are compared with TRL's
+    _calculate_rewards                  TRL's, on the whole update; rewards go to the event log
+    _generate_and_score_completions     TRL's; then `old_per_token_logps` are set to the engine's log-probabilities
+    _compute_loss                       TRL's; the engine's log-probabilities are also compared with TRL's
 
 Everything else is TRL's: advantages, losses, KL, optimizer, logging, checkpoints, accelerate. The data loader still
-counts the steps, its rows are not looked at. Each process runs a scheduler and an engine of its own over its share of
-the prompts, on its own replica of the weights; gradients are TRL's business. So every GPU generates, and processes
-meet at the optimizer step, as with GRPOTrainer.
+counts the steps, but its rows are ignored. Each process runs its own scheduler and engine over its part of the prompts,
+on its own replica of the weights; TRL synchronizes gradients. So every GPU generates, and processes synchronize at the
+optimizer step, as with GRPOTrainer.
 
-What must hold, and is checked at run time:
+Invariants, checked at run time:
 - at the end of the first step every method above has been called (`HookNeverFired`);
-- a batch is published before the next is asked for (`HookNeverFired`: the callback is gone);
-- the prompts that TRL tokenized are those that the rollouts answer;
-- on tokens of the current weights, engine and trainer agree on the log-probability (`EngineMismatch`).
+- a batch is published before the next is requested (`HookNeverFired`: the callback is missing);
+- the prompts that TRL tokenized are those of the rollouts;
+- on tokens of the current weights, engine and trainer agree on the log-probabilities (`EngineMismatch`).
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 
 
 
 class HookNeverFired(RuntimeError):
-    """TRL did not call what the scheduler hangs on: nothing that it trained on came from the scheduler."""
+    """TRL did not call a hook of the scheduler, so its batches did not come from the scheduler."""
 
 
 class EngineMismatch(RuntimeError):
-    """The engine samples from another distribution than the trainer computes."""
+    """The engine and the trainer disagree on log-probabilities."""
 
 
 class DatasetPrompts(Sequence[Prompt]):
-    """Rows `rank`, `rank + processes`, ... of the dataset as prompts, tokenized when they are asked for."""
+    """Rows `rank`, `rank + processes`, ... of the dataset as prompts, tokenized lazily."""
 
     def __init__(self, trainer: SortedGRPOTrainer) -> None:
         self._trainer = trainer
@@ -90,19 +90,20 @@ class DatasetPrompts(Sequence[Prompt]):
         return Prompt(str(row), tuple(tokens[0]), row)
 
 
-_Host: Any = GRPOTrainer  # TRL types too little of itself to be checked against
+_Host: Any = GRPOTrainer  # TRL lacks the type hints for type checking
 
 
 class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     """GRPOTrainer's arguments, and:
 
     schedule      a mode's name, or a `Schedule` whose sizes agree with the GRPOConfig
-    engine        "embedded" (in this process, on the trainer's own weights), "vllm" (in this process, on weights of
-                  its own), or any `core.engine.Engine`
-    slots         responses that the engine decodes at once; default: the rollouts of an update of this process
+    engine        "embedded" (in this process, shares the trainer's weights), "vllm" (in this process, with a copy of
+                  the weights), or any `core.engine.Engine`
+    slots         responses that the engine decodes at once (vLLM max_num_seqs, SGLang max_running_requests); default:
+                  the rollouts per update of this process
     off_policy_correction
-                  "ppo_clip": the loss clips against the log-probabilities that were sampled with. "decoupled": against
-                  those of the weights before the update, weighted by TRL's `vllm_importance_sampling_*` fields
+                  "ppo_clip": the loss clips the ratio against the sampling policy. "decoupled": against the weights
+                  before the update, weighted according to TRL's `vllm_importance_sampling_*` fields
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._engine_wanted = engine
         self._engine: Engine | None = None
         self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
-        # TRL has the correction of decoupled PPO under the name of its vLLM mode; its generation is replaced anyway.
+        # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
         self._run: ScheduledRun | None = None
@@ -149,9 +150,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 "deepspeed", "ZeRO-3", "sharded weights are not gathered for the engine", "Use ZeRO-2."
             )
         if getattr(self.model, "is_loaded_in_4bit", False) or getattr(self.model, "is_loaded_in_8bit", False):
-            raise ConfigurationError("model", "quantized", "the engine runs on plain weights", "Load it in bfloat16.")
+            raise ConfigurationError(
+                "model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16."
+            )
 
-    # A run begins and ends
+    # Start and end of a run
 
     def train(self, *positional: Any, **named: Any) -> Any:
         try:
@@ -166,7 +169,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._resume_from = None if checkpoint is None else Path(checkpoint)
 
     def begin_run(self) -> None:
-        """TRL knows the number of steps and has loaded the weights of a checkpoint."""
+        """Called when TRL has determined the number of steps and loaded the weights of a checkpoint."""
         self._step = 0
         self._fired.clear()
         engine = self._ready_engine()
@@ -191,11 +194,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return self._run
 
     def end_step(self) -> None:
-        """The optimizer has stepped. At the end of an update its weights are published."""
+        """Called after an optimizer step. At the end of an update, publish the weights."""
         self._require_fired(*HOOKS)
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             self.run.publish(self._weights())
-            self._log_figures()
+            self._log_metrics()
 
     def _require_fired(self, *hooks: str) -> None:
         silent = [name for name in hooks if name not in self._fired]
@@ -204,7 +207,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def _never_fired(self, silent: Sequence[str]) -> HookNeverFired:
         return HookNeverFired(
-            f"TRL {trl.__version__} never called {', '.join(silent)}, so the scheduler does not do its work; "
+            f"TRL {trl.__version__} never called {', '.join(silent)}, so the scheduler has no effect; "
             f"verified versions: {', '.join(VERIFIED_VERSIONS)}"
         )
 
@@ -228,9 +231,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return self._buffered_inputs[self._step % steps]
 
     def _next_update(self) -> list[dict[str, Any]]:
-        """The dataset's rows behind the next update, one for each rollout; the rollouts themselves in `_rows`."""
+        """The dataset rows of the next update, one per rollout; sets `_rows` to the rollouts."""
         batch = self.run.next_batch()
-        self.model.train()  # the engine switches dropout off, in the module that it shares with the trainer
+        self.model.train()  # the engine switches dropout off in the shared module
         self._let_engine_rest()
         rows = rows_in_groups(batch, self.num_generations)
         count = torch.tensor([len(rows)], device=self.accelerator.device)
@@ -249,7 +252,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._fired.add("_generate_single_turn")
         rollouts = [row.rollout for row in self._rows]
         if [list(ids) for ids in prompt_ids] != [list(rollout.prompt.tokens) for rollout in rollouts]:
-            raise HookNeverFired(f"TRL {trl.__version__} asks for other prompts than those of the scheduler's update")
+            raise HookNeverFired(f"TRL {trl.__version__} requests other prompts than those of the scheduler's update")
         return [rollout.tokens for rollout in rollouts], [rollout.logprobs for rollout in rollouts]
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -260,7 +263,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self.run.mark_phase("scores")
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         trains = gather(torch.tensor([row.trains for row in self._rows], device=rewards.device))
-        rewards[~trains] = torch.nan  # TRL leaves a row without any reward out of its siblings' statistics
+        rewards[~trains] = torch.nan  # TRL leaves a row without a reward out of its group's statistics
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         first = self.accelerator.process_index * len(self._rows)
         ours = total[first : first + len(self._rows)].tolist()
@@ -306,7 +309,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return found
 
     def _compare_with_engine(self, logps: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Only on tokens of the weights that the trainer holds: on older ones the two may differ."""
+        """Only on tokens of the current weights: on stale tokens the two differ legitimately."""
         fresh = inputs["completion_mask"].bool() & (inputs["staleness"] == 0)
         if not bool(fresh.any()):
             return
@@ -319,7 +322,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 "(then set disable_dropout=True)"
             )
 
-    def _log_figures(self) -> None:
+    def _log_metrics(self) -> None:
         now = self.run.metrics.snapshot()
         for name in ("bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
             self._metrics["train"][f"sortedrl/{name}"] = [float(getattr(now, name))]
@@ -337,7 +340,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         makers = {"embedded": self._embedded_engine, "vllm": self._vllm_engine}
         if self._engine_wanted not in makers:
             raise ConfigurationError(
-                "engine", self._engine_wanted, "no such engine", "Use 'embedded', 'vllm', or an engine of your own."
+                "engine", self._engine_wanted, "no such engine", "Use 'embedded', 'vllm', or your own engine."
             )
         return makers[self._engine_wanted]()
 
@@ -361,7 +364,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
         if self.accelerator.num_processes > 1:
             raise ConfigurationError(
-                "engine", "vllm", f"it runs in one process, these are {self.accelerator.num_processes}",
+                "engine", "vllm", f"it supports one process, but there are {self.accelerator.num_processes}",
                 "Use engine='embedded', or launch one process.",
             )  # fmt: skip
         on_cpu = self.accelerator.device.type == "cpu"
@@ -381,7 +384,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             raise ConfigurationError("engine", "vllm", "vLLM is not installed", f"{missing}.") from None
 
     def _longest_context(self) -> int:
-        """Prompt and response together: as long as the model allows, unless the schedule bounds prompts."""
+        """Prompt plus response: as long as the model allows, unless the schedule bounds prompts."""
         limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         max_new_tokens, prompt = self.schedule.max_response_tokens, self.schedule.max_prompt_tokens
         if limit is not None and max_new_tokens + (prompt or 1) > limit:
@@ -395,18 +398,21 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             return max_new_tokens + prompt
         if limit is None:
             raise ConfigurationError(
-                "max_prompt_tokens", None, "the model states no longest context", "Set it in a Schedule."
+                "max_prompt_tokens",
+                None,
+                "the model configuration has no maximum context length",
+                "Set it in a Schedule.",
             )
         return limit
 
     def _let_engine_rest(self) -> None:
-        """An engine that can gives its memory away until it is next used."""
+        """Put an engine that supports it to sleep until its next use."""
         rest = getattr(self._engine, "rest", None)
         if rest is not None:
             rest()
 
     def _weights(self) -> dict[str, Tensor] | None:
-        """For the engine: None where it runs on the trainer's own module."""
+        """For the engine: None if it shares the trainer's module."""
         return None if self._shares_weights else dict(plain_weights(self.model))
 
     def _sampled(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
@@ -439,7 +445,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.run.mark_phase("checkpoint")
         super()._save_checkpoint(model, trial)
-        if self.run.has_batch_in_hand:  # saved by someone's callback in the middle of an update
+        if self.run.has_batch_in_hand:  # saved by a callback in the middle of an update
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         state = self.run.state() | {"processes": self.accelerator.num_processes}
@@ -456,8 +462,8 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if saved["processes"] != self.accelerator.num_processes:
             raise ConfigurationError(
-                "resume_from_checkpoint", str(folder), f"it was saved by {saved['processes']} processes, these are "
-                f"{self.accelerator.num_processes}", "Launch as many.",
+                "resume_from_checkpoint", str(folder), f"it was saved by {saved['processes']} processes, but there are "
+                f"{self.accelerator.num_processes}", "Launch the same number.",
             )  # fmt: skip
         return saved
 
@@ -466,7 +472,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
 
 class _StepWatcher(TrainerCallback):
-    """Tells the trainer what only callbacks are told: that a run begins, and that the optimizer has stepped."""
+    """Forwards events that TRL reports only to callbacks: the start of a run, and each optimizer step."""
 
     def __init__(self, trainer: SortedGRPOTrainer) -> None:
         self._trainer = trainer
@@ -479,9 +485,10 @@ class _StepWatcher(TrainerCallback):
 
 
 def plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of the model without adapters, which are merged in.
+    """The weights under the names of the base model, with adapters merged in.
 
-    Merging and unmerging rounds, and would add up over thousands of updates: what was there is put back exactly.
+    Merging and unmerging would accumulate rounding errors over thousands of updates, so the original weights are
+    restored exactly.
     """
     base = model.get_base_model() if is_peft_model(model) else model
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "unmerge")}

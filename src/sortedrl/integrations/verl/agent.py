@@ -1,8 +1,8 @@
-"""The side of the agent loops: verl's manager, workers and client, with the rollout's ticket in reach.
+"""The agent loop side: verl's manager, workers and client, extended with tickets.
 
 A `Ticket` travels with a row of the dataset from the scheduler to an agent loop worker. The worker keeps it in a
-context variable for the time of the agent loop, so that the client, which is called by code that knows nothing of us,
-finds it. Without a ticket (validation) all three behave as verl's own.
+context variable during the agent loop, so that the client can find it, although the code in between does not pass it
+on. Without a ticket (validation), all three behave like verl's own.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _RETRY_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a worker must know of a rollout. `kept`: the tokens of earlier starts, as (tokens, logprobs, version)."""
+    """The data of a rollout for a worker. `kept`: its prefix, as (tokens, logprobs, version)."""
 
     dispatch: int
     max_new_tokens: int
     prefix: tuple[tuple[array[int], array[float], int], ...]
-    resumable: bool  # the mode keeps tokens of stopped rollouts
+    resumable: bool  # the mode keeps the tokens of aborted rollouts
 
 
 class RolloutAborted(BaseException):
-    """Ends an agent loop whose rollout was stopped. Not an Exception: agent loops may catch those."""
+    """Ends an agent loop whose rollout was aborted. Not an Exception, because agent loops may catch those."""
 
 
 class Visit:
-    """One run of an agent loop, on behalf of a ticket."""
+    """One run of an agent loop for a ticket."""
 
     def __init__(self, ticket: Ticket, exchange: Any) -> None:
         self.ticket = ticket
@@ -57,7 +57,7 @@ VISIT: ContextVar[Visit | None] = ContextVar("sortedrl_visit", default=None)
 
 
 class SortedClient(LLMServerClient):  # type: ignore[misc]
-    """Sends what is left to sample of a rollout, and reports every token that comes back."""
+    """Requests the remaining tokens of a rollout, and reports every generated token."""
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, *, exchange: Any, **kwargs: Any) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
@@ -76,7 +76,7 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
                 raise RolloutAborted
         elif ticket.resumable:
             raise RuntimeError(
-                "a mode that resumes stopped rollouts needs agent loops that generate once, and this one asked for a "
+                "a mode that resumes aborted rollouts supports only single-turn agent loops, but this one requested a "
                 "second turn. Use trainer.v1.sortedrl.mode=on-policy+planned"
             )
         elif await visit.exchange.is_stopped.remote(ticket.dispatch):
@@ -99,20 +99,20 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
                 return whole
             if await visit.exchange.is_stopped.remote(ticket.dispatch):
                 raise RolloutAborted
-            await asyncio.sleep(_RETRY_SECONDS)  # aborted, but not on our word: go on
+            await asyncio.sleep(_RETRY_SECONDS)  # aborted, but not by us: continue
 
     def _limit(self, visit: Visit, prompt_length: int, sampling_params: dict[str, Any]) -> int:
-        """Tokens that this call may make: what the agent loop asks for, the rollout has left, and verl has room for."""
+        """Limit for this call: the minimum of what the agent loop requests, the rollout has left, and verl allows."""
         rollout = self.config.actor_rollout_ref.rollout
         asked = [int(sampling_params[name]) for name in _LIMITS if sampling_params.get(name)]
         room = int(rollout.prompt_length) + int(rollout.response_length) - prompt_length
         return max(1, min([*asked, visit.ticket.max_new_tokens - visit.made, room]))
 
     async def _take(self, visit: Visit, output: TokenOutput, whole: TokenOutput) -> None:
-        """Append what a server made, and report it."""
+        """Append the tokens from a server, and report them."""
         version = output.extra_fields.get("global_steps")
         if version is None:
-            raise RuntimeError("the rollout server does not say which weights made its tokens (`global_steps`)")
+            raise RuntimeError("the rollout server does not report the weight version of its tokens (`global_steps`)")
         count = len(output.token_ids)
         if count:
             logprobs = output.log_probs if output.log_probs else [0.0] * count
@@ -128,7 +128,7 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
 
 
 def _kept_output(ticket: Ticket) -> TokenOutput:
-    """The response so far, as a server's answer to go on from."""
+    """The response so far, in the format of a server's answer."""
     whole = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
     for tokens, logprobs, version in ticket.prefix:
         whole.token_ids.extend(tokens)
@@ -142,15 +142,15 @@ def _note_versions(output: TokenOutput, version: int) -> None:
     output.extra_fields["max_global_steps"] = output.extra_fields["global_steps"] = version
 
 
-# The plain class below verl's Ray actor class, which Ray does not let one subclass.
+# The plain class underneath verl's Ray actor class, which Ray does not allow to be subclassed.
 _PlainWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
-    """Runs one agent loop for each row that has a ticket, and reports how it ends."""
+    """Runs one agent loop per row with a ticket, and reports how it ends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray sends inherited methods by value, and verl's constructor would then not know its own class.
+        # Ray sends inherited methods by value, and verl's constructor would then not find its own class.
         super().__init__(*args, **kwargs)
 
     async def _run_prompt(
@@ -161,7 +161,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         visit = Visit(ticket, self.llm_client.exchange)
-        VISIT.set(visit)  # of this task alone: verl runs every row in one of its own
+        VISIT.set(visit)  # local to this task: verl runs every row in its own task
         try:
             await self._run_agent_loop(
                 dict(sampling_params), trajectory=trajectory, trace=trace, session_id=ticket.dispatch, **prompt
@@ -172,7 +172,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
             await visit.report(Failed(ticket.dispatch, f"{type(error).__name__}: {error}"))
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        """Scores the trajectories and puts them into the TransferQueue, as verl does."""
+        """Score the trajectories and put them into the TransferQueue, as verl does."""
         visit = VISIT.get()
         if visit is None:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -185,13 +185,13 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         await super()._agent_loop_postprocess(outputs, validate, **kwargs)
         reward = outputs[-1].reward_score
         if reward is None:
-            raise RuntimeError("no reward: the reward function returned none")
+            raise RuntimeError("the reward function returned no reward")
         keys = tuple(f"{kwargs['uid']}_{ticket.dispatch}_{index}" for index in range(len(outputs)))
         await visit.report(Scored(ticket.dispatch, float(reward), keys))
 
 
 class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """Spreads rows with tickets over the workers in turn: they come in ones and twos, as slots become free."""
+    """Distributes rows with tickets round-robin over the workers: they arrive one or two at a time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -199,7 +199,7 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         self._next_worker = 0
 
     def wait_until_ready(self) -> None:
-        """Workers take long to start; a harvest that waited for them would look like an engine without memory."""
+        """Wait for the workers: a harvest during their slow start would look like an engine without memory."""
         ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers])
 
     def generate_sequences(self, prompts: Any) -> None:

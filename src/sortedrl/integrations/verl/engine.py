@@ -1,10 +1,11 @@
 """verl's rollout servers as an engine of the scheduler, and verl's rewards as its scorer.
 
-Beside the engine protocol's own promises:
-- at most `slots` rollouts are in verl's hands at once; the rest waits here, in order;
-- every dispatch ends in one report (finished, stopped or failed), and `stop` returns only when all that it names have,
-  so that no late request can reach a server behind a stop;
-- the version of a segment is what the server says, not what we think it holds.
+Guarantees in addition to the engine protocol:
+- at most `slots` rollouts are in verl at once (over all servers: vLLM max_num_seqs, SGLang max_running_requests); the
+  others wait here, in order;
+- every dispatch ends in one report (finished, aborted or failed), and `abort` returns only when all of its rollouts
+  have reported, so that no late request can reach a server after an abort;
+- the version of a segment is what the server reports, not what we expect.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from sortedrl.core.scoring import Scored
 from sortedrl.integrations.verl import exchange as reports
 from sortedrl.integrations.verl.agent import Ticket
 
-_PATIENCE_SECONDS = 1.0  # for a server's abort to arrive, before late arrivals are let in and aborted in turn
+_PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
 _STOP_LIMIT_SECONDS = 300.0
 _LONGEST_WAIT_SECONDS = 10.0
 
 
 class Servers(Protocol):
-    """What the engine needs of verl's CheckpointEngineManager."""
+    """The part of verl's CheckpointEngineManager that the engine uses."""
 
     def abort_replicas(self, reject_request: bool = False) -> Any: ...
 
     def resume_generation_replicas(self) -> Any: ...
 
 
-Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop workers; must not wait for the end
-Clear = Callable[[Collection[str]], None]  # trajectories that nobody will train on
+Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop workers; must not wait for completion
+Clear = Callable[[Collection[str]], None]  # trajectories that will not be trained on
 
 
 @dataclass(slots=True)
 class Dispatched:
-    """A rollout in verl's hands, or what came of it."""
+    """A rollout in verl, or its result."""
 
     id: int
     keys: tuple[str, ...] = ()
@@ -59,12 +60,12 @@ class VerlEngine:
         slots: int,
         send: Send,
         clear: Clear,
-        check_workers: Callable[[], None],  # raises RayActorError where one is gone
+        check_workers: Callable[[], None],  # raises RayActorError if one is gone
         keeps_tokens: bool,
     ) -> None:
         self.slots = slots
         self.scores = VerlScores(self)
-        self.version = 0  # that the servers hold
+        self.version = 0  # of the servers' weights
         self._exchange = exchange
         self._servers = servers
         self._send = send
@@ -74,10 +75,10 @@ class VerlEngine:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, int] = {}  # dispatch by request id
         self._dispatched: dict[int, Dispatched] = {}
-        self._newest: dict[int, int] = {}  # dispatch by request id, also of what finished
+        self._newest: dict[int, int] = {}  # dispatch by request id, including finished ones
         self._count = 0
         self._is_resting = False
-        self._news: list[Change] = []  # not yet handed out
+        self._news: list[Change] = []  # not yet delivered
 
     def now(self) -> float:
         return time.monotonic()
@@ -91,7 +92,7 @@ class VerlEngine:
             wait = _LONGEST_WAIT_SECONDS if until is None else max(0.0, until - self.now())
             began = self.now()
             is_scored = self.receive(wait)
-            if is_scored if until is None else self.now() >= until:  # a score may be all that a harvest waits for
+            if is_scored if until is None else self.now() >= until:  # the harvest may only be waiting for a score
                 break
             if not self._news and self.now() - began >= _LONGEST_WAIT_SECONDS:
                 self._check()
@@ -111,15 +112,15 @@ class VerlEngine:
         return self._take_news()
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """verl has brought the weights already: at the end of its step, so that validation can use them."""
+        """Only the version: verl has already synced the weights at the end of its step, for validation."""
         del weights
         if version != self.version:
-            raise RuntimeError(f"the servers hold version {self.version}, the scheduler goes on under {version}")
+            raise RuntimeError(f"the servers hold version {self.version}, but the scheduler continues under {version}")
 
     # For the scorer and the trainer
 
     def receive(self, timeout_seconds: float) -> bool:
-        """Wait for reports; are scores among them?"""
+        """Wait for reports; returns whether there are scores among them."""
         is_scored = False
         for at, report in self._call(self._exchange.collect.remote(timeout_seconds)):
             is_scored |= self._take(at, report)
@@ -142,12 +143,12 @@ class VerlEngine:
         return self._dispatched[self._newest[rollout.id]].keys
 
     def forget_all_but(self, live: Collection[int]) -> None:
-        """Drop what is known of rollouts that are gone, and the trajectories of those that nobody trained on."""
+        """Forget rollouts that are gone, and drop their trajectories if they were not trained on."""
         for id in [id for id in self._newest if id not in live]:
             self._forget(self._newest.pop(id))
 
     def trained(self, rollouts: Iterable[Rollout]) -> None:
-        """Their trajectories are the trainer's now."""
+        """Hand their trajectories over to the trainer."""
         for rollout in rollouts:
             self._dispatched.pop(self._newest.pop(rollout.id), None)
 
@@ -161,9 +162,9 @@ class VerlEngine:
         }
 
     def restore(self, state: dict[str, Any], version: int) -> None:
-        """Dispatch numbers go on, so that no key of the earlier run is used again."""
+        """Dispatch numbers continue, so that no key of the earlier run is reused."""
         self.version = version
-        self._count = state["count"] + 1_000_000  # the run that was rolled back may have used many
+        self._count = state["count"] + 1_000_000  # the rolled-back part may have used many
         for id, keys in state["keys"].items():
             self._newest[int(id)] = self._count
             self._dispatched[self._count] = Dispatched(int(id), tuple(keys))
@@ -171,7 +172,7 @@ class VerlEngine:
                 self.scores.arrived(self._count, state["rewards"][id], None)
             self._count += 1
 
-    # Inside
+    # Internals
 
     def _fill(self) -> None:
         batch: list[tuple[Request, Ticket]] = []
@@ -195,8 +196,8 @@ class VerlEngine:
     def _abort_until_ended(self, pending: dict[int, int]) -> None:
         """Abort until every pending rollout has reported its end.
 
-        A server may hold back a request that arrives behind the abort, until it is resumed. Such a request would be
-        served after the stop, so the servers are resumed and aborted again until it has come back.
+        A server may hold a request that arrives after the abort until it is resumed. Such a request would be served
+        later, so the servers are resumed and aborted again until it has returned.
         """
         deadline = self.now() + _STOP_LIMIT_SECONDS
         while True:
@@ -217,7 +218,7 @@ class VerlEngine:
         return [id for id, dispatch in pending.items() if self._running.get(id) == dispatch]
 
     def _take(self, at: float, report: reports.Report) -> bool:
-        """Note a report; is it about a score?"""
+        """Process a report; returns whether it is a score."""
         known = self._dispatched.get(report.dispatch)
         if known is None or self._newest.get(known.id) != report.dispatch:
             if isinstance(report, reports.Scored):
@@ -257,7 +258,7 @@ class VerlEngine:
             self._clear(known.keys)
 
     def _check(self) -> None:
-        """Nothing was heard for long: a worker that died takes its rollouts with it, without a report."""
+        """After a long silence: check the workers, since one that died sends no report for its rollouts."""
         try:
             self._check_workers()
         except ray.exceptions.RayActorError as error:
@@ -271,7 +272,7 @@ class VerlEngine:
 
 
 class VerlScores:
-    """The agent loop workers have verl score what finishes; here the rewards are waited for."""
+    """verl scores finished rollouts in the agent loop workers; this class waits for the rewards."""
 
     wakes_engine = True
 
@@ -286,7 +287,7 @@ class VerlScores:
 
     def submit(self, rollout: Rollout) -> None:
         dispatch = self._engine.dispatch_of(rollout.id)
-        if dispatch is None:  # it finished in a run that was killed before it was scored
+        if dispatch is None:  # it finished, but the run was killed before it was scored
             dispatch = -1 - rollout.id
             self._arrived[dispatch] = (None, "the run ended before it was scored")
         self._waiting[dispatch] = (rollout.id, rollout.attempt)
@@ -301,13 +302,13 @@ class VerlScores:
             self._engine.receive(deadline - self._engine.now())
 
     def wait_for_all(self, timeout_seconds: float) -> None:
-        """Before a checkpoint: what has no score by then is lost with the run."""
+        """Wait before a checkpoint: rollouts without a score would be lost with the run."""
         deadline = self._engine.now() + timeout_seconds
         while self._waiting.keys() - self._arrived.keys() and self._engine.now() < deadline:
             self._engine.receive(deadline - self._engine.now())
 
     def reward_of(self, dispatch: int) -> float | None:
-        """Of what the scheduler has not collected yet."""
+        """Scores that the scheduler has not collected yet."""
         return self._arrived[dispatch][0] if dispatch in self._arrived else None
 
     def arrived(self, dispatch: int, reward: float | None, error: str | None) -> None:

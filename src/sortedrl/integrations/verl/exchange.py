@@ -1,9 +1,9 @@
-"""Where the scheduler and the agent loop workers meet: a small Ray actor.
+"""The mailbox between the scheduler and the agent loop workers: a small Ray actor.
 
-Workers report what happens to their rollouts; the scheduler collects it, waiting where there is nothing. A rollout in
-a worker is known by its `dispatch` number: every submit gives a new one, so a report of an earlier attempt can never be
-taken for one of a later. The actor stamps reports as they arrive; it lives on the scheduler's node, whose monotonic
-clock is common to all processes, so stamps and `VerlEngine.now()` are on one clock.
+Workers report what happens to their rollouts; the scheduler waits for reports and collects them. A rollout in a worker
+is identified by its `dispatch` number: every submit gets a new one, so reports of different attempts cannot be
+confused. The actor timestamps reports as they arrive; it lives on the scheduler's node, whose monotonic clock is shared
+by all processes, so timestamps and `VerlEngine.now()` are on one clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Started(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Tokens that a server made, all under `version`."""
+    """Tokens from a server, all sampled under `version`."""
 
     dispatch: int
     tokens: array[int]
@@ -40,7 +40,7 @@ class Aborted(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Before it finished: the rollout is lost. After: it has no score."""
+    """Before the rollout finished: it is lost. After: it has no score."""
 
     dispatch: int
     reason: str
@@ -66,7 +66,7 @@ class Exchange:
     # For the workers
 
     async def start(self, dispatch: int) -> bool:
-        """May this rollout go to a server? Noted as started if so."""
+        """Whether this rollout may go to a server; if so, it counts as started."""
         if dispatch in self._stopped:
             return False
         await self.report([Started(dispatch)])
@@ -89,7 +89,7 @@ class Exchange:
         self._stopped.update(dispatches)
 
     async def collect(self, timeout_seconds: float) -> list[tuple[float, Report]]:
-        """What was reported since, or nothing when the time is up."""
+        """New reports, or none after the timeout."""
         if not self._reports and timeout_seconds > 0:
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_seconds)
@@ -101,10 +101,10 @@ class Exchange:
 
 
 def open_exchange() -> Any:
-    """A new exchange on this node. It ends with its last handle."""
+    """Create an exchange on this node. It lives as long as its last handle."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         node_id=ray.get_runtime_context().get_node_id(), soft=False
     )
-    # Every running rollout may hold one call for an instant: far more than Ray's default of 1000 at scale.
+    # Every running rollout may have one call in flight: at scale far more than Ray's default of 1000.
     options = ray.remote(Exchange).options(num_cpus=0, max_concurrency=65536, scheduling_strategy=here)
     return options.remote()

@@ -1,8 +1,7 @@
-"""The order of an update's rows, so that every optimizer step of verl sees the same mix of lengths.
+"""Reorders an update's rows so that every optimizer step of verl sees the same mix of lengths.
 
-verl gives each data-parallel rank an equal run of rows and cuts that run into mini-batches from front to back. An
-update of the scheduler comes sorted by length: left in that order, the first optimizer step would see the short
-responses and the last one the long.
+verl gives each data-parallel rank consecutive rows and splits them into mini-batches from front to back. Updates are
+sorted by length: in that order, the first optimizer step would see the short responses and the last one the long ones.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 
 
 def dealt_out(lengths: Sequence[int], ranks: int, minibatches: int) -> list[int]:
-    """The rows in their new order. Every rank keeps its rows; they are dealt out by length over its mini-batches."""
+    """The new order of the rows. Every rank keeps its rows, distributed by length over its mini-batches."""
     per_rank = len(lengths) // ranks
     order: list[int] = []
     for first in range(0, len(lengths), per_rank):

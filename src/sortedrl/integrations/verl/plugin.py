@@ -1,7 +1,7 @@
 """The entry point of group `verl.plugins`: registers the trainer mode `sortedrl` when verl is imported.
 
-verl loads its plug-ins in every process, and hides their errors. So this module must be quick, and must not fail: it
-waits until verl's own trainers are imported, and what is registered looks for the rest when it is chosen.
+verl loads its plugins in every process and hides their errors. So this module must be fast and must not fail: it waits
+until verl's own trainers are imported, and all other modules are imported when the mode is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Act = Callable[[ModuleType], None]
 
 
 def after_import(name: str, act: Act) -> None:
-    """Call `act` with the module of this name: now, or as soon as somebody has imported it."""
+    """Call `act` with the module of this name: now, or as soon as it has been imported."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -53,12 +53,12 @@ class _Then(importlib.abc.Loader):
 
 
 def register(trainers: ModuleType) -> None:
-    """Add the mode to the registry of V1 trainers."""
+    """Add the mode to verl's registry of V1 trainers."""
     trainers.register_trainer(MODE)(type("SortedRL", (trainers.PPOTrainer,), {"__new__": _make_trainer}))
 
 
 def _make_trainer(cls: type, config: object) -> object:
-    """The mode was chosen: is this verl one that fits? Imported only now, since our modules import verl's."""
+    """Check the verl version when the mode is used. Our modules import verl, so they are imported only now."""
     from sortedrl.integrations.verl.versions import why_unfit
 
     reason = why_unfit()

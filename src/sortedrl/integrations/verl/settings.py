@@ -1,6 +1,6 @@
-"""From verl's configuration to a schedule: what verl knows already is read, a handful of keys is added.
+"""From verl's configuration to a schedule: existing settings of verl are reused, and a few keys are added.
 
-The keys stand under `trainer.v1.sortedrl`, where verl keeps the settings of a trainer mode.
+The keys are under `trainer.v1.sortedrl`, where verl has the settings of a trainer mode.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ COMPARES_NO_SIBLINGS = ("gae", "reinforce_plus_plus")
 class Settings:
     schedule: Schedule
     strategy: Strategy
-    slots: int | None  # None: what all servers together run at once
+    slots: int | None  # None: the total of all servers (vLLM max_num_seqs, SGLang max_running_requests)
     folder: Path  # for the event log
-    minibatches: int  # optimizer steps of one update and PPO epoch
+    minibatches: int  # optimizer steps per update and PPO epoch
 
 
 def settings_of(config: Any) -> Settings:
@@ -86,18 +86,18 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
-    """What verl offers and the scheduler cannot honor, by name. Never silently ignored."""
+    """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
     rollout, reward_model = config.actor_rollout_ref.rollout, config.reward.reward_model
     if strategy.keeps_tokens and rollout.multi_turn.enable:
         raise ConfigurationError(
             "actor_rollout_ref.rollout.multi_turn.enable", True,
-            f"mode {strategy.name} resumes stopped responses, and an agent loop cannot be resumed between two turns",
-            f"Set {PREFIX}.mode=on-policy+planned, which starts it again.",
+            f"mode {strategy.name} resumes aborted responses, but an agent loop cannot be resumed between two turns",
+            f"Set {PREFIX}.mode=on-policy+planned, which regenerates them.",
         )  # fmt: skip
     if strategy.keeps_tokens and not rollout.calculate_log_probs:
         raise ConfigurationError(
             "actor_rollout_ref.rollout.calculate_log_probs", False,
-            f"mode {strategy.name} trains on tokens of older weights, whose log-probabilities the correction needs",
+            f"mode {strategy.name} trains on stale tokens, and the correction needs their log-probabilities",
             "Set it to True.",
         )  # fmt: skip
     if strategy.keeps_tokens:
@@ -105,26 +105,26 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     if reward_model.enable and not reward_model.enable_resource_pool:
         raise ConfigurationError(
             "reward.reward_model.enable_resource_pool", False,
-            "a reward model on the training GPUs scores after the batch is taken, and here a batch is made of scored "
+            "a reward model on the training GPUs scores after the batch is formed, but here a batch consists of scored "
             "rollouts",
             "Set it to True, or use a reward function.",
         )  # fmt: skip
     if not config.actor_rollout_ref.actor.use_dynamic_bsz:
         raise ConfigurationError(
             "actor_rollout_ref.actor.use_dynamic_bsz", False,
-            "updates differ in size, and verl splits only whole multiples into micro-batches of a fixed size",
+            "updates vary in size, but verl can split only whole multiples into micro-batches of a fixed size",
             "Set it to True, with actor_rollout_ref.actor.ppo_max_token_len_per_gpu.",
         )  # fmt: skip
     filter_groups = config.algorithm.get("filter_groups")
     if filter_groups is not None and filter_groups.get("enable", False):
         raise ConfigurationError(
-            "algorithm.filter_groups.enable", True, "filtered prompts would have to be replaced by new ones, and here "
+            "algorithm.filter_groups.enable", True, "filtered prompts would have to be replaced by new ones, but here "
             "every loaded rollout is trained on", "Set it to False.",
         )  # fmt: skip
     sampler = config.data.get("sampler")
     if sampler is not None and sampler.get("class_path"):
         raise ConfigurationError(
-            "data.sampler.class_path", sampler.get("class_path"), "the scheduler draws the prompts",
+            "data.sampler.class_path", sampler.get("class_path"), "the scheduler selects the prompts",
             "Leave it out; data.shuffle and data.seed are honored.",
         )  # fmt: skip
     custom = config.trainer.v1.sampler.get("custom_sampler")
@@ -135,16 +135,16 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
         )  # fmt: skip
     if str(config.algorithm.adv_estimator) == "remax":
         raise ConfigurationError(
-            "algorithm.adv_estimator", "remax", "its greedy baseline is a second rollout, unknown to the scheduler",
+            "algorithm.adv_estimator", "remax", "its greedy baseline needs a second rollout, which is unsupported",
             "Use grpo, rloo, reinforce_plus_plus or gae.",
         )  # fmt: skip
 
 
 def _require_correction(config: Any, strategy: Strategy) -> None:
-    """Stale tokens must not be trained on with ratio 1: refuse settings under which verl corrects nothing.
+    """Refuse settings without off-policy correction, under which stale tokens would be trained on with ratio 1.
 
-    With bypass_mode, PPO's ratio is against the policy that sampled. Without it (and with its REINFORCE loss) the
-    importance weights of rollout_is alone tell stale tokens from fresh ones; verl makes them only with a threshold.
+    With bypass_mode, PPO's ratio is against the sampling policy. Without it (and with the REINFORCE loss), only the
+    importance weights of rollout_is correct for staleness; verl computes them only with a threshold.
     """
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode") and correction.get("loss_type", "ppo_clip") == "ppo_clip":
@@ -154,7 +154,7 @@ def _require_correction(config: Any, strategy: Strategy) -> None:
         if correction.get(key) is None:
             raise ConfigurationError(
                 name, None,
-                f"mode {strategy.name} trains on tokens of older weights, and without it verl takes them as on-policy",
+                f"mode {strategy.name} trains on stale tokens, and without it verl treats them as on-policy",
                 f"Add {name}={value} to the command line.",
             )  # fmt: skip
 

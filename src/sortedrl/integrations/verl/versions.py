@@ -1,4 +1,4 @@
-"""Which releases of verl the adapter fits, checked by version and by every hook that it uses."""
+"""The supported releases of verl, checked by version and by every hook that the adapter uses."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def why_unfit() -> str | None:
-    """None if this verl fits, else one line that names it, what it lacks, and what works."""
+    """None if this verl is supported, otherwise one line with its version, what is missing, and what works."""
     import verl
 
     version = str(verl.__version__)
     if not OLDEST <= _numbers(version) < TOO_NEW:
-        return f"trainer_mode=sortedrl does not fit verl {version}. It works with {WORKS_WITH}."
+        return f"trainer_mode=sortedrl does not support verl {version}. It works with {WORKS_WITH}."
     missing = [f"{module}.{path}" for module, path, parameters in HOOKS if not _has(module, path, parameters)]
     if missing:
         return (
-            f"trainer_mode=sortedrl does not fit this verl {version}: it lacks {', '.join(missing)}. "
+            f"trainer_mode=sortedrl does not support this verl {version}: it lacks {', '.join(missing)}. "
             f"It works with {WORKS_WITH}."
         )
     return None

@@ -1,7 +1,7 @@
-"""The report: one self-contained HTML page about one run or several, from their event logs.
+"""The report: one self-contained HTML page about one or several runs, built from their event logs.
 
-Every number on it is a `RunMetrics` of the one fold (metrics.py), or a fold next to it (report_folds.py, timeline.py);
-`as_json` gives the same metrics. The page asks nothing of any network and is usable without a server.
+Every number on it comes from `RunMetrics` (metrics.py) or from the folds for the charts (folds.py, timeline.py);
+`as_json` returns the same metrics. The page makes no network requests and needs no server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series, run_names, series_of
 
 PAGE = Path(__file__).parent / "page"
-# plotly.js as its authors bundle it for lines and bars alone. The Python package has only the whole of it, which is
-# four times as large and takes ten times as long to start: too long for a page that is to be usable at once.
+# The official plotly.js bundle for basic charts. The Python package ships only the full bundle, which is four times as
+# large and takes ten times as long to start.
 PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
 
 
@@ -29,7 +29,7 @@ PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
 
 
 def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> str:
-    """The HTML. `commands[i]` reproduces `runs[i]`, where that is known; `version` is that of the program."""
+    """The HTML. `commands[i]` reproduces `runs[i]`, or None if unknown; `version` is the version of sortedrl."""
     environment = _environment()
     from markupsafe import Markup
 
@@ -54,7 +54,7 @@ def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> s
 
 
 def write(path: Path, runs: Sequence[Run], commands: Sequence[str | None], version: str) -> None:
-    """The page, whole or not at all. An earlier page there is replaced."""
+    """Write the page atomically, replacing an earlier one."""
     text = page(runs, commands, version)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,12 +64,12 @@ def write(path: Path, runs: Sequence[Run], commands: Sequence[str | None], versi
 
 
 def default_page(paths: Sequence[Path]) -> Path:
-    """In the folder of the one run; here for several, or for a bare log."""
+    """In the run folder if there is just one; in the current directory for several runs or a bare log."""
     return paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, Any]:
-    """The metrics of every run, as on the page."""
+    """The metrics of every run, equal to those on the page."""
     label_of = {run.name: one.label for one in series_of(runs) for run in one.runs}
     return {
         "runs": [
@@ -97,7 +97,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         (one.label, one.color, tables.responses(one)) for one in series if any(run.responses for run in one.runs)
     ]
     sections = [
-        ("metrics", "RunMetrics"),
+        ("metrics", "Metrics"),
         ("slot-time", "Slot-time"),
         ("timeline", "Slot by slot"),
         ("lengths", "Lengths"),
@@ -115,9 +115,9 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         "conclusion": words.conclusion(series, runs),
         "notices": [(run.name, run.notices) for run in runs if run.notices],
         "sections": sections,
-        "figures_lead": words.figures_lead(series),
+        "metrics_lead": words.metrics_lead(series),
         "headline": tables.headline(series),
-        "all_figures": {"names": [names[run.name] for run in runs], "rows": tables.all_figures(runs)},
+        "all_metrics": {"names": [names[run.name] for run in runs], "rows": tables.all_metrics(runs)},
         "glossary": words.GLOSSARY,
         "legend": _legend(runs),
         "outcomes": by_outcome,
@@ -128,7 +128,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         "lengths_lead": words.lengths_lead(series),
         "staleness_lead": words.staleness_lead(series),
         "learning_lead": words.learning_lead(series),
-        "learner_lead": "From the learner's own metrics in metrics.jsonl, one point for each update.",
+        "learner_lead": "The learner's metrics from metrics.jsonl, one point per update.",
         "responses": responses,
         "responses_lead": tables.responses_lead(runs),
         "differences": {"names": [names[run.name] for run in runs], "rows": tables.differences(runs)},
@@ -150,10 +150,10 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
     scored = [one for one in series if any(run.held_out for run in one.runs)]
     learning = []
     if rewarded:
-        learning.append(charts.learning("reward", "Reward of each update", "mean reward", series, unit, held_out=False))
+        learning.append(charts.learning("reward", "Reward per update", "mean reward", series, unit, held_out=False))
     if scored:
         learning.append(
-            charts.learning("held-out", "Held-out score", "share of problems solved", scored, unit, held_out=True)
+            charts.learning("held-out", "Held-out score", "fraction of problems solved", scored, unit, held_out=True)
         )
     return {
         "shares": charts.slot_time_fractions(runs, [names[run.name] for run in runs]),
@@ -164,7 +164,7 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
             "staleness-histogram",
             "Staleness of trained tokens",
             "staleness (versions)",
-            "share of trained tokens (%)",
+            "trained tokens (%)",
             series,
             lambda run: run.run_metrics.staleness_histogram,
         ),
@@ -172,7 +172,7 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
             "segments-histogram",
             "Segments of trained rollouts",
             "segments",
-            "share of trained rollouts (%)",
+            "trained rollouts (%)",
             series,
             lambda run: run.run_metrics.segments_histogram,
         ),
@@ -196,12 +196,12 @@ def _plain(chart: charts.Chart) -> dict[str, Any]:
 
 def _legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     found = charts.legend(runs)
-    headings = (("work", "Work"), ("bubble", "Bubble"), ("rest", "Rest of wall-clock"))
+    headings = (("work", "Work"), ("bubble", "Bubble"), ("rest", "Remaining wall-clock time"))
     grouped = [(heading, [(name, color) for kind, name, color in found if kind == key]) for key, heading in headings]
     return [(heading, items) for heading, items in grouped if items]
 
 
-# Small things
+# Helpers
 
 
 def _environment() -> Any:
@@ -225,5 +225,5 @@ def _asset(name: str) -> str:
 
 
 def _script_safe(value: Any) -> str:
-    """JSON that may stand inside a script element."""
+    """JSON that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

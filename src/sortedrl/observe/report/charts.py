@@ -1,7 +1,7 @@
-"""The report's charts as plotly metrics in plain data, from what report_runs.py has read.
+"""The report's charts as plotly figures in plain data, from the runs that runs.py has read.
 
-One color for one thing on the whole page: outcomes and parts of slot-time have theirs, each series has its own.
-Fonts, grid and background are the page's business (page/report.js), so that they follow light and dark.
+Colors are consistent across the page: each outcome, each part of slot-time and each series has its own.
+Fonts, grid and background are set in page/report.js, so that they follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
 from sortedrl.observe.timeline import Slice
 
-# Bottom to top in every stack: work first, then what the schedule left empty, then what the run did besides.
+# Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
 WORK = {
     "trained": "#2b7fb8",
     "kept": "#86bde0",
@@ -37,16 +37,16 @@ REST = {
     "start": "#c3c8cd",
     "end": "#d2d6da",
 }
-PART_COLOURS = WORK | BUBBLE | REST
-SMALLEST_IN_LEGEND = 0.0005  # of slot-time: less cannot be seen
-FEW_POINTS = 30  # of a curve that shows each as a dot
+PART_COLORS = WORK | BUBBLE | REST
+SMALLEST_IN_LEGEND = 0.0005  # fraction of slot-time: less is invisible
+FEW_POINTS = 30  # up to this many, a curve shows each point as a dot
 Curve = list[tuple[float, float]]
 UNITS = ((1.0, "s"), (60.0, "min"), (3600.0, "h"))
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`views`: the same chart against other x axes, by name; the first is shown."""
+    """`views`: the same chart by x axis; the first is shown initially."""
 
     id: str
     title: str
@@ -65,7 +65,7 @@ class TimeUnit:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What a curve is drawn against."""
+    """The x axis of a curve."""
 
     name: str
     title: str
@@ -78,7 +78,7 @@ def time_unit(longest_seconds: float) -> TimeUnit:
 
 
 def rounded(value: float) -> float:
-    """To seven digits: finer cannot be seen, and a page of such numbers is half as large."""
+    """To seven digits: more would be invisible and double the size of the page."""
     return float(f"{value:.7g}")
 
 
@@ -86,7 +86,7 @@ def rounded(value: float) -> float:
 
 
 def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
-    """Where all slot-time went, one bar for each run."""
+    """Where all slot-time went, one bar per run."""
     shares = [slot_time_parts(run) for run in runs]
     data = [
         {
@@ -103,7 +103,7 @@ def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
     layout = {
         "barmode": "stack",
         "bargap": 0.35,
-        "xaxis": {"title": {"text": "share of slot-time, wall-clock (%)"}, "range": [0, 100]},
+        "xaxis": {"title": {"text": "slot-time, wall-clock (%)"}, "range": [0, 100]},
         "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": "  "},
         "hovermode": "y unified",
         "showlegend": False,
@@ -112,14 +112,14 @@ def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
 
 
 def slot_time_parts(run: Run) -> dict[str, float]:
-    """Shares of wall-clock slot-time: work by its outcome, the parts of the bubble, and the rest. They add up to 1."""
+    """Fractions of wall-clock slot-time: work by outcome, the parts of the bubble, other phases. They add up to 1."""
     slot_bins = (len(run.occupancy.edges) - 1) * run.run_metrics.slots
     work = {part: math.fsum(run.occupancy.parts.get(part, ())) / max(1, slot_bins) for part in WORK}
     return {part: share for part, share in (work | run.run_metrics.idle_parts).items() if share > 0}
 
 
 def occupancy(run: Run, place: int, title: str, unit: TimeUnit, until: float) -> Chart:
-    """Slots in each part over time, stacked up to all slots."""
+    """Number of slots in each part over time, stacked."""
     edges = [unit.of(edge) for edge in run.occupancy.edges]
     data = [
         {
@@ -156,14 +156,14 @@ def bubble_per_harvest(series: Sequence[Series]) -> Chart:
         "xaxis": {"title": {"text": "harvest"}},
         "yaxis": {"title": {"text": "bubble (%)"}, "rangemode": "tozero"},
     }
-    return Chart("bubble", "Bubble of each harvest", _view(data, layout))
+    return Chart("bubble", "Bubble per harvest", _view(data, layout))
 
 
 # Lengths, staleness
 
 
 def lengths(run: Run, place: int, title: str, top: float) -> Chart:
-    """How long the responses of each update are: the middle 50 % and 90 % of them, and the median."""
+    """Response lengths per update: the median and the middle 50 % and 90 %."""
     x = [point.updates for point in run.points]
     p5, p25, p50, p75, p95 = ([rounded(p.length_quantiles[i]) for p in run.points] for i in range(5))
     band = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}}
@@ -200,7 +200,7 @@ def staleness_of_updates(series: Sequence[Series]) -> Chart:
         "yaxis": {"title": {"text": "mean staleness (versions)"}, "rangemode": "tozero"},
         "showlegend": False,
     }
-    return Chart("staleness-updates", "Staleness of each update", _view(data, layout), height=270)
+    return Chart("staleness-updates", "Staleness per update", _view(data, layout), height=270)
 
 
 def histogram(
@@ -244,7 +244,7 @@ def histogram(
 
 
 def learning(id: str, title: str, y_title: str, series: Sequence[Series], unit: TimeUnit, *, held_out: bool) -> Chart:
-    """Reward of each update, or the held-out score, against trained rollouts, wall-clock and updates."""
+    """Reward per update, or the held-out score, over trained rollouts, wall-clock time and updates."""
     axes = (
         Axis("rollouts", "rollouts trained on", lambda at: at.rollouts),
         Axis("wall-clock", f"wall-clock ({unit.name})", lambda at: unit.of(at.seconds)),
@@ -269,7 +269,7 @@ def learning(id: str, title: str, y_title: str, series: Sequence[Series], unit: 
 
 
 def _held_out_curve(one: Series, axis: Axis) -> list[dict[str, Any]]:
-    """Over seeds: mean, least and greatest. One run: its score with the evaluation's own 95 % interval."""
+    """Several seeds: mean, min and max. One run: its score with the 95 % confidence interval of the evaluation."""
     if len(one.runs) > 1:
         curves = [[(axis.of(h.mark), h.score["value"]) for h in run.held_out] for run in one.runs]
         return _curve(one, curves, marks=True)
@@ -303,15 +303,15 @@ class LearnerPanel:
 
 LEARNER_PANELS = (
     LearnerPanel("stale_ratio_mean", "Importance ratio, mean", "ratio, stale tokens"),
-    LearnerPanel("stale_ratio_max", "Importance ratio, greatest", "ratio, stale tokens"),
+    LearnerPanel("stale_ratio_max", "Importance ratio, max", "ratio, stale tokens"),
     LearnerPanel("importance_weight_mean", "Importance weight, mean", "weight in the loss"),
-    LearnerPanel("clipped_fraction", "Clip share", "tokens clipped (%)", percent=True, from_zero=True),
+    LearnerPanel("clipped_fraction", "Clip fraction", "tokens clipped (%)", percent=True, from_zero=True),
     LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True),
-    LearnerPanel("stale_kl", "Distance of stale tokens", "KL, stale tokens (nats)", from_zero=True),
+    LearnerPanel("stale_kl", "KL of stale tokens", "KL, stale tokens (nats)", from_zero=True),
     LearnerPanel("entropy", "Entropy", "nats per token", from_zero=True),
     LearnerPanel("grad_norm", "Gradient norm", "norm", from_zero=True),
 )
-LOGARITHMIC_FROM = 100.0  # greatest over least value of a panel that gets a logarithmic axis
+LOGARITHMIC_FROM = 100.0  # ratio of the largest to the smallest value from which a panel gets a logarithmic axis
 
 
 def learner_panels(series: Sequence[Series]) -> list[Chart]:
@@ -338,17 +338,17 @@ def _learner_panel(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Ch
         yield Chart(f"learner-{panel.key.replace('_', '-')}", panel.title, _view(data, layout), height=240)
 
 
-# The slot timeline, which the page draws itself
+# The slot timeline, drawn by page/report.js
 
 
 def timelines(run: Run, label: str, unit: TimeUnit) -> list[dict[str, Any]]:
-    """Every stay of the run; of a large one every stay of its beginning, then the whole of it as a grid."""
+    """Every bar of the run. For a large run: every bar of its first updates, then the whole run as a grid."""
     source = run.timeline
     if not source.grid:
         return [_timeline(run, label, unit, source.slices, (), run.ended)]
     updates = sum(at <= source.until for at in source.updates)
     return [
-        _timeline(run, f"{label}: first {updates} updates, every stay", unit, source.slices, (), source.until),
+        _timeline(run, f"{label}: first {updates} updates, in full", unit, source.slices, (), source.until),
         _timeline(run, f"{label}: whole run, aggregated", unit, (), source.grid, run.ended),
     ]
 
@@ -356,7 +356,7 @@ def timelines(run: Run, label: str, unit: TimeUnit) -> list[dict[str, Any]]:
 def _timeline(
     run: Run, label: str, unit: TimeUnit, pieces: Sequence[Slice], grid: Sequence[str], until: float
 ) -> dict[str, Any]:
-    """Times in millionths of what is shown; a letter of `outcomes` and `grid` is the first of an outcome."""
+    """Times are in millionths of the range shown; `outcomes` and `grid` hold the first letter of each outcome."""
     seconds = until - run.began or 1.0
 
     def tick(at: float) -> int:
@@ -379,7 +379,7 @@ def _timeline(
     }
 
 
-# Small things
+# Helpers
 
 
 def part_name(part: str) -> str:
@@ -387,10 +387,10 @@ def part_name(part: str) -> str:
 
 
 def _ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
-    """Parts with their colors, in the order of the stacks; unknown phases last."""
-    known = list(PART_COLOURS)
-    present = sorted(parts, key=lambda part: (known.index(part) if part in PART_COLOURS else len(known), part))
-    return [(part, PART_COLOURS.get(part, "#bcc1c7")) for part in present]
+    """Parts with their colors, in stacking order; unknown phases last."""
+    known = list(PART_COLORS)
+    present = sorted(parts, key=lambda part: (known.index(part) if part in PART_COLORS else len(known), part))
+    return [(part, PART_COLORS.get(part, "#bcc1c7")) for part in present]
 
 
 def legend(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
@@ -405,7 +405,7 @@ def _view(data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, dict[
 
 
 def _curve(one: Series, curves: Sequence[Curve], *, marks: bool = False) -> list[dict[str, Any]]:
-    """One run: its line. Several: their mean, and a band from the least to the greatest, as far as all runs go."""
+    """One run: a line. Several: the mean with a min-to-max band, as far as all runs go."""
     curves = [curve for curve in curves if curve]
     if not curves:
         return []
@@ -424,9 +424,9 @@ def _curve(one: Series, curves: Sequence[Curve], *, marks: bool = False) -> list
         "hoverinfo": "skip",
     }
     return [
-        edge | {"name": f"{one.label}, least", "y": [rounded(y) for y in low]},
+        edge | {"name": f"{one.label}, min", "y": [rounded(y) for y in low]},
         edge
-        | {"name": f"{one.label}, greatest", "y": [rounded(y) for y in high]}
+        | {"name": f"{one.label}, max", "y": [rounded(y) for y in high]}
         | {"fill": "tonexty", "fillcolor": _translucent(one.color)},
         _line(one, x, [fmean(y for _, y in column) for column in columns], marks=marks)
         | {"name": f"{one.label}, mean of {len(curves)}"},
@@ -447,7 +447,7 @@ def _line(one: Series, x: Sequence[float], y: Sequence[float], *, marks: bool) -
 
 
 def _thinned(curves: Sequence[Curve], most: int = 600) -> list[Curve]:
-    """Means over as many neighbors as it takes."""
+    """Averaged over neighbors until there are few enough points."""
     every = max(1, math.ceil(max(map(len, curves), default=0) / most))
     return [
         [

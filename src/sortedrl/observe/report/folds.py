@@ -1,7 +1,7 @@
-"""What the report's charts show: folds over the event log, next to the metrics of metrics.py.
+"""The data of the report's charts: folds over the event log, besides the metrics of metrics.py.
 
-Slot-time is read off `Metrics` itself, at the edges of equal time bins, and split by outcome with the slices of
-timeline.py; so what a chart shows adds up to the metrics that stand beside it.
+Slot-time is read from `Metrics` at the edges of equal time bins and split by outcome with the slices of timeline.py,
+so a chart always adds up to the metrics beside it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sortedrl.core.events import Event
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.timeline import Slice
 
-BINS = 240  # of occupancy over time
-MOST_POINTS = 600  # per-update curves; beyond it neighboring updates are pooled
+BINS = 240  # time bins of the occupancy chart
+MOST_POINTS = 600  # of per-update curves; beyond that, neighboring updates are pooled
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-EMPTY = " "  # a cell of a slot grid in which no stay took a quarter of the time
+EMPTY = " "  # a cell of the slot grid in which no slice took a quarter of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Slots in each part, as the mean over a bin. `edges`, in seconds since the run began, has one more entry."""
+    """Mean number of slots in each part per time bin. `edges` (seconds since the run started) has one more entry."""
 
     edges: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
@@ -32,7 +32,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePoint:
-    """One update, or `pooled` consecutive ones. `updates`, `rollouts` and `seconds` count from the run's begin."""
+    """One update, or `pooled` consecutive ones. `updates`, `rollouts` and `seconds` count from the start of the run."""
 
     updates: int
     pooled: int
@@ -45,7 +45,7 @@ class UpdatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The state of the run when an evaluation began."""
+    """The state of the run when an evaluation started."""
 
     updates: int
     rollouts: int
@@ -53,11 +53,11 @@ class Mark:
 
 
 def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
-    """The metrics of a run, and what its slots were used for over time. The log is not empty."""
+    """The metrics of a run, and its slot occupancy over time. The log must not be empty."""
     run_metrics, metrics = (
         Metrics().fold(log).run_metrics(),
         Metrics(),
-    )  # a second fold: an edge more is a rounding more
+    )  # a second fold: stopping at bin edges would add rounding errors to the metrics
     began, ended = log[0].at, log[-1].at
     edges = [began + (ended - began) * i / bins for i in range(bins)] + [ended]
     totals: list[dict[str, float]] = []
@@ -96,7 +96,7 @@ def _over_bins(piece: Slice, began: float, width: float, bins: int) -> Iterable[
 
 
 def slot_grid(slices: Iterable[Slice], slots: int, began: float, ended: float, bins: int) -> list[str]:
-    """For each slot a row of `bins` cells: the first letter of the outcome of its longest stay."""
+    """One row of `bins` cells per slot: the first letter of the outcome of the longest slice in the cell."""
     width = (ended - began) / bins or 1.0
     most = [[0.0] * bins for _ in range(slots)]
     rows = [[EMPTY] * bins for _ in range(slots)]
@@ -139,7 +139,7 @@ def update_points(log: Sequence[Event], most: int = MOST_POINTS) -> list[UpdateP
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in order, interpolated between the two nearest."""
+    """Quantile of sorted values, linearly interpolated."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -147,7 +147,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def evaluation_marks(log: Sequence[Event]) -> dict[int, Mark]:
-    """When the held-out problems were asked, by the updates done until then; the last time where it was twice."""
+    """When each evaluation ran, by the number of updates done; the last one if there were two."""
     marks: dict[int, Mark] = {}
     updates = rollouts = 0
     for event in log:
@@ -160,7 +160,7 @@ def evaluation_marks(log: Sequence[Event]) -> dict[int, Mark]:
 
 
 def staleness_floor(log: Iterable[Event], slots: int) -> tuple[float, float] | None:
-    """Mean token staleness that full slots cannot go below, where tokens are kept: without any order, and sorted.
+    """Lower bounds of the mean token staleness with full slots where tokens are kept: unsorted, and sorted.
 
     With Q slots, updates of U rollouts and lengths L: (Q / U) E[L^2] / (2 E[L]^2), and Q / 2U.
     """

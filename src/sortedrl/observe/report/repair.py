@@ -1,8 +1,9 @@
-"""An event log with lines missing, made consistent, so that every fold can read it.
+"""Makes an event log with missing lines consistent, so that every fold can read it.
 
-A fold may rely on what the controller guarantees: a run begins, a rollout is loaded before it is submitted, submitted
-before it starts, and leaves its slot before another takes it. Where a damaged line broke such a chain, the missing link
-is put back if what follows tells what it was, and the orphan is left out if not. An intact log comes back unchanged.
+Folds rely on what the controller guarantees: a run has a start, a rollout is loaded before it is submitted, submitted
+before it starts, and leaves its slot before another takes it. Where a damaged line breaks such a chain, the missing
+event is inferred from later events if possible; otherwise the orphaned events are left out. An intact log is returned
+unchanged.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from sortedrl.core import events
 from sortedrl.core.events import Event
 
 UNKNOWN_MODE = "unknown mode"
-EMPTY_PHASES = ("weights", "end")  # nothing is in the engine then, even with overlap
+EMPTY_PHASES = ("weights", "end")  # the engine is empty then, even with overlap
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """`put_back`: events inferred from later ones; `left_out`: events that follow from nothing."""
+    """`put_back`: events inferred from later ones; `left_out`: orphaned events."""
 
     log: list[Event]
     put_back: int
@@ -34,7 +35,7 @@ def repaired(log: Sequence[Event]) -> Repair:
 
 
 def consistent(log: Sequence[Event]) -> list[Event]:
-    """A log that may have been recovered from damage, as every fold can read it."""
+    """Make a log that may have been recovered from damage readable by every fold."""
     return repaired([event for event in log if not isinstance(event, events.Lost)]).log
 
 
@@ -50,7 +51,7 @@ class _Repairer:
         self._gone: set[int] = set()
         self._loaded = 0  # rollouts below this number are loaded
         self._cohort = -1
-        self._kept: dict[int, int] = {}  # of rollouts in the engine: tokens that they came with
+        self._kept: dict[int, int] = {}  # rollouts in the engine -> prefix tokens at submit
         self._slot_of: dict[int, int] = {}
         self._holder: dict[int, int] = {}  # rollout by slot
         if log and not isinstance(log[0], events.RunBegan):
@@ -105,7 +106,7 @@ class _Repairer:
         self.out.append(event)
 
     def _is_about_the_gone(self, event: Event) -> bool:
-        """Nothing can happen to a rollout that was trained on or rejected."""
+        """A rollout that was trained on or rejected has no further events."""
         if isinstance(event, events.Updated):
             if not self._gone.isdisjoint(event.rollouts):
                 return True
@@ -136,7 +137,7 @@ class _Repairer:
         self.out.append(event)
 
     def _load_up_to(self, count: int, at: float) -> None:
-        """Rollouts are numbered as they are loaded: a gap in the numbers is a load whose line is missing."""
+        """Rollouts are numbered in load order: a gap in the numbers is a missing `Loaded` line."""
         if count > self._loaded:
             end = min((first for first in self._firsts if first > self._loaded), default=max(self._ids, count))
             self._cohort += 1
@@ -149,7 +150,7 @@ class _Repairer:
             self._end(rollout, at, self._kept[rollout])
 
     def _end(self, rollout: int, at: float, length: int) -> None:
-        """Its end is missing: it was stopped by now. `length` is what it is known to have had then."""
+        """Its end is missing, so it must have been aborted. `length` is the last known length."""
         made = max(0, length - self._kept[rollout])
         self._leave(rollout)
         self._put_back(events.Aborted(at, rollout, made, length, 0))

@@ -1,7 +1,7 @@
-"""Reads what a report is made of: one `Run` for each run folder or bare event log, however damaged.
+"""Reads the input of a report: one `Run` per run folder or bare event log, even a damaged one.
 
-The event log is enough. What only a run folder has (learner metrics, held-out scores, responses, configuration) is
-empty for a bare log. Nothing here raises for damaged content; `Run.notices` says what is missing.
+The event log is enough. Data that only a run folder has (learner metrics, held-out scores, responses, configuration)
+is empty for a bare log. Damaged content never raises; `Run.notices` lists what is missing.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.timeline import Slice, slices
 
 EVENTS = "events.jsonl"
-MOST_SLICES = 12_000  # that a slot timeline draws one by one
-EXCERPT_SLICES = 5_000  # that it draws of a larger run, beside the grid
-GRID_CELLS = 200_000  # of a timeline that is drawn as a grid
+MOST_SLICES = 12_000  # that a slot timeline draws one by one; larger runs are drawn as a grid
+EXCERPT_SLICES = 5_000  # drawn one by one for a larger run, besides the grid
+GRID_CELLS = 200_000  # of the grid
 MOST_GRID_BINS = 2_000
-# Settings that do not make two runs different things to compare.
+# Settings in which comparable runs may differ.
 INCIDENTAL = frozenset({"seed", "out", "resume", "threads", "keep_checkpoints", "checkpoint_every", "save_rollouts"})
 _FIX = "Name a run folder, as in runs/NAME, a folder of runs, or an events.jsonl."
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Who was in which slot: every slice; for large runs those that begin before `until`, and a grid of all."""
+    """Which rollout was in which slot: every slice; for large runs, the slices before `until` and a grid of all."""
 
     slices: tuple[Slice, ...]
     until: float  # seconds on the engine's clock
     grid: tuple[str, ...]
     slice_count: int
-    updates: tuple[float, ...]  # when they were made
+    updates: tuple[float, ...]  # times
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Run:
     floor: tuple[float, float] | None
     settings: dict[str, Any]
     has_configuration: bool
-    learner: tuple[dict[str, Any], ...]  # lines of metrics.jsonl, one for each update
+    learner: tuple[dict[str, Any], ...]  # lines of metrics.jsonl, one per update
     held_out: tuple[HeldOut, ...]
     responses: tuple[dict[str, Any], ...]
     notices: tuple[str, ...]
@@ -90,7 +90,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None) -> list[Run]:
-    """All runs that the paths name; a folder of run folders stands for each of them."""
+    """All runs under the given paths; a folder of run folders counts as all of them."""
     logs = list(dict.fromkeys(log for path in paths for log in _logs_of(path)))
     runs: list[Run] = []
     for log, name in zip(logs, _names(logs), strict=True):
@@ -106,7 +106,7 @@ def _logs_of(path: Path) -> list[Path]:
         return [path / EVENTS]
     inside = sorted(path.glob(f"*/{EVENTS}"))
     if not inside:
-        why = f"no {EVENTS} is there or one folder below" if path.is_dir() else "no such file or folder"
+        why = f"no {EVENTS} in it or one folder below" if path.is_dir() else "no such file or folder"
         raise ConfigurationError("runs", str(path), why, _FIX)
     return inside
 
@@ -124,7 +124,7 @@ def _read_run(path: Path, name: str) -> Run:
     repair = repaired(intact)
     log = repair.log
     if not log:
-        raise ConfigurationError("runs", str(path), "not one line of it is an event", _FIX)
+        raise ConfigurationError("runs", str(path), "it contains no valid event", _FIX)
     folder = path.parent if path.name == EVENTS else None
     stays = slices(log)
     run_metrics, occupancy = slot_time(log, stays)
@@ -157,7 +157,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def _held_out(lines: Iterable[dict[str, Any]], marks: dict[int, Mark]) -> tuple[HeldOut, ...]:
-    """One for each update that was followed by an evaluation, the last where there were two."""
+    """One per update that was followed by an evaluation; the last one if there were two."""
     scores = {line["update"]: line["held_out"] for line in lines if _is_score(line) and line.get("update") in marks}
     return tuple(HeldOut(marks[update], score) for update, score in sorted(scores.items()))
 
@@ -180,7 +180,7 @@ def _timeline(stays: Sequence[Slice], slots: int, log: Sequence[Event]) -> Timel
 
 
 def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any], bool]:
-    """The configuration, or at least the schedule's settings; and whether it is the configuration."""
+    """The configuration, or just the schedule's settings; and whether it is the full configuration."""
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
     except (OSError, ValueError):
@@ -192,7 +192,7 @@ def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any]
 
 
 def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
-    """The lines that can be read, and how many cannot."""
+    """The valid lines, and the number of invalid ones."""
     if folder is None or not (folder / name).is_file():
         return [], 0
     found: list[dict[str, Any]] = []
@@ -212,7 +212,7 @@ def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
 
 def _lost_lines(name: str, lost: int) -> Iterable[str]:
     if lost:
-        yield f"{name}: {_counted(lost, 'line')} that cannot be read, left out."
+        yield f"{name}: skipped {_counted(lost, 'unreadable line')}."
 
 
 def _counted(number: int, noun: str) -> str:
@@ -223,12 +223,12 @@ def _damage_notices(damage: Sequence[Damage], put_back: int, left_out: int) -> I
     if damage:
         shown = ", ".join(f"line {d.line} ({d.why})" for d in damage[:5])
         more = f", and {len(damage) - 5} more" if len(damage) > 5 else ""
-        yield f"Event log: {_counted(len(damage), 'line')} that cannot be read, left out: {shown}{more}."
+        yield f"Event log: skipped {_counted(len(damage), 'unreadable line')}: {shown}{more}."
     if left_out:
-        yield f"Event log: {_counted(left_out, 'event')} left out: what must come before is missing."
+        yield f"Event log: skipped {_counted(left_out, 'event')} because earlier events are missing."
     if put_back:
         yield (
-            f"Event log: {_counted(put_back, 'missing event')} inferred from what follows: metrics there are estimates."
+            f"Event log: {_counted(put_back, 'missing event')} inferred from later ones: metrics there are estimates."
         )
 
 
@@ -236,9 +236,9 @@ def _ending_notices(log: Sequence[Event], folder: Path | None) -> Iterable[str]:
     last = next((event for event in reversed(log) if isinstance(event, Updated | Phase) and _is_turn(event)), None)
     if isinstance(last, Updated | None) and not (folder is not None and (folder / "summary.json").is_file()):
         seconds = log[-1].at - log[0].at
-        yield f"The log ends at {seconds:,.1f} s without the run's end: it was killed, or it still runs."
+        yield f"The log ends at {seconds:,.1f} s without an end event: the run was killed or is still running."
 
 
 def _is_turn(event: Updated | Phase) -> bool:
-    """An update, or the end of the run: evaluations and checkpoints come after either."""
+    """Whether it is an update or the end of the run: evaluations and checkpoints follow one or the other."""
     return isinstance(event, Updated) or event.phase == "end"

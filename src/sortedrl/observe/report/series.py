@@ -1,4 +1,4 @@
-"""Series: runs that differ in their seed alone, with the name and the color that they have all over the report."""
+"""Series: runs that differ only in their seed, with one name and one color across the report."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OTHER_COLOURS = ("#6a8f2f", "#a0522d", "#4c6fd1", "#c25450", "#66788a", "#b8912a
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     label: str
     color: str
     runs: tuple[Run, ...]
 
     def mean(self, field: str) -> float:
-        """Of a figure that every run knows, over the runs."""
+        """The mean over the runs of a metric that every run has."""
         return fmean(getattr(run.run_metrics, field) for run in self.runs)
 
     def mean_sortedness(self) -> float | None:
@@ -58,7 +58,7 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
 
 
 def _labels(firsts: Sequence[Run]) -> list[str]:
-    """The mode; where two series share it, with the settings that tell them apart."""
+    """The mode, plus the settings that distinguish series of the same mode."""
     labels = []
     for run in firsts:
         others = [other for other in firsts if other.mode == run.mode and other is not run]
@@ -74,7 +74,7 @@ def _labels(firsts: Sequence[Run]) -> list[str]:
 
 
 def run_names(series: Sequence[Series]) -> dict[str, str]:
-    """What a run is called on the page: its series, and its seed or its own name where the series has several."""
+    """A run's name on the page: its series, plus its seed or its own name if the series has several runs."""
     found = {}
     for one in series:
         seeds = [run.seed for run in one.runs]

@@ -1,4 +1,4 @@
-"""The report's tables: metrics as they are printed, configurations side by side, responses to read."""
+"""The report's tables: formatted metrics, configurations side by side, sample responses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
 
 RESPONSES_OF_A_KIND = 2
-MOST_CHARACTERS = 20_000  # of a response on the page
+MOST_CHARACTERS = 20_000  # of a response shown on the page
 Line = dict[str, Any]
-Kind = tuple[str, Callable[[Line], Any], Callable[[Line], bool]]  # tag, order, and whether it can be of that kind
+Kind = tuple[str, Callable[[Line], Any], Callable[[Line], bool]]  # tag, sort key, and filter
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure as it is printed: `form` formats it, after multiplication by 100 where it is a share."""
+    """How to print a metric: `form` is its format, applied to 100 x the value if it is a fraction."""
 
     field: str
     name: str
@@ -33,7 +33,7 @@ class Column:
 
     def text(self, value: float | None) -> str:
         if value is None:
-            return "not known"
+            return "unknown"
         return f"{self._number(value)} %" if self.is_fraction else self._number(value)
 
     def range(self, least: float, greatest: float) -> str:
@@ -51,13 +51,18 @@ def percent(value: float) -> str:
 HEADLINE = (
     Column("bubble", "bubble", "", "empty slot-time while the engine may run", ".1f", is_fraction=True),
     Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f", is_fraction=True),
-    Column("goodput", "goodput", "tokens/s", "tokens trained on, for each second of harvests", ",.0f"),
-    Column("waste", "waste", "", "share of generated tokens thrown away", ".1f", is_fraction=True),
+    Column("goodput", "goodput", "tokens/s", "tokens trained on per second of harvest time", ",.0f"),
+    Column("waste", "waste", "", "fraction of generated tokens that were discarded", ".1f", is_fraction=True),
     Column("staleness_mean", "staleness", "mean", "of trained tokens, in versions", ".2f"),
-    Column("staleness_max", "", "greatest", "greatest staleness of a trained token", ",.0f"),
-    Column("sortedness", "sortedness", "", "log-length variance that sorting took out of updates", "z.2f"),
+    Column("staleness_max", "", "max", "maximum staleness of a trained token", ",.0f"),
+    Column("sortedness", "sortedness", "", "log-length variance within updates that sorting removed", "z.2f"),
     Column(
-        "length_bias", "length bias", "", "mean trained length against the uncut one, less 1", "+z.1f", is_fraction=True
+        "length_bias",
+        "length bias",
+        "",
+        "mean trained length relative to uncut responses, minus 1",
+        "+z.1f",
+        is_fraction=True,
     ),
     Column("mean_reward", "reward", "mean", "over all trained rollouts", "+.2f"),
     Column("updates", "updates", "", "made", ",.0f"),
@@ -66,7 +71,7 @@ HEADLINE = (
 
 
 def headline(series: Sequence[Series]) -> dict[str, Any]:
-    """A row for each series. Rewards are left out where a log has none, as simulated ones."""
+    """One row per series. Rewards are left out if a log has none, as in simulated runs."""
     has_rewards = any(run.run_metrics.mean_reward for one in series for run in one.runs)
     columns = [column for column in HEADLINE if has_rewards or column.field != "mean_reward"]
     return {"columns": columns, "rows": [_headline_row(one, columns) for one in series]}
@@ -84,7 +89,7 @@ def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
     return {"label": one.label, "color": one.color, "sub": sub, "cells": cells}
 
 
-def all_figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def all_metrics(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     columns = [dict(_flattened(run.run_metrics)) for run in runs]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     return [(key, [_number(column.get(key)) for column in columns]) for key in keys]
@@ -122,7 +127,7 @@ def shown(value: Any) -> str:
 
 
 def responses(one: Series) -> list[dict[str, Any]]:
-    """The best, worst, longest and most-resumed responses that were written down, each once, later updates first."""
+    """The best, worst, longest and most-resumed responses on record, each once, later updates first."""
     written = [line for run in one.runs for line in run.responses if isinstance(line.get("reward"), int | float)]
     least, most = (pick((line["reward"] for line in written), default=0) for pick in (min, max))
     kinds: tuple[Kind, ...] = (
@@ -148,7 +153,7 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
     pieces = _pieces(line)
     facts = [
         f"reward {line['reward']:+.2f}",
-        f"{_tokens(line):,} tokens" + (" (cut at the limit)" if line.get("truncated") else ""),
+        f"{_tokens(line):,} tokens" + (" (truncated at max_new_tokens)" if line.get("truncated") else ""),
         f"{len(segments)} segment{'s' if len(segments) != 1 else ''}",
         f"update {line.get('update')}",
         f"rollout {line.get('rollout')}",
@@ -156,10 +161,10 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
     ]
     boundaries = ""
     if len(pieces) > 1:
-        boundaries = "segments are shaded, each with the version that made it"
+        boundaries = "segments are shaded and labeled with their weight version"
     elif len(segments) > 1:
         made = ", ".join(f"{tokens} tokens by version {version}" for version, tokens in segments)
-        boundaries = f"{made}; where one ends was not written down"
+        boundaries = f"{made}; segment boundaries were not recorded"
     return {
         "tags": ", ".join(tags),
         "facts": " · ".join(facts),
@@ -171,7 +176,7 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
 
 
 def _pieces(line: dict[str, Any]) -> list[tuple[Any, str]]:
-    """The response cut where its segments end, if that was written down."""
+    """The response split at its segment boundaries, if they were recorded."""
     text, segments, ends = str(line["response"])[:MOST_CHARACTERS], line.get("segments") or [], line.get("segment_ends")
     if not isinstance(ends, list) or len(ends) != len(segments):
         return [("", text)]
@@ -191,4 +196,4 @@ def _tokens(line: dict[str, Any]) -> int:
 
 def responses_lead(runs: Sequence[Run]) -> str:
     written = sum(len(run.responses) for run in runs)
-    return f"Chosen among the {written:,} responses that the runs wrote down (--save-rollouts for each update)."
+    return f"Selected from the {written:,} responses that the runs recorded (--save-rollouts per update)."

@@ -1,4 +1,4 @@
-"""What the report says in words: the reward, and how each section is to be read."""
+"""The text of the report: its conclusion, the glossary, and an introduction to each section."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sortedrl.observe.report.series import Series
 from sortedrl.observe.report.tables import differing_keys, percent
 
 GLOSSARY = (
-    ("slot", "one place in the engine's running batch"),
-    ("bubble", "empty slot-time / (slots x T), where T is the time of all harvests, prefill included"),
-    ("drain", "a part of the bubble: nothing is left to start in this cohort"),
-    ("held back", "a part of the bubble: the schedule starts nothing more for this harvest"),
-    ("refill", "a part of the bubble: a freed slot waits for the controller"),
-    ("queued", "a part of the bubble: the engine has work that it has not started, which waits for its prefill"),
-    ("KV-limited", "a part of the bubble: the engine has work but no memory for it, as preemptions show"),
-    ("idle", "the same as bubble, over wall-clock: learner, weights, scores, evaluation and checkpoints count too"),
+    ("slot", "one place in the engine's running batch (vLLM max_num_seqs, SGLang max_running_requests)"),
+    ("bubble", "empty slot-time / (slots x T), where T is the total time of all harvests, including prefill"),
+    ("drain", "part of the bubble: no rollouts are left to start in this cohort"),
+    ("held back", "part of the bubble: the schedule starts no more rollouts in this harvest"),
+    ("refill", "part of the bubble: a freed slot waits for the controller"),
+    ("queued", "part of the bubble: requests are queued in the engine, waiting for prefill"),
+    ("KV-limited", "part of the bubble: requests wait for KV cache memory, as preemptions show"),
+    ("idle", "like bubble, but over wall-clock time: learner, weights, scores, evaluation and checkpoints count too"),
     ("goodput", "tokens trained on / T"),
-    ("kept", "(tokens trained on + cached for resume when the run ends) / T: the fair figure for few cohorts"),
-    ("waste", "share of generated tokens thrown away"),
-    ("staleness", "the learner's version at the update, less the version that sampled the token"),
-    ("segment", "a run of tokens made by one weight version; a response that was stopped and resumed has several"),
-    ("sortedness", "share of the variance of log length within random updates that is gone: 0 random, 1 sorted"),
-    ("length bias", "mean trained length against that of uncut responses, which all attempts together tell"),
-    ("trained, kept, dropped", "the fate of a stay in a slot: ended and trained on; stopped, to resume; thrown away"),
+    ("kept", "(tokens trained on + tokens cached for resume when the run ends) / T: the fair metric for few cohorts"),
+    ("waste", "fraction of generated tokens that were discarded"),
+    ("staleness", "the learner's version at the update minus the version that sampled the token"),
+    ("segment", "consecutive tokens sampled by one weight version; an aborted and resumed response has several"),
+    ("sortedness", "how much sorting reduces the variance of log length within updates: 0 random, 1 sorted"),
+    ("length bias", "mean trained length relative to uncut responses, estimated from all attempts"),
+    ("trained, kept, dropped", "what happened to the tokens: trained on; aborted and kept for resume; discarded"),
 )  # fmt: skip
 
 
@@ -40,12 +40,12 @@ def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
         sentence = _conclusion_of_several(series)
         apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
         if apart:
-            asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare with that in mind.")
+            asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare them with care.")
     scores = [score for one in series for score in _score(one)]
     if scores:
         asides.append(f"Held-out score: {'; '.join(scores)}.")
     if any(run.is_aggregated for run in runs):
-        asides.append("Large runs are drawn aggregated; the metrics count every rollout.")
+        asides.append("Charts of large runs are aggregated; the metrics count every rollout.")
     return {"sentence": sentence, "asides": asides}
 
 
@@ -69,7 +69,7 @@ def _conclusion_of_several(series: Sequence[Series]) -> str:
         second = max((one for one in series if one is not reference), key=lambda one: one.mean("goodput"))
         return (
             f"No schedule here beats {reference.label}: it trained on {reference.mean('goodput'):,.0f} tokens per "
-            f"second with {percent(reference.mean('bubble'))} of slot-time empty, {second.label} on "
+            f"second with {percent(reference.mean('bubble'))} of slot-time empty; {second.label} trained on "
             f"{second.mean('goodput'):,.0f} with {percent(second.mean('bubble'))}."
         )
     before, after = reference.mean("goodput"), best.mean("goodput")
@@ -77,7 +77,7 @@ def _conclusion_of_several(series: Sequence[Series]) -> str:
         f"{after / before:.2f} x the tokens per second of {reference.label}" if before else "the most tokens per second"
     )
     return (
-        f"{best.label} trained on {gain} ({after:,.0f} against {before:,.0f}): it left "
+        f"{best.label} trained on {gain} ({after:,.0f} vs. {before:,.0f}): it left "
         f"{percent(best.mean('bubble'))} of slot-time empty instead of {percent(reference.mean('bubble'))}"
         f"{_waste_clause(best)}; {_staleness_clause(best)}."
     )
@@ -85,14 +85,14 @@ def _conclusion_of_several(series: Sequence[Series]) -> str:
 
 def _waste_clause(one: Series) -> str:
     waste = one.mean("waste")
-    return f", throwing away {percent(waste)} of what it generated" if waste >= 0.0005 else ", throwing nothing away"
+    return f", discarding {percent(waste)} of generated tokens" if waste >= 0.0005 else ", discarding no tokens"
 
 
 def _staleness_clause(one: Series) -> str:
     if not max(run.run_metrics.staleness_max for run in one.runs):
-        return "every token was fresh"
+        return "every token was on-policy"
     greatest = max(run.run_metrics.staleness_max for run in one.runs)
-    return f"the price is tokens {one.mean('staleness_mean'):.2f} versions old on average, {greatest} at most"
+    return f"tokens were {one.mean('staleness_mean'):.2f} versions old on average, {greatest} at most"
 
 
 def _score(one: Series) -> Iterable[str]:
@@ -111,48 +111,48 @@ def subtitle(runs: Sequence[Run]) -> str:
     return f"{what} · {' / '.join(map(str, slots))} slots · {trained:,} rollouts trained on"
 
 
-def figures_lead(series: Sequence[Series]) -> str:
+def metrics_lead(series: Sequence[Series]) -> str:
     several = any(len(one.runs) > 1 for one in series)
-    return "A gain in goodput stands next to the staleness and the waste that it costs." + (
-        " Over seeds: the mean, and below it the least and the greatest." if several else ""
+    return "Goodput, next to the staleness and the waste that it costs." + (
+        " With several seeds: the mean, and the range below it." if several else ""
     )
 
 
 def occupancy_lead(series: Sequence[Series], longest: float, unit: charts.TimeUnit) -> str:
     bins = max(len(one.runs[0].occupancy.edges) - 1 for one in series)
-    first = " One run of each series is drawn." if any(len(one.runs) > 1 for one in series) else ""
+    first = " One run per series is shown." if any(len(one.runs) > 1 for one in series) else ""
     return (
-        "Dark blue is a stay in a slot that ended and was trained on, light blue one that was stopped with its tokens "
-        "kept, red one thrown away. Yellow to orange is bubble: slots that stood empty while the engine could run. "
-        "Grey is the rest of wall-clock, in which the engine rests. Each stack is all slots; a step is the mean over "
-        f"1/{bins} of the run, {unit.of(longest / max(1, bins)):.2g} {unit.name} in the longest.{first}"
+        "Dark blue: rollouts that finished and were trained on. Light blue: aborted, tokens kept for resume. Red: "
+        "discarded. Yellow to orange is bubble: slots that were empty while the engine could run. Gray is the "
+        "remaining wall-clock time, in which the engine does not generate. Each stack adds up to all slots; a step is "
+        f"the mean over 1/{bins} of the run, {unit.of(longest / max(1, bins)):.2g} {unit.name} in the longest.{first}"
     )
 
 
 def timeline_lead(series: Sequence[Series]) -> str:
     text = (
-        "Every stay in a slot, colored by what became of it; vertical lines are updates. Drag to zoom, double-click "
-        "to see all, Ctrl + wheel zooms in place; with the keyboard, arrows, + and −."
+        "Each bar is a rollout in a slot, colored by its outcome; vertical lines are updates. Drag to zoom, "
+        "double-click to reset, Ctrl + wheel to zoom in place, or use the arrow keys, + and −."
     )
     merged = [one for one in series if one.runs[0].timeline.grid]
     if merged:
         counts = ", ".join(f"{one.label}: {one.runs[0].timeline.slice_count:,}" for one in merged)
         bins = len(merged[0].runs[0].timeline.grid[0])
         text += (
-            f" Aggregated where there are too many stays to draw one by one ({counts}): the whole run is a grid, in "
-            f"which each slot is cut into {bins:,} equal times and each shows its longest stay."
+            f" Aggregated where there are too many bars to draw one by one ({counts}): the whole run is a grid with "
+            f"{bins:,} time bins per slot, and each cell shows the outcome that took the longest."
         )
     return text
 
 
 def lengths_lead(series: Sequence[Series]) -> str:
     means = [(one.label, one.mean_sortedness()) for one in series]
-    sortedness = ", ".join(f"{label} {'not known' if mean is None else format(mean, 'z.2f')}" for label, mean in means)
+    sortedness = ", ".join(f"{label} {'unknown' if mean is None else format(mean, 'z.2f')}" for label, mean in means)
     pooled = max((point.pooled for one in series for point in one.runs[0].points), default=1)
     note = f" Aggregated: each point pools {pooled} updates." if pooled > 1 else ""
     return (
-        "The line is the median, the bands hold the middle 50 % and 90 % of an update's responses. A sawtooth is the "
-        f"micro-curriculum: short responses first, cohort after cohort. Sortedness: {sortedness}.{note}"
+        "The line is the median; the bands cover the middle 50 % and 90 % of an update's responses. A sawtooth is the "
+        f"micro-curriculum: short responses first in every cohort. Sortedness: {sortedness}.{note}"
     )
 
 
@@ -163,13 +163,13 @@ def staleness_lead(series: Sequence[Series]) -> str:
         for run in one.runs[:1]
         if run.floor and one.mean("staleness_mean") > 0
     ]
-    text = "How old tokens were when they were trained on, and in how many pieces a response was made."
+    text = "How old tokens were when they were trained on, and how many segments a response has."
     if floors:
-        text += f" Mean against the least that full slots allow where tokens are kept: {'; '.join(floors)}."
+        text += f" Mean, and the lower bound for full slots where tokens are kept: {'; '.join(floors)}."
     return text
 
 
 def learning_lead(series: Sequence[Series]) -> str:
     if any(len(one.runs) > 1 for one in series):
-        return "Over seeds: the mean, and a band from the least to the greatest run, as far as all runs go."
-    return "Bars on held-out scores are 95 % intervals of the evaluation."
+        return "The mean over seeds, with a band from the lowest to the highest run, as far as all runs go."
+    return "Error bars on held-out scores are 95 % confidence intervals of the evaluation."

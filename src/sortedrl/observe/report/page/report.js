@@ -1,5 +1,5 @@
 // Draws the charts (plotly) and the slot timeline (a canvas: tens of thousands of slices) of a report.
-// All numbers come from #report-data; nothing is computed here that a reader could take for a figure.
+// All numbers come from #report-data; no metric is computed here.
 "use strict";
 (() => {
   const report = JSON.parse(document.getElementById("report-data").textContent);
@@ -24,7 +24,7 @@
     responsive: true,
     displaylogo: false,
     displayModeBar: "hover",
-    modeBarButtons: [["toImage", "resetScale2d"]], // and none that sends the chart anywhere
+    modeBarButtons: [["toImage", "resetScale2d"]], // no button that uploads the chart
   };
 
   function themed(layout, size) {
@@ -58,7 +58,7 @@
 
   const drawAll = () => report.charts.forEach(draw);
 
-  // Numbers behind a chart, written when someone asks for them
+  // The numbers behind a chart, as a table that is filled when opened
 
   function fillTable(details) {
     const chart = report.charts.find((one) => one.id === details.dataset.chart);
@@ -214,7 +214,7 @@
     for (let n = Math.ceil((state.from * scale) / step); n * step <= state.to * scale + 1e-9; n += 1) {
       const x = LEFT + ((n * step) / scale - state.from) * (width / (state.to - state.from));
       pen.fillRect(x, TOP + height, 1, 4);
-      pen.fillText((n * step).toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits }), x, TOP + height + 7);
+      pen.fillText((n * step).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }), x, TOP + height + 7);
     }
     pen.fillText(`time (${run.unit})`, LEFT + width / 2, TOP + height + 24);
     pen.textAlign = "right";
@@ -272,7 +272,7 @@
     MOVES[name]();
   });
   canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.shiftKey) return; // else the page scrolls, as everywhere
+    if (!event.ctrlKey && !event.shiftKey) return; // otherwise the page scrolls as usual
     event.preventDefault();
     zoom(event.deltaY + event.deltaX > 0 ? 1.25 : 0.8, timeAt(event.offsetX));
   }, { passive: false });
@@ -321,7 +321,7 @@
     const scale = run.duration / WHOLE;
     const time = (tick) => (tick * scale).toPrecision(5).replace(/\.?0+$/, "");
     const lines = [`slot ${run.slot[i]} · ${report.outcomes[run.outcomes[i]]}`, `${time(run.start[i])} to ${time(run.end[i])} ${run.unit}`];
-    if (run.rollout) lines.unshift(`rollout ${run.rollout[i]} · ${run.made[i].toLocaleString("en-GB")} tokens · version ${run.version[i]}`);
+    if (run.rollout) lines.unshift(`rollout ${run.rollout[i]} · ${run.made[i].toLocaleString("en-US")} tokens · version ${run.version[i]}`);
     tip.textContent = lines.join("\n");
     tip.style.left = `${Math.min(event.offsetX + 14, canvas.clientWidth - tip.offsetWidth - 4)}px`;
     tip.style.top = `${Math.min(event.offsetY + 14, canvas.clientHeight - tip.offsetHeight)}px`;
@@ -337,7 +337,7 @@
   window.addEventListener("beforeprint", () => { printing = true; drawAll(); paint(); });
   window.addEventListener("afterprint", () => { printing = false; drawAll(); paint(); });
 
-  // One chart at a time, so that the page can be scrolled and used meanwhile
+  // One chart at a time, so that the page stays responsive
 
   if (report.timelines.length) show(0);
   const waiting = [...report.charts];
