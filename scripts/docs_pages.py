@@ -1,9 +1,9 @@
 """mkdocs hook: the pages that are made when the site is built, so that nothing is written twice.
 
-    index.md          README.md, with its links into docs/ made relative to it
-    cli.md            every command with its settings, from `sortedrl COMMAND --help`
-    changelog.md      CHANGELOG.md
-    contributing.md   CONTRIBUTING.md
+index.md          README.md, with its links into docs/ made relative to it
+cli.md            every command with its settings, from `sortedrl COMMAND --help`
+changelog.md      CHANGELOG.md
+contributing.md   CONTRIBUTING.md
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ def cli_page() -> str:
     commands = re.findall(r"^  (\w+)  +(\S.*)$", overview, re.MULTILINE)
     if not commands:
         raise RuntimeError(f"no commands in the output of sortedrl --help:\n{overview}")
-    parts = ["# Commands", "Made from each command's `--help`. Settings can also be given in a TOML file with `--config`."]
+    parts = [
+        "# Commands",
+        "Made from each command's `--help`. Settings can also be given in a TOML file with `--config`.",
+    ]
     for name, summary in commands:
-        parts += [f"## sortedrl {name}", f"{summary[0].upper()}{summary[1:]}.", f"```text\n{unframed(help_of(name))}\n```"]
+        parts += [
+            f"## sortedrl {name}",
+            f"{summary[0].upper()}{summary[1:]}.",
+            f"```text\n{unframed(help_of(name))}\n```",
+        ]
     return "\n\n".join(parts) + "\n"
 
 
