@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from engine_contract import EngineContract
 
+from engine_contract import EngineContract
 from sortedrl.core import Engine
 from sortedrl.models import BUILT_IN_MODEL
 
