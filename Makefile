@@ -78,7 +78,7 @@ train: setup
 
 # The site, in build/site. A broken link or an unlisted page is an error.
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
