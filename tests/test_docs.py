@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ WORDS = ("slot", "bubble", "goodput", "staleness", "cohort", "harvest", "cold / 
 def test_lines_are_short_and_tables_small(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     assert not [f"{page.name}:{i}" for i, line in enumerate(lines, 1) if len(line) > 120]
-    headers = [before for before, line in zip(lines, lines[1:], strict=False) if re.fullmatch(r"\|(-+\|)+", line)]
+    headers = [before for before, line in pairwise(lines) if re.fullmatch(r"\|(-+\|)+", line)]
     assert not [header for header in headers if header.count("|") > 8], "at most seven columns"
 
 
