@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup test test-slow test-vllm test-sglang test-verl test-ray simulate train lint clean
+.PHONY: setup test test-slow test-vllm test-sglang test-verl test-ray simulate train docs lint clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,10 @@ simulate: setup
 
 train: setup
 	$(BIN)/sortedrl train
+
+# The site, in build/site. A broken link or an unlisted page is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

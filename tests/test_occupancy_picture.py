@@ -1,4 +1,4 @@
-"""The README's picture: true to the logs that it is drawn from, and the one that its command makes."""
+"""The pictures of README and docs: true to the logs that they are drawn from, and those that their commands make."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "occupancy_picture.py"
+TIMELINES = ROOT / "benchmarks" / "mode_timelines.py"
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +42,11 @@ def test_the_picture_is_the_one_that_its_command_makes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(SCRIPT), str(made)], check=True, timeout=120)
     assert made.read_text() == (ROOT / "docs" / "occupancy.svg").read_text()
     assert ElementTree.parse(made).getroot().tag.endswith("svg")
+
+
+def test_the_timelines_are_the_ones_that_their_command_makes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(TIMELINES), str(tmp_path)], check=True, timeout=120)
+    made = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert made == {path.name: path.read_text() for path in (ROOT / "docs" / "img").glob("mode-*.svg")}
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    assert made and all(f"img/{name}" in page for name in made)

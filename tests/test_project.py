@@ -19,7 +19,7 @@ def test_examples_run(example: Path, tmp_path: Path) -> None:
         [sys.executable, str(example)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
     )

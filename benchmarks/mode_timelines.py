@@ -1,0 +1,131 @@
+"""Draws the pictures of docs/concepts.md: each mode as a timeline of eight slots, from the log of a simulated run.
+
+python benchmarks/mode_timelines.py docs/img
+
+One row per slot, time from left to right, the same prompts and the same time span in every picture.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sortedrl import Schedule
+from sortedrl.core import events
+from sortedrl.studies.workload import Workload, run
+
+SLOTS, COHORT, COHORTS = 8, 32, 8
+SECONDS = 52_000  # of the simulator's memory-bound step time, whose unit is one decode step
+WIDTH, ROW, LEFT, TOP, RIGHT, FOOT = 760, 11, 14, 44, 14, 30
+
+# Property and color of each class, light and dark. No CSS variables: many viewers of SVG do not support them.
+COLORS = {
+    "paper": ("fill", "#ffffff", "#0d1117"),
+    "ink": ("fill", "#1f2328", "#e6edf3"),
+    "soft": ("fill", "#59636e", "#9198a1"),
+    "empty": ("fill", "#eef1f4", "#1b222b"),
+    "finished": ("fill", "#2a7ab8", "#5aa7e0"),
+    "kept": ("fill", "#8fc1e6", "#2f5f86"),
+    "dropped": ("fill", "#d4722c", "#e8904f"),
+    "update": ("stroke", "#1f2328", "#e6edf3"),
+}
+WORDS = {"finished": "finished", "kept": "aborted, tokens kept", "dropped": "aborted, tokens discarded"}
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One stay of a rollout in a slot."""
+
+    slot: int
+    begin: float
+    end: float
+    fate: str  # a key of WORDS
+
+
+@dataclass(frozen=True)
+class Timeline:
+    mode: str
+    stays: tuple[Stay, ...]
+    updates: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        return 1 - sum(stay.end - stay.begin for stay in self.stays) / (SLOTS * SECONDS)
+
+
+MODES = {
+    "baseline": "cold",
+    "on-policy": "cold",
+    "on-policy+planned": "warm",
+    "partial": "cold",
+    "partial+elevator": "warm",
+}
+
+
+def timeline(mode: str, expectation: str) -> Timeline:
+    log: list[events.Event] = []
+    workload = Workload(slots=SLOTS, prompts=COHORT * COHORTS, expectation=expectation)
+    run(workload, Schedule(mode=mode, rollouts_per_update=SLOTS, prompts_per_cohort=COHORT), log.append)
+    stays: list[Stay] = []
+    begun: dict[int, events.Started] = {}
+    for event in log:
+        if isinstance(event, events.Started):
+            begun[event.rollout] = event
+        elif isinstance(event, events.Finished | events.Aborted) and event.rollout in begun:
+            start = begun.pop(event.rollout)
+            fate = "finished" if isinstance(event, events.Finished) else "dropped" if event.dropped else "kept"
+            if start.at < SECONDS:
+                stays.append(Stay(start.slot, start.at, min(event.at, SECONDS), fate))
+    updates = tuple(event.at for event in log if isinstance(event, events.Updated) and event.at <= SECONDS)
+    return Timeline(mode, tuple(stays), updates)
+
+
+def picture(drawn: Timeline) -> str:
+    scale = WIDTH / SECONDS
+    bottom = TOP + SLOTS * ROW
+    width, height = LEFT + WIDTH + RIGHT, bottom + FOOT
+    bars = "".join(
+        f'<rect class="{stay.fate}" x="{LEFT + stay.begin * scale:.1f}" y="{TOP + stay.slot * ROW + 1}" '
+        f'width="{max(0.5, (stay.end - stay.begin) * scale - 0.8):.1f}" height="{ROW - 2}"/>'
+        for stay in drawn.stays
+    )
+    lines = "".join(f"M{LEFT + at * scale:.1f} {TOP - 4}V{bottom + 4}" for at in sorted(set(drawn.updates)))
+    title = f"{len(drawn.updates)} updates in this time, {drawn.bubble:.0%} of slot time empty"
+    legend, x = "", LEFT
+    for fate in dict.fromkeys(stay.fate for stay in sorted(drawn.stays, key=lambda stay: list(WORDS).index(stay.fate))):
+        legend += f'<rect class="{fate}" x="{x}" y="{bottom + 13}" width="10" height="9"/>'
+        legend += f'<text class="soft" x="{x + 15}" y="{bottom + 22}">{WORDS[fate]}</text>'
+        x += 35 + 7 * len(WORDS[fate])
+    legend += f'<text class="soft" x="{x}" y="{bottom + 22}">vertical lines: updates</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{drawn.mode}: {title}"><style>{style()}</style>'
+        f'<rect class="paper" width="{width}" height="{height}"/>'
+        f'<text x="{LEFT}" y="20"><tspan class="ink title">{drawn.mode}</tspan>'
+        f'<tspan class="soft" dx="10">{title}</tspan></text>'
+        f'<rect class="empty" x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{SLOTS * ROW}"/>{bars}'
+        f'<path class="update" fill="none" stroke-width="1" d="{lines}"/>{legend}</svg>\n'
+    )
+
+
+def style() -> str:
+    light = "".join(f".{name}{{{what}:{color}}}" for name, (what, color, _) in COLORS.items())
+    dark = "".join(f".{name}{{{what}:{color}}}" for name, (what, _, color) in COLORS.items())
+    font = "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+    font += ".title{font-size:14px;font-weight:600}"
+    return f"{font}{light}@media(prefers-color-scheme:dark){{{dark}}}"
+
+
+def file_name(mode: str) -> str:
+    return f"mode-{mode.replace('+', '-')}.svg"
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for mode, expectation in MODES.items():
+        (folder / file_name(mode)).write_text(picture(timeline(mode, expectation)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
