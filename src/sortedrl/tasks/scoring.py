@@ -8,8 +8,8 @@ counted. `detail` is plain data for logs, `{"correct": bool, "parts": {...}}`.
     DirectScorer                scores inside `submit`: deterministic order, for reproducible runs
     reward_workers(task)        the task's score in processes that are killed when they exceed their time limit
 
-A thread cannot be killed. A reward that may hang or takes long should run in processes (`reward_function(..., processes=2)`); a
-thread that hangs is abandoned and replaced.
+A thread cannot be killed. A reward that may hang or takes long should run in processes
+(`reward_function(..., processes=2)`); a thread that hangs is abandoned and replaced.
 """
 
 from __future__ import annotations
