@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.forced_lengths import ForcedLengths
@@ -68,7 +69,7 @@ class Profile:
         )
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float, steps: int = 48) -> list[tuple[int, int]]:
