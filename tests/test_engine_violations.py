@@ -90,7 +90,7 @@ def test_a_checkpoint_with_values_that_must_not_be_trained_on_restores(damage: l
     plan = scenario("partial", [7, 1, 12, 2, 5, 5, 9, 1], slots=3, rollouts_per_update=3, prompts_per_cohort=8)
     first = Run(plan).updates(1)
     state = json.loads(json.dumps(first.checkpoint()))
-    members = [member for _, _, group in state["buffer"]["sets"] for member in group if member["segments"]]
+    members = [member for _, _, group in state["buffer"]["groups"] for member in group if member["segments"]]
     members[0]["segments"] = [[*damage, 0, None]]
     second = Run(plan, state=state, last_time=first.engine.now()).to_end()
     trained = [rollout for batch in first.batches + second.batches for rollout in batch]
