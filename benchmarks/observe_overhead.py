@@ -1,15 +1,14 @@
-"""What logging and the console cost a training run, by a clock around our code.
+"""Measures the cost of logging and the console in a training run, with timers around our code.
 
 python benchmarks/observe_overhead.py --updates 20
 
-Trains as `make train` does, with the panel drawn into a pseudo-terminal, and puts a clock around every place where the
-run hands something to be logged or shown: the event log with all its sinks, the line of each update, the progress of
-evaluations, and the thread that draws. The clocks' own cost is in the metrics.
+Trains like `make train`, with the panel drawn into a pseudo-terminal, and times every place where the run logs or shows
+something: the event log with all its sinks, the line of each update, the progress of evaluations, and the drawing
+thread. The results include the cost of the timers.
 
-Two clocks: the wall's, and the CPU time of the thread that does the work. On a quiet machine they agree; on a busy one
-the wall counts what others take, so the share that is judged (more than 1 % is exit code 1) is made of CPU times: over
-the CPU time of the training thread, which is what the run would take alone, and for drawing, which is paced by the
-wall's clock and not by the run, over the wall's time.
+There are two clocks: wall-clock time, and the CPU time of the working thread. On a quiet machine they agree; on a busy
+one, wall-clock time includes other processes. So the criterion (exit code 1 above 1 %) uses CPU time: over the CPU time
+of the training thread or, for drawing, which is paced by the wall clock, over wall-clock time.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (EventLog, "append", "event log: metrics, state, file"),
     (app.TrainingRun, "_record", "lines of updates, sample of rollouts"),
     (PanelConsole, "evaluating", "progress of evaluations"),
-    (PanelConsole, "say", "lines that are said"),
+    (PanelConsole, "log", "log lines"),
     (Live, "refresh", DRAWING),
 )
 
 
 class Clocks:
-    """Seconds and calls by part. Only the outermost of nested parts runs, in each thread."""
+    """Seconds and calls by part. Only the outermost of nested parts is timed, per thread."""
 
     def __init__(self) -> None:
         self.wall: Counter[str] = Counter()
@@ -75,7 +74,7 @@ class Clocks:
 
 
 def terminal(columns: int) -> Terminal:
-    """One end of a pseudo-terminal; what arrives at the other is thrown away."""
+    """One end of a pseudo-terminal; output at the other end is discarded."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
 
@@ -110,7 +109,7 @@ def main() -> int:
             f"{part:<40} {clocks.calls[part]:>8,} {clocks.wall[part]:>7.3f} s {clocks.wall[part] / wall:>8.3%} "
             f"{spent:>7.3f} s {share:>8.3%}"
         )
-    print(f"in all {whole:.2%} of a run of {wall:.1f} s, {cpu:.1f} s of CPU in the thread that trains")
+    print(f"total: {whole:.2%} of a run of {wall:.1f} s, {cpu:.1f} s of CPU time in the training thread")
     return int(whole > LIMIT)
 
 

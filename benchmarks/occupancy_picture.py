@@ -2,8 +2,8 @@
 
 python benchmarks/occupancy_picture.py docs/occupancy.svg
 
-What is filled is slot-time that was used; what is tinted is slot-time that stood empty while the engine could run.
-Every column of the picture is the mean over its span of time, so areas are true to the logs.
+Filled areas are used slot-time; tinted areas are slot-time that was empty while the engine could run. Every column of
+the picture is the mean over its time span, so areas match the logs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 820, 92  # of a panel's drawing
 LEFT, RIGHT, TOP, GAP, FOOT = 44, 20, 66, 62, 64
 STEP_TIME = "h200-8b"
 
-# Property and color of each class, light and dark. No CSS variables: many viewers of SVG do not know them.
+# Property and color of each class, light and dark. No CSS variables: many SVG viewers do not support them.
 COLOURS = {
     "paper": ("fill", "#ffffff", "#0d1117"),
     "edge": ("stroke", "#d0d7de", "#30363d"),

@@ -1,8 +1,8 @@
-"""What overlap is worth: the same training run with the server resting and going on while the learner steps.
+"""What overlap gains: the same training run with the server idle, and generating, while the learner steps.
 
     python benchmarks/overlap.py [--updates 20] [--repeats 3]      # in the environment of `make test-vllm`
 
-vLLM's server is pinned to one core and the learner to another, as two devices would be. Runs alternate.
+vLLM's server is pinned to one core and the learner to another, like two devices. Runs alternate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The H200 measurements of docs/results.md, section 9, beside the simulator's prediction of the same runs.
+"""The H200 measurements of docs/results.md, section 9, next to the simulator's predictions of the same runs.
 
     python benchmarks/predictions.py
 
-Reads benchmarks/measured/h200-8b: the output of `sortedrl bench`, and the profile of the same day.
+Reads benchmarks/measured/h200-8b: the output of `sortedrl bench`, and the profile measured on the same day.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "roll
 
 
 def settings_of(path: Path, written: dict[str, Any]) -> Bench:
-    """The settings of the run, to be predicted with the profile of its day."""
+    """The settings of the run, with the profile measured on the same day."""
     saved = written["settings"]
     profile = MEASURED / ("profile.json" if path.stem in FIRST_DAY else "profile_second.json")
     return Bench(
@@ -47,8 +47,8 @@ class Row(NamedTuple):
     run: str
     mode: str
     found: dict[str, Any]
-    goodput_off: float  # prediction over measurement, less 1
-    bubble_off: float  # in points
+    goodput_off: float  # relative error of the prediction
+    bubble_off: float  # in percentage points
 
 
 def rows() -> Iterator[Row]:

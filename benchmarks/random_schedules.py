@@ -1,10 +1,10 @@
-"""Random schedules with random faults, each checked against what must always hold (docs/design.md).
+"""Random schedules with random faults, each checked against the invariants (docs/design.md).
 
     python benchmarks/random_schedules.py --schedules 10000
     python benchmarks/random_schedules.py --reproduce 1234567        # one schedule again, with its settings
 
-Each schedule is made of a seed of its own, derived from the printed one. Engine deaths, interrupts, restores, lost
-requests, preemptions, late, lost and failed scores happen in it; the checks use the event log and the batches alone.
+Each schedule has its own seed, derived from the printed one. Faults are engine deaths, interrupts, restores, lost
+requests, preemptions, and late, lost and failed scores; the checks use only the event log and the batches.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from schedule_rules import check_outcome
 from sortedrl.core.seeds import derive_seed
 
 SECONDS_BETWEEN_LINES = 20.0
-MAX_FAILURES = 5  # that are printed: more of them say nothing new
+MAX_FAILURES = 5  # maximum number printed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--schedules", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, help="of all schedules; a fresh one if left out")
-    parser.add_argument("--reproduce", type=int, metavar="SEED", help="run the one schedule of this seed again")
+    parser.add_argument("--seed", type=int, help="seed of all schedules; default: random")
+    parser.add_argument("--reproduce", type=int, metavar="SEED", help="run the schedule with this seed again")
     arguments = parser.parse_args()
     if arguments.reproduce is not None:
         case = case_of(arguments.reproduce)
@@ -77,7 +77,7 @@ class Campaign:
         try:
             outcome = play(case)
             check_outcome(outcome)
-        except Exception as error:  # whatever goes wrong is a finding
+        except Exception as error:  # any exception is a finding
             self.failures += 1
             print(f"FAILED in mode {case.scenario.schedule.mode}: {type(error).__name__}: {error}")
             print(f"    python benchmarks/random_schedules.py --reproduce {case.seed}", flush=True)

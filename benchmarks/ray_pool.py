@@ -1,10 +1,10 @@
-"""How many engine events a second one controller handles from a Ray pool, and what that costs it in CPU.
+"""How many engine events per second one controller handles from a Ray pool, and at what CPU cost.
 
     python benchmarks/ray_pool.py --engines 1 2 4 --seconds 20
 
-Each engine has 256 slots and delivers one token for every slot each 20 ms, as an 8B model on a GPU does; no model runs,
-so the load is the controller's, Ray's and the event traffic's alone. All engines and the controller share this machine.
-The engines' ideal is 12,800 deltas per second each; `kept up` is the share of it that reached the controller.
+Each engine has 256 slots and delivers one token per slot every 20 ms, like an 8B model on a GPU. No model runs, so the
+load comes only from the controller, Ray and the events. All engines and the controller share this machine. The maximum
+is 12,800 deltas per second and engine; `kept up` is the fraction of it that reached the controller.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_SECONDS = 0.02
 
 
 class TickingEngine:
-    """One token for every running request at each tick; a request ends after 100 to 899 tokens."""
+    """One token per running request and tick; a request ends after 100 to 899 tokens."""
 
     def __init__(self) -> None:
         self.slots = SLOTS
@@ -90,7 +90,7 @@ class TickingEngine:
 
 
 class Counted:
-    """Counts what a pool delivers."""
+    """Counts the changes that a pool delivers."""
 
     def __init__(self, pool: RayPool) -> None:
         self.slots = pool.slots

@@ -92,7 +92,7 @@ def staleness() -> Iterator[dict[str, str]]:
 
 
 def oversubscribe() -> Iterator[dict[str, str]]:
-    """Fewer responses under way at an update: younger data, less to prefill again, and slots that wait."""
+    """Fewer responses in flight at an update: lower staleness and less re-prefill, but more empty slots."""
     for preset in ("memory-bound", "h200-8b"):
         workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
         rows = [
@@ -140,7 +140,7 @@ def update_size() -> Iterator[dict[str, str]]:
 
 
 def kv_limited() -> Iterator[dict[str, str]]:
-    kv = 427_000  # 8B, 8 KV heads, bf16: 131 kB per token; 80 GB x 0.9 less 16 GB of weights
+    kv = 427_000  # 8B, 8 KV heads, bf16: 131 kB per token; 80 GB x 0.9 minus 16 GB of weights
     for limit, median in ((8192, 1273.7), (16384, 2547.4)):
         lengths = LognormalLengths(mu=math.log(median), limit=limit)
         schedule = Schedule(rollouts_per_update=256, prompts_per_cohort=1024, max_response_tokens=limit)
@@ -177,7 +177,7 @@ def re_prefill() -> Iterator[dict[str, str]]:
 
 
 def paper() -> None:
-    """512 samples in 4 batches, one cold cohort, lengths equal across modes (a regenerate keeps its length)."""
+    """512 samples in 4 batches, one cold cohort, equal lengths across modes (regenerating keeps the length)."""
     print("| mode | tok/s kept | tok/s generated | bubble, whole run | without the last harvest | per harvest |")
     print("|---|---|---|---|---|---|")
     for mode in ("baseline", "on-policy", "partial", "partial+lookahead"):
@@ -200,13 +200,13 @@ def paper() -> None:
 
 
 def without_last(run_metrics: Any) -> float:
-    """The bubble of all harvests but the last, each weighted by its time (from goodput, equal slots)."""
+    """The bubble of all harvests except the last, weighted by time (from goodput, equal slots)."""
     harvests = run_metrics.bubble_per_harvest[:-1]
     return sum(harvests) / len(harvests) if harvests else 0.0
 
 
 def speed() -> None:
-    """Controller, simulated engine, metrics and the event log written to a file, in a process of their own."""
+    """Controller, simulated engine, metrics and an event log file, in a separate process."""
     print("| mode | rollouts | seconds | us per rollout | peak memory MB | log MB |")
     print("|---|---|---|---|---|---|")
     for mode in ("partial", "partial+elevator", "on-policy"):

@@ -1,11 +1,11 @@
-"""Supervised training beside reinforcement learning: the same model, puzzles and minutes.
+"""Supervised training compared with reinforcement learning: the same model, puzzles and time.
 
-For each seed `sortedrl train` runs with its defaults. Then the model that it began with is trained for as many
-seconds on flawless reasoning about the same training puzzles, which a solver writes out: a teacher that RL does not
-have. Both are scored on the same held-out puzzles, with the same noise, by the same function.
+For each seed, `sortedrl train` runs with its defaults. Then the initial model is trained for the same time on flawless
+solver-written reasoning about the same training puzzles: a teacher that RL does not have. Both are scored on the same
+held-out puzzles, with the same noise, by the same function.
 
-    python benchmarks/supervised_beside_rl.py --seeds 0 1 2 --json supervised.json    # 3 minutes a seed on two cores
-    python benchmarks/supervised_beside_rl.py --seconds 75                            # the supervised half alone
+    python benchmarks/supervised_beside_rl.py --seeds 0 1 2 --json supervised.json    # 3 minutes per seed on two cores
+    python benchmarks/supervised_beside_rl.py --seconds 75                            # only the supervised half
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sortedrl.training.trainer import embedded_engine, evaluate
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from warm_start import END, PAD, Example, padded, vocabulary_number
 
-TOKENS_PER_STEP = 2048  # padding included
+TOKENS_PER_STEP = 2048  # including padding
 WARMUP_SHARE = 0.05  # of the time
-POOL = 512  # examples that are sorted by length at once
+POOL = 512  # examples per sort by length
 _FACT = re.compile(r"(\w+) is (not )?a (knight|knave)")
 _JOINED = re.compile(rf"({_FACT.pattern}) ({'|'.join(map(re.escape, Connective))}) ({_FACT.pattern})")
 
@@ -72,7 +72,7 @@ def _fact(text: str) -> Is | Not:
 
 def examples(resources: Resources) -> list[Example]:
     tokenizer: Any = resources.tokenizer
-    rng = random.Random(0)  # without flaws nothing is drawn from it
+    rng = random.Random(0)  # unused without flaws
 
     def response(question: str) -> list[int]:
         text = worked_response(puzzle_of(question), rng, NO_FLAWS) + END
@@ -82,7 +82,7 @@ def examples(resources: Resources) -> list[Example]:
 
 
 def batches(data: Sequence[Example], seed: int) -> Iterator[list[Example]]:
-    """Without end. Examples of similar length together, batches in random order."""
+    """Infinite. Examples of similar length are batched together, batches in random order."""
     rng = random.Random(seed)
     while True:
         pool = sorted(rng.sample(data, min(POOL, len(data))), key=len)
@@ -96,7 +96,7 @@ def batches(data: Sequence[Example], seed: int) -> Iterator[list[Example]]:
 
 
 def train_supervised(resources: Resources, seconds: float, learning_rate: float, seed: int) -> tuple[int, int]:
-    """For so many seconds, with a rate that falls to 0 as they pass. Returns steps and trained tokens."""
+    """Train for this many seconds, with a learning rate that decays to 0. Returns steps and trained tokens."""
     model: Any = resources.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     began = time.perf_counter()
@@ -124,7 +124,7 @@ def train_supervised(resources: Resources, seconds: float, learning_rate: float,
 
 
 def score(resources: Resources, settings: Train) -> Evaluation:
-    """As `sortedrl train` scores."""
+    """Scores like `sortedrl train`."""
     return evaluate(
         embedded_engine(settings, resources.model, resources.tokenizer),
         resources.held_out[: settings.eval_problems],
@@ -174,11 +174,11 @@ def described(name: str, seed: int, result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Supervised training beside RL: same model, puzzles and minutes.")
+    parser = argparse.ArgumentParser(description="Compare supervised training with RL: same model, puzzles and time.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the supervised side")
-    parser.add_argument("--seconds", type=float, help="do not run RL; train supervised for so long")
+    parser.add_argument("--seconds", type=float, help="skip RL; train supervised for this long")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(arguments)
     results = []

@@ -1,9 +1,9 @@
 """Does training work? The default run in several modes and seeds, and with shuffled rewards as a control.
 
-python benchmarks/train_evidence.py --json evidence.json            # one after the other, two threads each
-python benchmarks/train_evidence.py --jobs 7 --json evidence.json   # on 14 cores: seven at once, two cores each
+python benchmarks/train_evidence.py --json evidence.json            # sequentially, two threads each
+python benchmarks/train_evidence.py --jobs 7 --json evidence.json   # on 14 cores: seven in parallel, two cores each
 
-Each run is `sortedrl train` with the defaults; extra flags go through after `--`.
+Each run is `sortedrl train` with its defaults; extra flags go after `--`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--shuffled", nargs="*", default=["partial+elevator"], help="modes of the control")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--cores", type=int, default=2, help="of each run")
+    parser.add_argument("--cores", type=int, default=2, help="per run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of `sortedrl train`, after --")
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""SortedGRPOTrainer beside plain GRPOTrainer, on CPU: trained rollouts per second, bubble, reward curves.
+"""Compares SortedGRPOTrainer with GRPOTrainer on CPU: trained rollouts per second, bubble, reward curves.
 
-Both sides are one and the same script with another class: the same model, GRPOConfig, reward function, optimizer,
-data in the same order and seeds; plain GRPOTrainer in three settings of `beside_trl.py`. All train the same number of
-updates of the same size. The clock runs from the start of the first step to the end of the last one. Every run has a
-fresh process; contenders take turns, each repeat has its own seed, and ratios are taken within a repeat.
+Both sides run the same script with a different class: the same model, GRPOConfig, reward function, optimizer, data
+order and seeds; GRPOTrainer in three settings of `beside_trl.py`. All train the same number of updates of the same
+size. Time is measured from the start of the first step to the end of the last one. Every run is a new process;
+contenders take turns, each repeat has its own seed, and ratios are computed within a repeat.
 
-The bubble of SortedGRPOTrainer is slot-time, from its event log. GRPOTrainer keeps no log: its bubble is computed from
-the lengths, 1 - mean length / longest length of each generation, as if every decoding step took the same time. Later
-steps read more keys, so time would show more.
+The bubble of SortedGRPOTrainer is measured slot-time from its event log. GRPOTrainer has no log: its bubble is computed
+from the lengths, 1 - mean length / longest length of each generation, as if every decode step took the same time. Later
+steps read a larger KV cache, so the real bubble is larger.
 
-A schedule that sorts by length can leave long responses behind when a short run ends: see that `length` agrees.
+A schedule that sorts by length can leave long responses untrained when a short run ends: check that `length` agrees.
 
     pip install trl==1.16.0
     python benchmarks/trl_integration.py --updates 20 --repeats 3 --json trl_integration.json
@@ -63,7 +63,7 @@ PLAIN = ("trl: generate", "trl: generate, 4 micro-batches", "trl: continuous bat
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`mode` None: plain GRPOTrainer. Micro-batches are GRPOConfig's, the same for both trainers."""
+    """`mode` None: GRPOTrainer. Micro-batches are those of GRPOConfig, the same for both trainers."""
 
     name: str
     mode: str | None
@@ -106,7 +106,7 @@ class BubbleRecorder(TrlRecorder):
 
 
 def train(contender: Contender, flags: Sequence[str]) -> Result:
-    """In this process."""
+    """Run in this process."""
     settings = parsed(Train, flags, "trl_integration")
     torch.set_num_threads(settings.threads)
     resources = read_resources(settings, lambda line: None)
@@ -228,17 +228,17 @@ def as_json(args: argparse.Namespace, results: dict[str, list[Result]], fastest:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parsed_arguments(arguments, "SortedGRPOTrainer beside plain GRPOTrainer, on CPU.")
+    args = parsed_arguments(arguments, "Compare SortedGRPOTrainer with GRPOTrainer on CPU.")
     print(
         f"{args.model}, {args.task}: {args.updates} updates of {args.rollouts_per_update} rollouts, "
-        f"{args.rollouts_per_prompt} a prompt, at most {args.max_response_tokens} tokens; {args.threads} threads; "
+        f"{args.rollouts_per_prompt} per prompt, at most {args.max_response_tokens} tokens; {args.threads} threads; "
         f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     results = measure(args)
     fastest = fastest_plain(results)
     print(f"\nmedian [lowest, highest]; x plain: against {fastest}", *table(results, fastest), sep="\n")
     runs = {name: [result.run for result in found] for name, found in results.items()}
-    print(f"\nmean reward of each update, over {args.repeats} repeats", *reward_table(runs), sep="\n")
+    print(f"\nmean reward per update, over {args.repeats} repeats", *reward_table(runs), sep="\n")
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(args, results, fastest), indent=1) + "\n", encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""One update of a model with 7B weights on one GPU: peak memory and seconds, as one line of JSON.
+"""One update of a model with 7B parameters on one GPU: peak memory and seconds, as one line of JSON.
 
     python benchmarks/update_7b.py --train full     all weights, the learner's own AdamW: 12 bytes per weight
                                                     (bf16 weight, gradient and first moment, fp32 second
@@ -6,9 +6,8 @@
     python benchmarks/update_7b.py --train lora     bf16 base, fp32 adapters on all linear layers
     python benchmarks/update_7b.py --shape tiny --device cpu
 
-Weights are random, so are the tokens; lengths are lognormal as in long reasoning, cut at the limit. The first
-update is a warm-up and the later ones are timed. What does not fit ends in `"fits": false`, with the memory
-that was asked for.
+Weights and tokens are random; lengths are lognormal as in long reasoning, truncated at the limit. The first update is a
+warm-up, and the later ones are timed. If memory runs out, the result is `"fits": false` with the memory requested.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ SHAPES: dict[str, PreTrainedConfig] = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
-    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--layers", type=int, help="default: that of the shape")
     parser.add_argument("--train", choices=("full", "lora"), default="full")
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--algorithm", choices=("reinforce++", "ppo"), default="reinforce++")
-    parser.add_argument("--kl-coefficient", type=float, default=0.0, help="above 0 a reference model is kept")
+    parser.add_argument("--kl-coefficient", type=float, default=0.0, help="above 0, a reference model is kept")
     parser.add_argument("--rollouts", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--mean-response-tokens", type=int, default=1024)
@@ -109,7 +108,7 @@ def peak_gib(device: str) -> float:
 
 
 def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Fills `result` as it goes, so that what was measured before memory ran out is kept."""
+    """Fills `result` step by step, so that measurements before running out of memory are kept."""
     config = SHAPES[options.shape]
     if options.layers:
         config.num_hidden_layers = options.layers
@@ -137,7 +136,7 @@ def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
     for version in range(1 + options.timed_updates):
         batch = rollouts(options, config.vocab_size, version)
         begin = time.perf_counter()
-        metrics = learner.step(batch, version)  # it ends by reading results back, so the device has finished
+        metrics = learner.step(batch, version)  # it reads results back at the end, so the device has finished
         if version:
             seconds += time.perf_counter() - begin
             tokens += sum(len(rollout) + len(rollout.prompt.tokens) for rollout in batch)

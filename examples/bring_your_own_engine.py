@@ -1,4 +1,4 @@
-"""Your own engine under the scheduler: implement five methods (sortedrl/core/engine.py states the contract).
+"""Use your own engine with the scheduler: implement five methods (the contract is in sortedrl/core/engine.py).
 
 This one "generates" letters, one per slot and step, and ends a response with probability 1/20. Run it:
 
@@ -29,7 +29,7 @@ class LetterEngine:
     def poll(self, until=None):
         changes = []
         while not any(isinstance(change, Finished) for change in changes):
-            while self.queue and len(self.running) < self.slots:  # a freed slot is refilled at once
+            while self.queue and len(self.running) < self.slots:  # refill free slots immediately
                 request = self.queue.popleft()
                 self.running[request.id] = [request, [], []]
                 changes.append(Started(request.id, self.now()))
@@ -38,7 +38,9 @@ class LetterEngine:
             self.steps += 1
             for request, tokens, logprobs in list(self.running.values()):
                 position = request.prefix_length + len(tokens)
-                noise = random.Random(f"{request.seed}/{position}")  # by seed and position: a resume changes nothing
+                noise = random.Random(
+                    f"{request.seed}/{position}"
+                )  # depends only on seed and position, so a resume changes nothing
                 tokens.append(noise.randrange(26))
                 logprobs.append(-3.258)
                 ended = noise.random() < 1 / 20

@@ -1,6 +1,6 @@
-"""The four-line loop with a learner of your own. No model, no PyTorch: a policy with one number learns to be brief.
+"""The four-line loop with your own learner. No model, no PyTorch: a policy with a single number learns to be brief.
 
-The simulated engine stands for vLLM or the like; its lengths shrink as the learner's single weight grows. Run it:
+The simulated engine replaces vLLM; its lengths shrink as the learner's single weight grows. Run it:
 
     python examples/bring_your_own_trainer.py
 """
@@ -14,7 +14,7 @@ from sortedrl.observe.metrics import Metrics
 
 
 class BrevityLearner:
-    """Any learner will do: it gets scored rollouts with tokens, log-probabilities, versions, mask and reward."""
+    """Any learner works: it gets scored rollouts with tokens, log-probabilities, versions, mask and reward."""
 
     def __init__(self):
         self.brevity = 1.0
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     engine = SimulatedEngine(
         slots=32,
         step_time=PRESETS["h200-8b"],
-        # A resumed response only ever grows; what it has made already is never taken back.
+        # A resumed response only grows: its prefix never changes.
         length_of=lambda request: max(
             request.prefix_length + 1, int(draw(request.prompt, request.seed) / learner.brevity)
         ),

@@ -1,11 +1,11 @@
-"""SortedRL's partial mode without any abstraction: one cohort after the other, harvests, resumes. No imports of ours.
+"""SortedRL's partial mode without any abstraction: cohorts, harvests, resumes. It does not import sortedrl.
 
-A response is a number of tokens still to make; one step of the "engine" makes one token in each slot. Run it:
+A response is a number of tokens still to generate; one step of the "engine" generates one token per slot. Run it:
 
     python examples/the_loop_in_100_lines.py
 
-It prints the share of empty slot-time (the bubble) of the baseline and of partial mode on the same lengths, and how old
-the trained tokens are.
+It prints the fraction of empty slot-time (the bubble) and the token staleness of the baseline and of partial mode on
+the same lengths.
 """
 
 import random
@@ -19,7 +19,7 @@ def draw_lengths(seed):
 
 
 def baseline(lengths):
-    """Take one update's worth, wait for the longest, train, repeat."""
+    """Generate one update's rollouts, wait for the longest, train, repeat."""
     empty = steps = 0
     for first in range(0, len(lengths), PER_UPDATE):
         batch = lengths[first : first + PER_UPDATE]
@@ -29,8 +29,8 @@ def baseline(lengths):
 
 
 def partial(lengths):
-    """Oversubscribe, stop when an update is ready, keep the tokens, resume them first. A cohort is trained on before
-    the next one is loaded, so nothing starves."""
+    """Oversubscribe, abort when an update is ready, keep the tokens, resume them first. A cohort is trained on before
+    the next one is loaded, so no rollout starves."""
     version = empty = steps = 0
     ages, updates = [], []
     for cohort in range(COHORTS):
@@ -42,7 +42,7 @@ def partial(lengths):
             waiting.sort(key=lambda r: -r[1])  # resumable first, most cached tokens first
             running, began = [], {}
             while len(ready) < need:  # the harvest
-                while waiting and len(running) < SLOTS:  # a freed slot is refilled at once
+                while waiting and len(running) < SLOTS:  # refill free slots immediately
                     running.append(waiting.pop(0))
                     began[id(running[-1])] = running[-1][1]
                 steps += 1
@@ -54,7 +54,7 @@ def partial(lengths):
                 for rollout in finished:
                     rollout[2].append((version, rollout[1] - began[id(rollout)]))
                 ready += finished
-            for rollout in running:  # stop the rest: their tokens stay, marked with the version that made them
+            for rollout in running:  # abort the others: keep their tokens with their version
                 rollout[2].append((version, rollout[1] - began[id(rollout)]))
             waiting = running + waiting
             ready.sort(key=lambda r: r[0])
@@ -62,7 +62,7 @@ def partial(lengths):
             ages += [(version - v, n) for _, _, segments in batch for v, n in segments]
             updates.append(sum(r[0] for r in batch) / len(batch))
             untrained -= len(batch)
-            version += 1  # the learner steps here, and publishes its weights
+            version += 1  # here the learner steps and publishes its weights
     staleness = sum(age * n for age, n in ages) / sum(n for _, n in ages)
     return empty / (steps * SLOTS), staleness, updates
 

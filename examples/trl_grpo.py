@@ -1,6 +1,6 @@
-"""A TRL script with the scheduler in it: two lines differ from plain GRPOTrainer, and they are marked.
+"""A TRL script with the scheduler: two lines, which are marked, differ from plain GRPOTrainer.
 
-The built-in model learns to answer Knights & Knaves puzzles in the right format, on the CPU, in seconds. Run it:
+The built-in model learns to answer Knights & Knaves puzzles in the right format, on a CPU, in seconds. Run it:
 
     pip install 'sortedrl[trl]'
     python examples/trl_grpo.py
@@ -24,7 +24,7 @@ problems = {problem.id: problem for problem in task.train()[:256]}
 
 
 def right_answer(completions, problem_id, **columns):
-    """An ordinary reward function of TRL: completions and the dataset's columns in, one number each out."""
+    """An ordinary TRL reward function: takes completions and the dataset's columns, returns one number each."""
     return [
         task.score(problems[name], completion[0]["content"]).value
         for name, completion in zip(problem_id, completions, strict=True)
@@ -56,7 +56,7 @@ if __name__ == "__main__":
             save_strategy="no",
             disable_tqdm=True,
         ),
-        schedule="partial+elevator",  # the second line: which schedule
+        schedule="partial+elevator",  # the second line: the schedule
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

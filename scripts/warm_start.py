@@ -1,10 +1,10 @@
-"""Makes the built-in model: a small Llama that reasons aloud about small Knights & Knaves puzzles.
+"""Creates the built-in model: a small Llama that reasons about small Knights & Knaves puzzles.
 
     python scripts/warm_start.py        # 4 to 6 minutes on 2 cores; writes src/sortedrl/models/knights-tiny
 
-It is trained on solver-made responses, part of them flawed on purpose (sortedrl.tasks.worked_reasoning), to
-puzzles that no task hands out. RunMetrics measured on held-out puzzles at temperature 1 are written beside the
-model as recipe.json, together with the recipe itself.
+It is trained on solver-written responses, some of them flawed on purpose (sortedrl.tasks.worked_reasoning), to puzzles
+that no task uses. Metrics on held-out puzzles at temperature 1 are written to recipe.json next to the model, together
+with the recipe itself.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-TOKEN_LIMIT = 320  # of a response, when measuring
-PASS_AT = 8  # samples of each of PASS_PUZZLES puzzles, to see how much there is to gain from sampling again
+TOKEN_LIMIT = 320  # per response, in the evaluation
+PASS_AT = 8  # samples per puzzle for PASS_PUZZLES puzzles, to see how much resampling can gain
 PASS_PUZZLES = 60
 
 
@@ -63,10 +63,10 @@ FLAWS = Flaws(guess=0.5, overlook=0.08, give_up=0.03)
 @dataclass(frozen=True)
 class Recipe:
     seed: int = 0
-    threads: int = 1  # more change the order of sums, so the weights, for little speed
+    threads: int = 1  # more would change the order of sums, and thus the weights, for little speed
     puzzles: int = 16_000
     steps: int = 1300
-    tokens_per_step: int = 2048  # padding included
+    tokens_per_step: int = 2048  # including padding
     flaws: Flaws = FLAWS
     hidden_size: int = 96
     layers: int = 3
@@ -87,7 +87,7 @@ class Example:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each phrase that puzzles and reasoning are made of; any other word is unknown."""
+    """One token per phrase in puzzles and reasoning; any other word is unknown."""
     special = [PAD, UNKNOWN, END, SYSTEM, USER, ASSISTANT]
     vocabulary = {token: number for number, token in enumerate([*special, *phrases()])}
     words = sorted((phrase for phrase in phrases() if phrase[0].isalpha()), key=len, reverse=True)
@@ -141,7 +141,7 @@ def prompt_tokens(question: str, tokenizer: PreTrainedTokenizerFast) -> list[int
 
 
 def examples(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[Example]:
-    """Without end: each time a puzzle comes up it gets new reasoning, with new flaws."""
+    """Infinite: each time a puzzle comes up, it gets new reasoning with new flaws."""
     rng = random.Random(recipe.seed)
     puzzles = [warm_start_puzzle(rng.choice(SMALL_CHARACTERS), rng) for _ in range(recipe.puzzles)]
     prompts: dict[Puzzle, list[int]] = {}
@@ -154,7 +154,7 @@ def examples(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[Exa
 
 
 def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[list[Example]]:
-    """Examples of similar length together, which saves padding; batches in random order."""
+    """Examples of similar length are batched together, which saves padding; batches in random order."""
     source = examples(recipe, tokenizer)
     rng = random.Random(recipe.seed + 1)
     while True:
@@ -169,7 +169,7 @@ def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[list
 
 
 def padded(batch: Sequence[Example], pad: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and targets that are -100 wherever nothing is to be learnt."""
+    """Tokens, and targets that are -100 outside of responses."""
     width = max(map(len, batch))
     tokens = torch.full((len(batch), width), pad)
     targets = torch.full((len(batch), width), -100)
@@ -199,7 +199,7 @@ def train(model: LlamaForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
     for step, batch in zip(range(1, recipe.steps + 1), batches(recipe, tokenizer), strict=False):
         tokens, targets = padded(batch, pad)
         logits = model(input_ids=tokens, attention_mask=(tokens != pad).long()).logits
-        # A constant divisor: every token weighs the same, in batches of short and of long responses.
+        # A constant divisor: every token has the same weight, in batches of short and of long responses.
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
         (loss / recipe.tokens_per_step).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -211,14 +211,14 @@ def train(model: LlamaForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
             elapsed = time.monotonic() - begin
             left = elapsed / step * (recipe.steps - step)
             mean_loss = loss.item() / int((targets >= 0).sum())
-            print(f"step {step} of {recipe.steps}: loss {mean_loss:.3f} a token, {left:.0f} s left", flush=True)
+            print(f"step {step} of {recipe.steps}: loss {mean_loss:.3f} per token, {left:.0f} s left", flush=True)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     (folder / "model.safetensors").chmod(0o644)
-    # Written by transformers 5 under a name that version 4 does not know; both know this one.
+    # transformers 5 writes a name that version 4 does not support; both support this one.
     configuration = folder / "tokenizer_config.json"
     settings = json.loads(configuration.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -231,7 +231,7 @@ def vocabulary_number(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A response at temperature 1, its end token counted in `length`."""
+    """A response at temperature 1; `length` includes EOS."""
 
     problem: Problem
     reward: Reward
@@ -259,7 +259,7 @@ def sample(
 def measure(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> dict[str, float | dict[int, float]]:
-    """How the model does on held-out puzzles at temperature 1."""
+    """Results of the model on held-out puzzles at temperature 1."""
     torch.manual_seed(seed)
     task = KnightsAndKnaves.small()
     problems = task.held_out()

@@ -3,7 +3,7 @@
     python scripts/warm_start_pretrained.py --gguf smollm2.gguf --out smollm2-knights      # minutes on a GPU
     sortedrl train --model smollm2-knights --engine vllm
 
-The puzzles are those of scripts/warm_start.py: no task hands them out, and part of the reasoning is flawed on purpose.
+The puzzles are those of scripts/warm_start.py: no task uses them, and some of the reasoning is flawed on purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLAWS = Flaws(guess=0.5, overlook=0.08, give_up=0.03)
 
 
 def examples(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, response) without end."""
+    """Infinite (prompt, response) pairs."""
     rng = random.Random(seed)
     while True:
         puzzle = warm_start_puzzle(rng.choice(SMALL_CHARACTERS), rng)
@@ -39,7 +39,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[tuple[li
 
 
 def batch_of(source: Iterator[tuple[list[int], list[int]]], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and targets that are -100 wherever nothing is to be learnt; about `tokens` of them, padding included."""
+    """Tokens, and targets that are -100 outside of responses; about `tokens` of them, including padding."""
     rows: list[tuple[list[int], list[int]]] = []
     width = 0
     while len(rows) * width < tokens:
@@ -54,7 +54,7 @@ def batch_of(source: Iterator[tuple[list[int], list[int]]], tokens: int) -> tupl
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights without the memory of having been quantized, which would forbid to save them."""
+    """The same weights without the quantization flag, which would prevent saving them."""
     if not hasattr(model.config, "quantization_config"):
         return model
     weights = model.state_dict()

@@ -2,10 +2,10 @@
 
     python job.py sync|colocate_async|on-policy|partial --model DIR --data DIR --out DIR [--steps 12] [--cpu]
 
-All settings share model, data, seed, learner and rollout servers; they differ in the lines of `SETTINGS` alone. The
-job's folder gets verl's metrics (metrics.jsonl), SortedRL's event log (events.jsonl) and result.json: wall-clock per
-trained rollout, bubble and reward; `--summarize` makes it from the files of a job that was cut off. `--cpu` needs
-tests/with_verl on the path: see there for what it adds to verl.
+All settings share model, data, seed, learner and rollout servers; they differ only in `SETTINGS`. The job's folder gets
+verl's metrics (metrics.jsonl), SortedRL's event log (events.jsonl) and result.json: seconds per trained rollout,
+bubble and reward; `--summarize` computes it from the files of an interrupted job. `--cpu` needs tests/with_verl on the
+path, which describes what it adds to verl.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
 def result(asked: argparse.Namespace) -> dict[str, Any]:
     """From verl's metrics and, in every setting, from the starts and ends of requests at the servers.
 
-    Lists have an entry for each step. RunMetrics of the whole job leave the first step out: it compiles and warms up.
+    Lists have one entry per step. Metrics of the whole job exclude the first step, which compiles and warms up.
     """
     lines = whole_lines([asked.out / "metrics.jsonl"])
     steps = [line["data"] for line in lines if "training/global_step" in line["data"]]
     if len(steps) < 2:
-        sys.exit(f"{asked.out}: {len(steps)} steps were done, a result needs two")
+        sys.exit(f"{asked.out}: {len(steps)} steps were done, but a result needs two")
     occupancy = asked.out / "occupancy"
     harvests = harvests_in(occupancy)[: len(steps)]
     without_polling = until_last_response(occupancy, harvests)
@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--summarize", action="store_true", help="run nothing: only write result.json")
-    parser.add_argument("--override", nargs="*", default=[], help="more of verl's own settings")
+    parser.add_argument("--summarize", action="store_true", help="do not train, only write result.json")
+    parser.add_argument("--override", nargs="*", default=[], help="more settings of verl")
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
     (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """How full the rollout servers are, measured in the same way in every trainer mode.
 
-Loaded by verl in all its processes (VERL_USE_EXTERNAL_MODULES). The client notes when each request goes to a server and
-when it comes back; the trainer notes from when to when it waits for a batch, and how many rollouts it got. Both append
-lines to files of their own in OCCUPANCY_FOLDER; `bubble` puts them together. Times are the host's monotonic clock.
+Loaded by verl in all its processes (VERL_USE_EXTERNAL_MODULES). The client records when each request goes to a server
+and when it returns; the trainer records when it waits for a batch, and how many rollouts it got. Both append lines to
+their own files in OCCUPANCY_FOLDER; `bubble` combines them. Times are from the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def watch_sampling(module: ModuleType) -> None:
 
 
 def harvests_in(folder: Path) -> list[dict[str, Any]]:
-    """From when to when the trainer waited for each batch, and the rollouts that it got."""
+    """When the trainer waited for each batch, and the number of rollouts that it got."""
     return sorted(whole_lines(folder.glob("harvest-*.jsonl")), key=lambda harvest: harvest["begin"])
 
 
 def until_last_response(folder: Path, harvests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The harvests, each only until its last response was there: the rest is the trainer's polling."""
+    """The harvests, each until its last response: the rest is the trainer's polling."""
     ends = [request["end"] for request in whole_lines(folder.glob("request-*.jsonl"))]
 
     def shortened(harvest: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def until_last_response(folder: Path, harvests: Sequence[dict[str, Any]]) -> lis
 
 
 def bubble(folder: Path, harvests: Sequence[dict[str, Any]], slots: int) -> float:
-    """Empty slot-time within these harvests over all of it. What waits at a server beyond its slots is not busy."""
+    """The fraction of empty slot-time in these harvests. Requests queued at a server do not count as busy."""
     requests = whole_lines(folder.glob("request-*.jsonl"))
     marks = sorted(
         [(r["begin"], 1, 0) for r in requests]
@@ -98,7 +98,7 @@ def bubble(folder: Path, harvests: Sequence[dict[str, Any]], slots: int) -> floa
 
 
 def whole_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Of files that a killed job may have left with half a line at the end."""
+    """The lines of files that may end in a partial line, left by a killed job."""
     lines = (line for path in paths for line in path.read_text().splitlines(keepends=True))
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

