@@ -76,9 +76,9 @@ simulate: setup
 train: setup
 	$(BIN)/sortedrl train
 
-# The site, in build/site. A broken link or an unlisted page is an error.
+# The site, in build/site. A broken link or an unlisted page is an error (but not with --quiet, which hides warnings).
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

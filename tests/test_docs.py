@@ -36,7 +36,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: pip install '.[docs]'")
-    words = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     commands = (tmp_path / "site" / "cli.html").read_text(encoding="utf-8")
