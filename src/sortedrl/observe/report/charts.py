@@ -1,4 +1,4 @@
-"""The report's charts as plotly figures in plain data, from the runs that runs.py has read.
+"""The report's charts as plain data for plotly, from the runs that runs.py has read.
 
 Colors are consistent across the page: each outcome, each part of slot-time and each series has its own.
 Fonts, grid and background are set in page/report.js, so that they follow light and dark mode.
