@@ -160,7 +160,7 @@ def test_learning_curves_hold_what_the_run_folders_say(
         check_band(drawn(browser, "held-out")[3 * i : 3 * i + 3], scores, at)
 
     panels = {chart for chart in charts if chart.startswith("learner-")}
-    assert {"learner-clipped-share", "learner-mismatch-kl", "learner-stale-ratio-mean", "learner-entropy"} <= panels
+    assert {"learner-clipped-fraction", "learner-mismatch-kl", "learner-stale-ratio-mean", "learner-entropy"} <= panels
     for chart in panels:
         key = chart.removeprefix("learner-").replace("-", "_")
         factor = 100 if key == "clipped_fraction" else 1
