@@ -15,6 +15,7 @@ import pytest
 
 import forked
 import toy
+from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
@@ -276,7 +277,7 @@ def test_a_run_that_is_resumed_at_its_end_saves_nothing_again(run: Path) -> None
 def test_a_full_disk_ends_a_run_with_one_line_and_it_can_be_resumed(what: str, model: Path, tmp_path: Path) -> None:
     with small_file_system(tmp_path / "disk", "4m") as disk:
         run = disk / "run"
-        every = ["--checkpoint-every", "1" if what == "checkpoint" else "0", "--save-rollouts", "0"]
+        every = ["--checkpoint-every", "1" if what == "checkpoint" else "0", *config_file(tmp_path, save_rollouts=0)]
         command = Command(fresh(model, run, "--updates", "5000", *every), tmp_path / "output")
         wait_until(lambda: "update 2/" in command.stdout, command)
         filler = fill(disk)

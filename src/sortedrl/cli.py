@@ -78,7 +78,7 @@ def _refuse(message: str) -> int:
 
 def _guarded(kind: Any, words: Sequence[str], program: str, run: Callable[[Any], int]) -> int:
     """Parse, check, run; every wrong setting becomes one line that says where it was set."""
-    from sortedrl.config import located, origins, parsed
+    from sortedrl.command_line import FlagError, located, origins, parsed
     from sortedrl.core.schedule import ConfigurationError
 
     try:
@@ -87,6 +87,8 @@ def _guarded(kind: Any, words: Sequence[str], program: str, run: Callable[[Any],
         return run(settings)
     except ConfigurationError as error:
         return _refuse(located(error, origins(kind, words)))
+    except FlagError as error:
+        return _refuse(str(error))
     except RuntimeError as error:
         if type(error).__name__ not in _TOLD:
             raise
@@ -339,7 +341,8 @@ def _run_report(settings: Any) -> int:
     """With --json the page is written only where --out names it."""
     from pathlib import Path
 
-    from sortedrl.config import as_json, train_command
+    from sortedrl.command_line import train_command
+    from sortedrl.config import as_json
     from sortedrl.core.schedule import ConfigurationError
     from sortedrl.observe import watch
     from sortedrl.observe.report import build as report
