@@ -328,7 +328,7 @@ def test_a_missing_package_is_one_line_with_the_command(
     path = simulated_log(tmp_path / "log.jsonl")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'sortedrl[report]'" in capsys.readouterr().err
+    assert "pip install '.[report]'" in capsys.readouterr().err
 
 
 def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence() -> None:

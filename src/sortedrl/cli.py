@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl import __version__
+from sortedrl.core.install_hint import install_hint
 from sortedrl.training.cpu_threads import let_waiting_threads_sleep
 
 _TOLD = (  # by name: the modules of some need PyTorch
@@ -480,7 +481,7 @@ def _needs_train_extra() -> Any:
     try:
         from sortedrl.training import trainer as app
     except ImportError as error:
-        raise SystemExit(_refuse(f"{error.name} is not installed: pip install 'sortedrl[train]'")) from None
+        raise SystemExit(_refuse(f"{error.name} is not installed: {install_hint('train')}")) from None
     return app
 
 

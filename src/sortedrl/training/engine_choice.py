@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from sortedrl.core.engine import Engine
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named
 
@@ -121,7 +122,7 @@ def _bare_embedded(settings: Any, model: str, max_length: int) -> tuple[Engine, 
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         reason = f"{error.name} is not installed"
-        raise ConfigurationError("engine", "embedded", reason, "pip install 'sortedrl[train]'") from None
+        raise ConfigurationError("engine", "embedded", reason, f"{install_hint('train')}.") from None
 
     from sortedrl.engines.embedded.engine import EmbeddedEngine
 
