@@ -265,6 +265,16 @@ BAD_INPUT = {
     "a mode twice": (["compare", "--modes", "baseline", "baseline"], ["modes", "twice"]),
     "a wrong option of the task": (["train", "--task-options", "count", "abc"], ["task = 'knights_and_knaves:small'"]),
     "all modes and some": (["simulate", "--all", "--modes", "partial"], ["modes", "--all has every mode"]),
+    "a data file that is not there": (
+        ["train", "--task", "math:gsm8k", "--data", "nofile.jsonl"],
+        ["data = 'nofile.jsonl' (set by flag --data)", "no such file"],
+    ),
+    "data of a task without": (["train", "--data", "nofile"], ["data = 'nofile' (set by flag --data)"]),
+    "a model path that is not there": (
+        ["train", "--model", "./nowhere"],
+        ["model = './nowhere' (set by flag --model): there is no such folder. Name a folder"],
+    ),
+    "a model folder without a model": (["bench", "--model", "/"], ["this folder has no config.json"]),
     "no config file": (["simulate", "--config", "/nowhere.toml"], ["config", "No such file"]),
 }
 

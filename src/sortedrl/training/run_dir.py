@@ -54,15 +54,16 @@ class RunFolder:
     @classmethod
     def unused(cls, settings: Train) -> RunFolder:
         """The folder that the settings name, not made yet."""
-        path = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
+        path = settings.out or _next_free(_default_path(settings))
         if path.exists():
             refuse_if_in_use(path)
             raise _exists_already(path)
         return cls(path)
 
     def create(self, settings: Train, log: Log) -> None:
+        """Make the folder. A default name that another run took in the meantime gets a number."""
         try:
-            self.path.mkdir(parents=True)
+            self._make(takes_next_free=settings.out is None)
         except FileExistsError:  # made by another process since `unused`
             refuse_if_in_use(self.path)
             raise _exists_already(self.path) from None
@@ -71,6 +72,17 @@ class RunFolder:
             raise ConfigurationError("out", str(self.path), reason, "Name a folder that you may write to.") from None
         self._take_lock(log)
         self.write("config.json", as_json(settings))
+
+    def _make(self, *, takes_next_free: bool) -> None:
+        while True:
+            try:
+                self.path.mkdir(parents=True)
+                return
+            except FileExistsError:
+                if not takes_next_free:
+                    raise
+            self.path = _next_free(self.path)
+            self.checkpoints = self.path / "checkpoints"
 
     def open_to_resume(self, settings: Train, log: Log) -> None:
         """Take the lock, remove what a killed run left half-written, and write down the settings, which may extend
@@ -257,6 +269,19 @@ def refuse_changes(settings: Train, folder: RunFolder, log: Log) -> None:
             f"Leave these flags out, or start a new run; only {', '.join(sorted(EXTENDING_KEYS))} may change.",
         )  # fmt: skip
     folder.write("config.json", as_json(settings))
+
+
+def _default_path(settings: Train) -> Path:
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
+
+
+def _next_free(path: Path) -> Path:
+    """`path`, or with a number behind it: two runs may start in the same second."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def _exists_already(path: Path) -> ConfigurationError:

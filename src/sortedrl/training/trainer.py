@@ -175,7 +175,7 @@ class TrainingRun:
         self.rewards.require_ready()
         self.scorer = self._scorer()
         self.evaluation_scorer = self.rewards.scorer()
-        self.batched = Batched(self.metrics, console.begin(self.metrics, str(folder.path), self.total_updates()))
+        self.batched = Batched(self.metrics)
         self.log = EventLog(self.batched)
         self.controller = Controller(
             self.engine,
@@ -220,6 +220,10 @@ class TrainingRun:
             self.rewards.close()
             if isinstance(self.engine, CheckedWeights):
                 self.engine.close()
+
+    def show(self) -> None:
+        """From now on the console shows the run. Its folder must be there: before that its name may change."""
+        self.batched.sinks.append(self.console.begin(self.metrics, str(self.folder.path), self.total_updates()))
 
     def _scorer(self) -> Scorer:
         scorer = self.rewards.scorer()
@@ -588,6 +592,7 @@ def _train_in(folder: RunFolder, settings: Train, log: Log, console: RunConsole)
     run = TrainingRun(settings, folder, resources, console)
     if resumed is None:
         folder.create(settings, log)
+    run.show()
     log(f"run folder {folder.path}")
     log(f"{len(resources.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
     if resumed is not None:
