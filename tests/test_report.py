@@ -305,7 +305,7 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
         (["good.jsonl", "--out", "empty"], "a folder, not a file"),
         (["good.jsonl", "--out", "page.pdf"], "Use page.html"),
         (["good.jsonl", "--out", "good.jsonl/page.html"], "Name a file that can be written"),
-        ([], "no run is there"),
+        ([], "there is no run"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

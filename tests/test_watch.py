@@ -185,7 +185,7 @@ def test_a_run_that_is_resumed_after_its_end_has_not_ended(resumed: Path, tmp_pa
 def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Path) -> None:
     nowhere = watched(str(tmp_path / "nowhere"))
     assert nowhere.returncode == 2
-    assert "no run is there" in nowhere.stderr and "Traceback" not in nowhere.stderr
+    assert "there is no run" in nowhere.stderr and "Traceback" not in nowhere.stderr
     run = tmp_path / "damaged"
     shutil.copytree(killed, run)
     lines = (run / "events.jsonl").read_text().splitlines(keepends=True)

@@ -2,15 +2,15 @@
 
 runs/NAME/
   config.json       the resolved settings
-  events.jsonl      the event log: every figure can be rebuilt from it
-  metrics.jsonl     one line for each update and each evaluation
+  events.jsonl      the event log: all metrics can be rebuilt from it
+  metrics.jsonl     one line per update and per evaluation
   rollouts.jsonl    a sample of each update's responses, to read
-  checkpoints/      update-000040/ ... each whole or not there
+  checkpoints/      update-000040/ ... each one complete
   model/            the trained model in Hugging Face format
   summary.json      written at the end
   .lock             locked while a process writes here (training/run_lock.py)
 
-A checkpoint is all that a resumed run needs. Whatever is damaged in the other files is left out and reported.
+A checkpoint is all that a resumed run needs. Damaged parts of the other files are skipped and reported.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RunFolder:
             log(self._lock.warning)
 
     def require_in_place(self) -> None:
-        """What is written to a folder that was removed is lost: better to stop."""
+        """Writes to a removed folder are lost, so the run stops."""
         if self._lock is not None and not self._lock.is_in_place():
             raise RunFolderError(
                 f"run folder {self.path} was removed or replaced while the run was writing to it: the run has stopped, "
@@ -110,7 +110,7 @@ class RunFolder:
 
     @contextmanager
     def removal_explained(self) -> Iterator[None]:
-        """Whatever fails once the folder is gone, fails because of that."""
+        """Once the folder is gone, that is the cause of any failure."""
         try:
             yield
         except (RuntimeError, OSError):
@@ -126,7 +126,7 @@ class RunFolder:
     def stream(self, name: str) -> TextIO:
         if name not in self._files:
             cut_torn_line(self.path / name)
-            # Whoever watches the run sees whole lines at once; there are few, but for events, which have a sink for it.
+            # `watch` sees whole lines at once. There are few of them, except for events, which have their own flushing.
             self._files[name] = _LogFile(self.path / name, line_buffering=name != "events.jsonl")
         return self._files[name]
 
@@ -164,7 +164,7 @@ class RunFolder:
         return [line for line in map(_line_or_none, _text_lines(self.path / name)) if line is not None]
 
     def drop_lines_after(self, name: str, update: int, log: Log) -> None:
-        """Forget what a roll-back made void in a file whose lines carry their update, and what cannot be read."""
+        """Drop lines after `update`, and lines that cannot be read."""
         path = self.path / name
         cut_torn_line(path)
         texts = _text_lines(path)
@@ -181,7 +181,7 @@ class RunFolder:
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
 
     def _replace(self, name: str, text: str) -> None:
-        """The whole file or the one before."""
+        """Replaces the file in one step: a crash leaves the old or the new file."""
         self.require_in_place()
         try:
             write_atomically(self.path / name, text)
@@ -248,24 +248,24 @@ def locked(folder: Path, log: Log) -> Iterator[None]:
 def cannot_write(path: Path, error: Exception) -> RunFolderError:
     reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
     return RunFolderError(
-        f"{path} cannot be written: {reason}. The checkpoints are intact: fix that, then go on with "
+        f"{path} cannot be written: {reason}. The checkpoints are intact: fix that, then continue with "
         f"sortedrl train --resume {path.parent}"
     )
 
 
 def refuse_changes(settings: Train, folder: RunFolder, log: Log) -> None:
-    """A run goes on with the settings that it began with, apart from those that only extend it."""
+    """A resumed run keeps its settings, except for those that only extend it."""
     saved, notice = saved_settings(folder.path)
     if notice:
         log(notice)
-    defaults = as_json(type(settings)())  # of a run that an older version began, without this setting
+    defaults = as_json(type(settings)())  # for a run of an older version that has no such setting
     changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
     refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
     if refused:
         listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())
         key = next(iter(refused))
         raise ConfigurationError(
-            key, refused[key], f"the run in {folder.path} began with other settings ({listed})",
+            key, refused[key], f"the run in {folder.path} was started with other settings ({listed})",
             f"Leave these flags out, or start a new run; only {', '.join(sorted(EXTENDING_KEYS))} may change.",
         )  # fmt: skip
     folder.write("config.json", as_json(settings))
@@ -288,7 +288,7 @@ def _exists_already(path: Path) -> ConfigurationError:
     return ConfigurationError(
         "out",
         str(path),
-        "this run folder exists already, and a run is never overwritten",
+        "this run folder already exists, and runs are never overwritten",
         f"Name another folder, or continue it with --resume {path}.",
     )
 
