@@ -419,6 +419,8 @@ class TrainingRun:
             **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
             "run_staleness_mean": run_metrics.staleness_mean,
             "rejected": run_metrics.rejected,
+            "scoring_backlog": self.scorer.pending,
+            **({"rejected_most": self.rejections.most_frequent()} if self.rejections.rejected else {}),
             **stats,
         }
         self.folder.append("metrics.jsonl", line)
