@@ -44,7 +44,8 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.config import Train, located, parsed
+from sortedrl.command_line import located, parsed
+from sortedrl.config import Train
 from sortedrl.core.events import HarvestBegan, Published, Updated, read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt

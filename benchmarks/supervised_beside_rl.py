@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from sortedrl.config import Train, parsed
+from sortedrl.command_line import parsed
+from sortedrl.config import Train
 from sortedrl.core.engine import Sampling
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text

@@ -26,7 +26,11 @@ MODES = ("on-policy+planned", "on-policy", "partial", "partial+elevator", "basel
 def train(mode: str, seed: int, *, shuffled: bool, cores: set[int], flags: list[str]) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         words = ["train", "--json", "--mode", mode, "--seed", str(seed), "--threads", str(len(cores)), *flags]
-        words += ["--out", str(Path(folder) / "run"), *(["--shuffle-rewards"] if shuffled else [])]
+        words += ["--out", str(Path(folder) / "run")]
+        if shuffled:
+            control = Path(folder) / "control.toml"
+            control.write_text("shuffle_rewards = true\n", encoding="utf-8")
+            words += ["--config", str(control)]
         done = subprocess.run(
             [sys.executable, "-m", "sortedrl", *words],
             capture_output=True,

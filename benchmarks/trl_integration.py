@@ -49,7 +49,8 @@ from datasets import Dataset
 from transformers import PrinterCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.config import Train, parsed
+from sortedrl.command_line import parsed
+from sortedrl.config import Train
 from sortedrl.core.events import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer

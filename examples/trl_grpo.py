@@ -2,7 +2,7 @@
 
 The built-in model learns to answer Knights & Knaves puzzles in the right format, on a CPU, in seconds. Run it:
 
-    pip install 'sortedrl[trl]'
+    pip install '.[trl]'
     python examples/trl_grpo.py
 """
 

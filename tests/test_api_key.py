@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'sortedrl[http]'")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
 
 from transformers import AutoModelForCausalLM
 

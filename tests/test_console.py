@@ -402,4 +402,4 @@ def test_ctrl_c_leaves_the_terminal_in_order(model: Path, tmp_path: Path) -> Non
     updates = int(panel_of(session)["update"].split("/")[0])
     assert 3 <= updates < 30
     said = [line for line in session.screen.lines if line.strip()][-1]
-    assert "interrupted; saved. Go on with" in session.output and said.strip().endswith("run")
+    assert "interrupted and saved. Continue with" in session.output and said.strip().endswith("run")

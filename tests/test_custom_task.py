@@ -104,7 +104,8 @@ def test_a_task_class_gets_its_options_and_an_object_is_used_as_it_is(folder: Pa
         ("my_rewards.sub:reward", {}, "no module 'my_rewards.sub'"),
         ("needs_more:reward", {}, "needs_more needs the module 'a_library_that_nobody_has'"),
         ("my_rewards:exakt", {}, "has no 'exakt'; did you mean 'exact'"),
-        ("my_rewards:exact", {}, "needs prompts: give data=prompts.jsonl"),
+        ("my_rewards:Nope", {}, "has no 'Nope'; it defines exact, truth, conclusion, text, one_argument, Fixed"),
+        ("my_rewards:exact", {}, "needs prompts: set --data FILE"),
         (
             "my_rewards:exact",
             {"data": "prompts.jsonl", "color": "red"},

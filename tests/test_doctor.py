@@ -36,7 +36,7 @@ def test_an_extra_misses_what_is_absent_or_too_old() -> None:
         Package("peft", None, "0.18", "lora"),
     ]
     assert extra_named("train", packages) == doctor.Extra(
-        "train", ("torch", "safetensors"), "pip install 'sortedrl[train]'"
+        "train", ("torch", "safetensors"), "pip install '.[train]' in the SortedRL checkout"
     )
 
 
@@ -95,4 +95,4 @@ def test_without_pytorch_the_rest_is_skipped_with_the_command(monkeypatch: pytes
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "torch" else "1.0")
     checks = doctor.self_test(BUILT_IN_MODEL)
     assert [check.passed for check in checks] == [True, None, None]
-    assert "pip install 'sortedrl[train]'" in checks[1].detail
+    assert "pip install '.[train]' in the SortedRL checkout" in checks[1].detail

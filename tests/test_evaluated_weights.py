@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import toy
+from config_file import config_file
 from scenarios import Run, scenario
 from sortedrl.cli import main
 from sortedrl.core import events
@@ -23,7 +24,7 @@ from sortedrl.training import trainer as app
 EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
 EVALUATED += ["--eval-problems", "12", "--threads", "1"]
 SMALL = ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
-SMALL += ["--learning-rate", "1e-2", "--warmup-updates", "0", "--scoring", "at-once"]
+SMALL += ["--learning-rate", "1e-2", "--scoring", "at-once"]
 OWN_WEIGHTS = {"lora": ["--lora-rank", "4"], "recomputation": ["--gradient-checkpointing"]}
 Answers = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities by request
 
@@ -75,7 +76,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Path, out: Path, *words: str) -> None:
-    assert main(["train", "--model", str(model), "--out", str(out), *EVALUATED, *SMALL, *words]) == 0
+    rare = config_file(out.parent, warmup_updates=0)
+    assert main(["train", "--model", str(model), "--out", str(out), *EVALUATED, *SMALL, *rare, *words]) == 0
 
 
 def answers_of(exported: Path, evaluations: list[Answers], *words: str) -> Answers:

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'sortedrl[http]'")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
 
 from engine_contract import EngineContract, Ledger
 from sglang_stand_in import SglangStandIn

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'sortedrl[http]'")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
 
 from aiohttp import web
 

@@ -92,4 +92,4 @@ def test_a_wheel_is_built_installed_and_works(tmp_path: Path) -> None:
     assert "partial" in printed
     missing = subprocess.run([str(bin / "sortedrl"), "train"], capture_output=True, text=True, cwd=tmp_path)
     assert missing.returncode == 2
-    assert "pip install 'sortedrl[train]'" in missing.stderr
+    assert "pip install '.[train]'" in missing.stderr

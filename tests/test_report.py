@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,7 +17,8 @@ import pytest
 
 from scenarios import MODES, run
 from sortedrl.cli import main
-from sortedrl.config import Train, as_json, parsed, train_command
+from sortedrl.command_line import parsed, train_command
+from sortedrl.config import Train, as_json
 from sortedrl.core import Schedule, events
 from sortedrl.core.events import Event, JsonLines, read_events, read_intact
 from sortedrl.engines.lengths import LognormalLengths
@@ -303,7 +305,7 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
         (["good.jsonl", "--out", "empty"], "a folder, not a file"),
         (["good.jsonl", "--out", "page.pdf"], "Use page.html"),
         (["good.jsonl", "--out", "good.jsonl/page.html"], "Name a file that can be written"),
-        ([], "no run is there"),
+        ([], "there is no run"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -326,7 +328,7 @@ def test_a_missing_package_is_one_line_with_the_command(
     path = simulated_log(tmp_path / "log.jsonl")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'sortedrl[report]'" in capsys.readouterr().err
+    assert "pip install '.[report]'" in capsys.readouterr().err
 
 
 def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence() -> None:
@@ -393,15 +395,22 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     assert "truncated at max_new_tokens" in page
 
 
-def test_the_command_makes_the_same_settings() -> None:
+def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Train(
         mode="on-policy", seed=7, task_options={"characters": "3"}, shuffle_rewards=True, max_staleness=None, data=None,
         updates=None, learning_rate=1e-5, model="a model",
     )  # fmt: skip
     command = train_command(as_json(settings))
-    assert command is not None and command.startswith("sortedrl train --model 'a model' ")
-    again = parsed(Train, shlex.split(command)[2:], "sortedrl train")
+    assert command is not None
+    before, _, after = command.partition(" > run.toml && ")
+    assert before == r"printf '%s\n' 'shuffle_rewards = true'", "a setting without a flag goes to a file"
+    assert after.startswith("sortedrl train --model 'a model' ")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(command.split(" && ")[0], shell=True, check=True)
+    again = parsed(Train, shlex.split(after)[2:], "sortedrl train")
     assert as_json(again) == as_json(settings)
+    plain = train_command(as_json(Train(seed=3)))
+    assert plain == "sortedrl train --mode partial+elevator --seed 3"
     assert train_command({"not": "a training run"}) is None
 
 

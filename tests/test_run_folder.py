@@ -15,10 +15,13 @@ import pytest
 
 import forked
 import toy
+from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
+from sortedrl.config import Train
 from sortedrl.core import events
 from sortedrl.core.events import read_events, read_intact, without_rolled_back
+from sortedrl.training.run_dir import RunFolder
 
 SMALL = [
     *("--task", "toy:SayA", "--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "4"),
@@ -269,6 +272,21 @@ def test_a_run_that_is_resumed_at_its_end_saves_nothing_again(run: Path) -> None
     assert state.stat().st_ino == before
 
 
+def test_two_runs_of_the_same_second_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both look for a free name before either makes its folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sortedrl.training.run_dir.time.strftime", lambda text: "now")
+    folders = [RunFolder.unused(Train()) for _ in range(2)]
+    for folder in folders:
+        folder.create(Train(), print)
+    later = RunFolder.unused(Train())
+    names = ["now-partial+elevator-seed0", "now-partial+elevator-seed0-2", "now-partial+elevator-seed0-3"]
+    assert [folder.path.name for folder in (*folders, later)] == names
+    assert folders[1].checkpoints.parent == folders[1].path
+    for folder in folders:
+        folder.close()
+
+
 # A full disk, and a folder that goes away
 
 
@@ -276,7 +294,7 @@ def test_a_run_that_is_resumed_at_its_end_saves_nothing_again(run: Path) -> None
 def test_a_full_disk_ends_a_run_with_one_line_and_it_can_be_resumed(what: str, model: Path, tmp_path: Path) -> None:
     with small_file_system(tmp_path / "disk", "4m") as disk:
         run = disk / "run"
-        every = ["--checkpoint-every", "1" if what == "checkpoint" else "0", "--save-rollouts", "0"]
+        every = ["--checkpoint-every", "1" if what == "checkpoint" else "0", *config_file(tmp_path, save_rollouts=0)]
         command = Command(fresh(model, run, "--updates", "5000", *every), tmp_path / "output")
         wait_until(lambda: "update 2/" in command.stdout, command)
         filler = fill(disk)

@@ -86,7 +86,7 @@ def read_tensorboard(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def test_tensorboard_has_every_point(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install 'sortedrl[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="pip install '.[tensorboard]'")
     log_lines("tensorboard", tmp_path)
     assert read_tensorboard(tmp_path) == [(name, step, as_float32(value)) for name, step, value in points(LINES)]
 
@@ -128,7 +128,7 @@ def leveldb_records(log: bytes, begin: int) -> Iterator[bytes]:
 
 
 def test_weights_and_biases_offline_has_every_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="pip install 'sortedrl[wandb]'")
+    pytest.importorskip("wandb", reason="pip install '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     trackers.require_login(["wandb"])
     log_lines("wandb", tmp_path)
@@ -136,7 +136,7 @@ def test_weights_and_biases_offline_has_every_point(tmp_path: Path, monkeypatch:
 
 
 def test_weights_and_biases_without_a_login_is_refused_in_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'sortedrl[wandb]'")
+    pytest.importorskip("wandb", reason="pip install '.[wandb]'")
     code = (
         "from sortedrl.core.schedule import ConfigurationError\n"
         "from sortedrl.observe.trackers import require_login\n"
@@ -156,7 +156,7 @@ def test_weights_and_biases_without_a_login_is_refused_in_one_line(tmp_path: Pat
 
 
 def test_trackio_has_every_point(tmp_path: Path) -> None:
-    pytest.importorskip("trackio", reason="pip install 'sortedrl[trackio]'")
+    pytest.importorskip("trackio", reason="pip install '.[trackio]'")
     code = (
         "import sys; from pathlib import Path; import test_trackers\n"
         "test_trackers.log_lines('trackio', Path(sys.argv[1]))\n"
@@ -190,7 +190,7 @@ def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(ConfigurationError) as raised:
         trackers.require_packages(["wandb"])
-    assert raised.value.fix == "pip install 'sortedrl[wandb]'"
+    assert raised.value.fix == "pip install '.[wandb]' in the SortedRL checkout."
 
 
 def test_a_resumed_run_may_change_where_its_metrics_go() -> None:
@@ -317,8 +317,8 @@ class Scraper:
 
 
 def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="pip install 'sortedrl[train]'")
-    pytest.importorskip("tensorboard", reason="pip install 'sortedrl[tensorboard]'")
+    pytest.importorskip("torch", reason="pip install '.[train]'")
+    pytest.importorskip("tensorboard", reason="pip install '.[tensorboard]'")
     import toy
     from sortedrl.core.events import Phase, read_events
     from sortedrl.observe.metrics import Metrics

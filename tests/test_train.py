@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import toy
+from config_file import config_file
 from sortedrl.core import events
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
@@ -195,7 +196,8 @@ def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> No
 
 def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained(model, run, "--updates", "5", "--eval-every", "1", "--checkpoint-every", "2", "--keep-checkpoints", "1")
+    rare = config_file(tmp_path, keep_checkpoints=1)
+    trained(model, run, "--updates", "5", "--eval-every", "1", "--checkpoint-every", "2", *rare)
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     scores = {
         f"update-{line['update']:06d}": line["held_out"]["value"]

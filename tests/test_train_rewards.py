@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import toy
+from config_file import config_file
 from sortedrl.core import events
 from sortedrl.core.events import read_events
 from test_workers import wait_for_end
@@ -55,12 +56,9 @@ def test_a_run_with_every_fault_in_it_goes_to_its_end(model: Path, tmp_path: Pat
         "--out",
         str(run),
         "--json",
-        "--score-limit-seconds",
-        "3",
         "--updates",
         "10",
-        "--max-rejected-fraction",
-        "1",
+        *config_file(tmp_path, score_limit_seconds=3, max_rejected_fraction=1),
     ]
     done = ran(*words("train", model, "reward_faults:Faults", *options("each", 1), *more, "--reward-workers", "3"))
     assert done.returncode == 2, "every response has a fault"
@@ -117,7 +115,7 @@ def test_a_task_that_cannot_be_used_in_a_worker_is_refused_before_the_run(
 @pytest.mark.parametrize("task", ["Faults", "FaultsInTraining"])  # it hangs in the first evaluation, or in training
 @pytest.mark.parametrize("scoring", ["background", pytest.param("at-once", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_run_whose_reward_hangs(task: str, scoring: str, model: Path, tmp_path: Path) -> None:
-    more = ["--out", str(tmp_path / "run"), "--scoring", scoring, "--score-limit-seconds", "600"]
+    more = ["--out", str(tmp_path / "run"), "--scoring", scoring, *config_file(tmp_path, score_limit_seconds=600)]
     command = words("train", model, f"reward_faults:{task}", *options("spins_in_c"), *more)
     output = (tmp_path / "output.txt").open("w")
     run = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,7 +186,7 @@ def test_a_run_that_is_resumed_after_its_end_has_not_ended(resumed: Path, tmp_pa
 def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Path) -> None:
     nowhere = watched(str(tmp_path / "nowhere"))
     assert nowhere.returncode == 2
-    assert "no run is there" in nowhere.stderr and "Traceback" not in nowhere.stderr
+    assert "there is no run" in nowhere.stderr and "Traceback" not in nowhere.stderr
     run = tmp_path / "damaged"
     shutil.copytree(killed, run)
     lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
@@ -202,3 +203,19 @@ def test_the_newest_run_is_watched_where_none_is_named(killed: Path, tmp_path: P
         shutil.copytree(killed, tmp_path / "runs" / name)
         os.utime(tmp_path / "runs" / name / "events.jsonl", (time.time() - age,) * 2)
     assert watch.newest_run(tmp_path / "runs") == tmp_path / "runs" / "new"
+
+
+def test_the_line_of_an_update_shows_a_slow_or_failing_reward() -> None:
+    names = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")
+    line: dict[str, Any] = {"update": 3, "updates_in_all": 9, "rejected": 0} | dict.fromkeys(names, 1.0)
+    healthy = progress_line(line | {"mismatch_kl": 0.0, "scoring_backlog": 0}, None)
+    assert not any(word in healthy for word in ("mismatch", "backlog", "rejected"))
+    failing = {
+        "scoring_backlog": 41,
+        "rejected": 7,
+        "rejected_most": "7 times: ValueError: no number",
+        "mismatch_kl": 1e-4,
+    }
+    shown = progress_line(line | failing, None)
+    assert "mismatch 1.0e-04" in shown and "scoring backlog 41" in shown
+    assert "rejected 7 (7 times: ValueError: no number)" in shown

@@ -86,8 +86,8 @@ def run_profile(settings: ProfileSettings, log: Log) -> profile.Profile:
         steps=settings.steps,
         repeats=settings.repeats,
         on_cell=lambda cell: log(
-            f"{cell.running:4d} running, contexts of {cell.context:5d}: {1e3 * cell.step_seconds:8.3f} ms a step, "
-            f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us a token"
+            f"{cell.running:4d} running, contexts of {cell.context:5d}: {1e3 * cell.step_seconds:8.3f} ms per step, "
+            f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us per token"
         ),
     )
     weight_update_seconds = _measured_weight_update(engine, settings, log)

@@ -1,7 +1,6 @@
-"""The command `sortedrl`. Each command is a typed settings model (config.py) and a function here that runs it.
+"""The command `sortedrl`. Each command has a settings model (config.py) and a function here that runs it.
 
-Exit codes: 0 done, 2 wrong input (one clear line, nothing written) or a run that had to stop (one clear line),
-130 interrupted.
+Exit codes: 0 success, 2 wrong input (one line, nothing written) or a run that had to stop (one line), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl import __version__
+from sortedrl.core.install_hint import install_hint
 from sortedrl.training.cpu_threads import let_waiting_threads_sleep
 
-_TOLD = (  # by name: the modules of some need PyTorch
+_ONE_LINE_ERRORS = (  # by name: some are defined in modules that need PyTorch
     "CheckpointError",
     "EngineDied",
     "FolderInUse",
@@ -28,17 +28,17 @@ _TOLD = (  # by name: the modules of some need PyTorch
     "WeightsDiffer",
 )
 _SUMMARY = {
-    "simulate": "what would each schedule give on your lengths",
-    "plan": "which schedule to use, and whether you need one",
-    "train": "RL-train a model on this machine",
-    "eval": "held-out score of a model",
-    "compare": "train with several modes, interleaved, and hold them side by side",
-    "bench": "the throughput of every schedule on a real engine, lengths forced equal",
-    "profile": "measure an engine, so that simulate and plan speak about your hardware",
+    "simulate": "what each schedule would gain on your response lengths",
+    "plan": "which schedule to use, and whether you need one at all",
+    "train": "train a model with RL on this machine",
+    "eval": "score a model on held-out problems",
+    "compare": "train with several modes, interleaved, and compare them",
+    "bench": "measure the throughput of each schedule on a real engine",
+    "profile": "measure an engine, to calibrate simulate and plan to your hardware",
     "watch": "follow a run from another terminal",
-    "trace": "a run as a timeline for ui.perfetto.dev",
-    "report": "one HTML page about one run or several",
-    "doctor": "what is installed, what is missing, and does it work here",
+    "trace": "write a run as a timeline for ui.perfetto.dev",
+    "report": "write an HTML page about one or several runs",
+    "doctor": "check what is installed and whether it works here",
 }
 
 
@@ -77,8 +77,8 @@ def _refuse(message: str) -> int:
 
 
 def _guarded(kind: Any, words: Sequence[str], program: str, run: Callable[[Any], int]) -> int:
-    """Parse, check, run; every wrong setting becomes one line that says where it was set."""
-    from sortedrl.config import located, origins, parsed
+    """Parse, check, run; a wrong setting becomes one line that names where it was set."""
+    from sortedrl.command_line import FlagError, located, origins, parsed
     from sortedrl.core.schedule import ConfigurationError
 
     try:
@@ -87,8 +87,10 @@ def _guarded(kind: Any, words: Sequence[str], program: str, run: Callable[[Any],
         return run(settings)
     except ConfigurationError as error:
         return _refuse(located(error, origins(kind, words)))
+    except FlagError as error:
+        return _refuse(str(error))
     except RuntimeError as error:
-        if type(error).__name__ not in _TOLD:
+        if type(error).__name__ not in _ONE_LINE_ERRORS:
             raise
         return _refuse(str(error))
 
@@ -107,7 +109,7 @@ def _run_simulate(settings: Any) -> int:
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return _print_dry_run(settings, schedule, workload.prompts)
-    _tell_what_is_cut(settings)
+    _warn_of_cut_lengths(settings)
     with _Progress("simulating", quiet=settings.json_output) as progress:
         modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
     if settings.json_output:
@@ -143,7 +145,7 @@ def _run_plan(settings: Any) -> int:
     workload = replace(settings.workload(settings.cohorts), expectation=settings.expectation)
     if settings.dry_run:
         return _print_dry_run(settings, schedule, workload.prompts)
-    _tell_what_is_cut(settings)
+    _warn_of_cut_lengths(settings)
     with _Progress("planning", quiet=settings.json_output) as progress:
         found = plan.plan(workload, schedule, settings.allowed(), settings.seeds, progress)
     if settings.json_output:
@@ -184,12 +186,12 @@ def _print_outcome(settings: Any, summary: dict[str, Any]) -> None:
             flush=True,
         )
     if summary["interrupted"]:
-        print(f"interrupted; saved. Go on with: sortedrl train --resume {summary['folder']}", file=sys.stderr)
+        print(f"interrupted and saved. Continue with: sortedrl train --resume {summary['folder']}", file=sys.stderr)
 
 
 @contextmanager
 def _reader_may_be_gone() -> Iterator[None]:
-    """A terminal that was closed or a pipe without a reader changes nothing about how a run ended."""
+    """A closed terminal or pipe does not change how a run ended."""
     try:
         yield
     except OSError:
@@ -309,7 +311,7 @@ def _run_watch(settings: Any) -> int:
 
     folder = settings.run or watch.newest_run(Path("runs"))
     if folder is None or not watch.is_run(folder):
-        raise ConfigurationError("run", str(folder or "runs"), "no run is there", "Name a run folder, as in runs/NAME.")
+        raise ConfigurationError("run", str(folder or "runs"), "there is no run", "Name a run folder, as in runs/NAME.")
     if settings.dry_run:
         _print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
         return 0
@@ -321,7 +323,7 @@ def _run_watch(settings: Any) -> int:
         with _run_console(settings) as console:
             watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
     except watch.DamagedLog as error:
-        print(f"sortedrl: {error}; `sortedrl report` shows what is intact", file=sys.stderr)
+        print(f"sortedrl: {error}; `sortedrl report` shows the intact part", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -339,7 +341,8 @@ def _run_report(settings: Any) -> int:
     """With --json the page is written only where --out names it."""
     from pathlib import Path
 
-    from sortedrl.config import as_json, train_command
+    from sortedrl.command_line import train_command
+    from sortedrl.config import as_json
     from sortedrl.core.schedule import ConfigurationError
     from sortedrl.observe import watch
     from sortedrl.observe.report import build as report
@@ -348,7 +351,7 @@ def _run_report(settings: Any) -> int:
     newest = watch.newest_run(Path("runs"))
     paths = settings.runs or ([newest] if newest else [])
     if not paths:
-        raise ConfigurationError("runs", "runs", "no run is there", "Name a run folder, as in runs/NAME.")
+        raise ConfigurationError("runs", "runs", "there is no run", "Name a run folder, as in runs/NAME.")
     page = settings.out or report.default_page(paths)
     if settings.dry_run:
         _print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
@@ -393,12 +396,12 @@ def _run_trace(settings: Any) -> int:
         return 0
     if unreadable:
         print(f"sortedrl: {unreadable} lines of {source} cannot be read and are left out", file=sys.stderr)
-    print(f"{slices} slices in {out}: open it at https://ui.perfetto.dev, it stays on your machine")
+    print(f"{slices} slices in {out}: open it at https://ui.perfetto.dev (the file stays on your machine)")
     return 0
 
 
 def _intact_log(source: Any) -> tuple[list[Any], int]:
-    """What can be read of an event log, and how many lines cannot."""
+    """The readable events of a log, and the number of unreadable lines."""
     from sortedrl.core.events import read_intact
     from sortedrl.core.schedule import ConfigurationError
     from sortedrl.observe.report.repair import repaired
@@ -409,12 +412,12 @@ def _intact_log(source: Any) -> tuple[list[Any], int]:
     except OSError as error:
         raise ConfigurationError("run", str(source), f"{error.strerror}", fix) from None
     if not intact:
-        raise ConfigurationError("run", str(source), "there is no event in it", fix)
+        raise ConfigurationError("run", str(source), "it has no events", fix)
     return repaired(intact).log, len(damage)
 
 
 def _write_trace(log: list[Any], out: Any) -> None:
-    """The whole file or none."""
+    """Writes the whole file or nothing."""
     from sortedrl.core.atomic_write import atomic_writer
     from sortedrl.core.schedule import ConfigurationError
     from sortedrl.observe.trace import write_trace
@@ -477,7 +480,7 @@ def _needs_train_extra() -> Any:
     try:
         from sortedrl.training import trainer as app
     except ImportError as error:
-        raise SystemExit(_refuse(f"{error.name} is not installed: pip install 'sortedrl[train]'")) from None
+        raise SystemExit(_refuse(f"{error.name} is not installed: {install_hint('train')}")) from None
     return app
 
 
@@ -518,12 +521,12 @@ def _print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_obj
         return
     for key, value in resolved.items():
         print(f"{key} = {json.dumps(value)}")
-    print("\n# what follows from it")
+    print("\n# derived")
     for key, value in derived.items():
         print(f"# {key} = {json.dumps(value)}")
 
 
-def _tell_what_is_cut(settings: Any) -> None:
+def _warn_of_cut_lengths(settings: Any) -> None:
     notice = settings.lengths_cut()
     if notice:
         print(f"sortedrl: {notice}", file=sys.stderr)
@@ -538,7 +541,9 @@ def _workload_line(settings: Any) -> str:
         f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
     )
     seconds = settings.resolved_weight_update_seconds()
-    more = (f", {seconds:.3g} s to load weights" if seconds else "") + (", stale KV kept" * settings.reuse_kv_cache)
+    more = (f", {seconds:.3g} s per weight update" if seconds else "") + (
+        ", KV cache kept across weight updates" * settings.reuse_kv_cache
+    )
     return (
         f"lengths: {lengths}\nslots {settings.slots}, updates of {settings.rollouts_per_update}, cohorts of "
         f"{settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "

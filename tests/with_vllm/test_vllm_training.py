@@ -83,7 +83,9 @@ def test_held_out_scores_are_those_of_the_exported_model(tmp_path: Path, monkeyp
     seeded = [*SMALL, "--eval-problems", "40"]
     place = seeded.index("--engine-options") + 1
     seeded[place:place] = ["seeded", "True"]
-    command = ["train", *seeded, "--learning-rate", "1e-3", "--warmup-updates", "0", "--mode", "partial+elevator"]
+    command = ["train", *seeded, "--learning-rate", "1e-3", "--mode", "partial+elevator"]
+    (tmp_path / "rare.toml").write_text("warmup_updates = 0\n")
+    command += ["--config", str(tmp_path / "rare.toml")]
     assert main([*command, "--updates", "2", "--eval-every", "1", "--out", str(tmp_path / "run")]) == 0
     before, first, last = (one.correct for one in found)
     kept = [word for flag, word in pairwise(seeded) if flag in EVALUATED for word in (flag, word)]

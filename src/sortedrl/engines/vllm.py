@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
@@ -367,7 +368,7 @@ def _started_vllm(
     try:
         import vllm
     except ImportError:
-        raise ImportError("vLLM is not installed: pip install 'sortedrl[vllm]'", name="vllm") from None
+        raise ImportError(f"vLLM is not installed: {install_hint('vllm')}", name="vllm") from None
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine

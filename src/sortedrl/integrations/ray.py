@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
 try:
     import ray
 except ImportError:
-    raise ConfigurationError("ray", None, "Ray is not installed", "pip install 'sortedrl[ray]'") from None
+    raise ConfigurationError("ray", None, "Ray is not installed", f"{install_hint('ray')}.") from None
 
 from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
 from sortedrl.core.rollout import Segment

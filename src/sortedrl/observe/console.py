@@ -62,6 +62,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes_of_hour:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+MAX_REASON = 60  # characters of a rejection's reason on the line of an update
+
+
 def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
     """One plain line about an update; `line` is its line of metrics.jsonl."""
     eta = "-" if remaining_seconds is None else clock(remaining_seconds)
@@ -70,8 +73,21 @@ def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
         f"correct {shown('correct', line['correct'])}  length {shown('length', line['length'])}  "
         f"bubble {shown('bubble', line['bubble'])}  goodput {shown('goodput', line['goodput'])}  "
         f"waste {shown('waste', line['waste'])}  staleness {shown('staleness', line['run_staleness_mean'])}  "
-        f"mismatch {shown('mismatch', line.get('mismatch_kl', 0.0))}  ETA {eta}"
+        f"{_update_warnings(line)}ETA {eta}"
     )
+
+
+def _update_warnings(line: dict[str, Any]) -> str:
+    """Parts of the line that only some runs have: an engine that differs from the learner, a slow or failing reward."""
+    parts = []
+    if line.get("mismatch_kl"):  # always 0 where the engine shares the learner's module
+        parts.append(f"mismatch {shown('mismatch', line['mismatch_kl'])}")
+    if line.get("scoring_backlog"):
+        parts.append(f"scoring backlog {line['scoring_backlog']}")
+    if line.get("rejected"):
+        most = str(line.get("rejected_most", ""))[:MAX_REASON]
+        parts.append(f"rejected {line['rejected']}" + (f" ({most})" if most else ""))
+    return "".join(f"{part}  " for part in parts)
 
 
 # The panel

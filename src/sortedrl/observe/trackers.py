@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ class Trackers:
 def require_packages(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
-            raise ConfigurationError(
-                "tracker", name, f"the package {name} is not installed", f"pip install 'sortedrl[{name}]'"
-            )
+            raise ConfigurationError("tracker", name, f"the package {name} is not installed", f"{install_hint(name)}.")
 
 
 def require_login(names: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.core.controller import Batch, Controller
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
@@ -138,7 +139,7 @@ def requirements(lines: Sequence[str]) -> list[Requirement]:
 
 def extra_named(name: str, packages: Sequence[Package]) -> Extra:
     missing = tuple(package.name for package in packages if package.extra == name and not package.fits)
-    return Extra(name, missing, f"pip install '{PACKAGE}[{name}]'")
+    return Extra(name, missing, install_hint(name))
 
 
 def version_of(package: str) -> str | None:
@@ -176,7 +177,7 @@ def self_test(model_folder: Path) -> list[Check]:
     checks = [checked(SELF_TESTS[0], _simulate_a_cohort)]
     missing = [name for name in ("torch", "transformers", "safetensors") if version_of(name) is None]
     if missing:
-        why = f"skipped: {', '.join(missing)} not installed; pip install '{PACKAGE}[train]'"
+        why = f"skipped: {', '.join(missing)} not installed; {install_hint('train')}"
         return checks + [Check(name, None, 0.0, why) for name in SELF_TESTS[1:]]
     micro_run = MicroRun(model_folder)
     checks.append(checked(SELF_TESTS[1], micro_run.sample))

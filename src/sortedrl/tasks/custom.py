@@ -94,7 +94,9 @@ def custom_task(path: str, **options: Any) -> Task:
             f"or a task with {', '.join(TASK_MEMBERS)}"
         )
     if "data" not in options:
-        raise ValueError(f"the reward {path} needs prompts: give data=prompts.jsonl and its question_column")
+        raise ValueError(
+            f"the reward function {path} needs prompts: set --data FILE and --task-options question_column NAME"
+        )
     return make(CustomReward, "a reward", options, path)
 
 
@@ -126,14 +128,24 @@ def import_object(path: str) -> Any:
             "set PYTHONPATH to the folder that contains it"
         ) from error
     if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_public(module)) or 'nothing'}"
+        own = _tasks_and_rewards(module)
+        near = difflib.get_close_matches(attribute, own, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it defines {', '.join(own[:8]) or 'nothing to call'}"
         raise ValueError(f"the module {module_name!r} ({module.__file__}) has no {attribute!r}; {hint}")
     return getattr(module, attribute)
 
 
-def _public(module: Any) -> list[str]:
-    return [name for name in vars(module) if not name.startswith("_")][:8]
+def _tasks_and_rewards(module: Any) -> list[str]:
+    """Functions, classes and task objects that the module itself defines; what it imports is left out."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (
+            (callable(value) and getattr(value, "__module__", None) == module.__name__)
+            or (not inspect.ismodule(value) and all(hasattr(value, member) for member in TASK_MEMBERS))
+        )
+    ]
 
 
 def _require_task(task: Any, path: str) -> Task:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.tasks.task import Problem
 
 Row = Mapping[str, Any]
@@ -108,7 +109,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(f"reading {path} needs pyarrow: pip install 'sortedrl[data]'") from error
+        raise ValueError(f"reading {path} needs pyarrow: {install_hint('data')}") from error
     for batch in parquet.ParquetFile(path).iter_batches():
         yield from batch.to_pylist()
 
@@ -117,7 +118,7 @@ def _read_hub(source: Source) -> Iterator[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"loading {source.location} needs datasets: pip install 'sortedrl[data]'") from error
+        raise ValueError(f"loading {source.location} needs datasets: {install_hint('data')}") from error
     try:
         rows = datasets.load_dataset(source.location, source.subset, split=source.split)
     except Exception as error:  # the library raises a dozen types, all of which mean that it was not loaded

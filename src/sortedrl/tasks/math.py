@@ -24,6 +24,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
 from sortedrl.tasks.math_limits import is_affordable, is_short
 from sortedrl.tasks.task import Problem, Reward
@@ -95,7 +96,7 @@ class Math:
         if preset not in PRESETS:
             raise ValueError(f"no preset {preset!r} for math; use one of {', '.join(filter(None, PRESETS))}")
         if find_spec("math_verify") is None:
-            raise ValueError("math needs math-verify: pip install 'sortedrl[math]'")
+            raise ValueError(f"math needs math-verify: {install_hint('math')}")
         self.name = f"math:{preset}" if preset else "math"
         known = PRESETS[preset]
         self._train_source = Source(os.fspath(data)) if data else known.train

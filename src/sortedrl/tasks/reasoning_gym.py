@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.tasks.datasets import without
 from sortedrl.tasks.task import Problem, Reward
 
@@ -85,7 +86,7 @@ def _create(dataset: str, options: dict[str, Any]) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError("reasoning_gym tasks need reasoning-gym: pip install 'sortedrl[puzzles]'") from error
+        raise ValueError(f"reasoning_gym tasks need reasoning-gym: {install_hint('puzzles')}") from error
     if dataset not in DATASETS:
         close = [name for name in sorted(DATASETS) if set(dataset.split("_")) & set(name.split("_"))]
         raise ValueError(

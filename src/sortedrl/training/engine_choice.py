@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from sortedrl.core.engine import Engine
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.models import model_named
+from sortedrl.models import model_named, unreadable_model
 
 COMMON_VOCABULARY = 46  # ids that any model knows, the built-in one too: a server breaks down at one that it does not
 
@@ -121,7 +122,7 @@ def _bare_embedded(settings: Any, model: str, max_length: int) -> tuple[Engine, 
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         reason = f"{error.name} is not installed"
-        raise ConfigurationError("engine", "embedded", reason, "pip install 'sortedrl[train]'") from None
+        raise ConfigurationError("engine", "embedded", reason, f"{install_hint('train')}.") from None
 
     from sortedrl.engines.embedded.engine import EmbeddedEngine
 
@@ -129,8 +130,7 @@ def _bare_embedded(settings: Any, model: str, max_length: int) -> tuple[Engine, 
     try:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigurationError("model", model, reason, "Name a folder with config.json and weights.") from None
+        raise unreadable_model(settings.model, error) from None
     module = module.to("cuda" if on_gpu else "cpu").eval()  # type: ignore[arg-type]
     try:
         engine = EmbeddedEngine(module, slots=settings.slots, eos_token_ids=(), max_length=max_length)

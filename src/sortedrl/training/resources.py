@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from sortedrl.config import ModelSettings
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.models import model_named
+from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import encode
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.task import Task
@@ -37,12 +37,19 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
         train = encode(task.train(), tokenizer, settings.max_prompt_tokens)
         held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigurationError("task", settings.task, str(error), "See docs/tasks.md.") from None
+        raise _task_error(settings, error) from None
     for part in (train, held_out):
         notice = part.rejection_notice()
         if notice:
             log(notice)
     return Resources(model, tokenizer, task, train.prompts, held_out.prompts)
+
+
+def _task_error(settings: ModelSettings, error: Exception) -> ConfigurationError:
+    """Blames the data if the error is about them, else the task."""
+    about_data = settings.data is not None and (str(settings.data) in str(error) or "'data'" in str(error))
+    key, value = ("data", str(settings.data)) if about_data else ("task", settings.task)
+    return ConfigurationError(key, value, str(error), "See docs/tasks.md.")
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
@@ -51,11 +58,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=settings.torch_dtype())
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigurationError(
-            "model", settings.model, f"no Hugging Face causal language model could be read there ({first_line})",
-            "Name a folder with config.json and weights, a hub name that this machine can reach, or built-in.",
-        ) from None  # fmt: skip
+        raise unreadable_model(settings.model, error) from None
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             "model", settings.model, "its tokenizer has no EOS token, so no response could end",

@@ -2,15 +2,15 @@
 
 runs/NAME/
   config.json       the resolved settings
-  events.jsonl      the event log: every figure can be rebuilt from it
-  metrics.jsonl     one line for each update and each evaluation
+  events.jsonl      the event log: all metrics can be rebuilt from it
+  metrics.jsonl     one line per update and per evaluation
   rollouts.jsonl    a sample of each update's responses, to read
-  checkpoints/      update-000040/ ... each whole or not there
+  checkpoints/      update-000040/ ... each one complete
   model/            the trained model in Hugging Face format
   summary.json      written at the end
   .lock             locked while a process writes here (training/run_lock.py)
 
-A checkpoint is all that a resumed run needs. Whatever is damaged in the other files is left out and reported.
+A checkpoint is all that a resumed run needs. Damaged parts of the other files are skipped and reported.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ class RunFolder:
     @classmethod
     def unused(cls, settings: Train) -> RunFolder:
         """The folder that the settings name, not made yet."""
-        path = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
+        path = settings.out or _next_free(_default_path(settings))
         if path.exists():
             refuse_if_in_use(path)
             raise _exists_already(path)
         return cls(path)
 
     def create(self, settings: Train, log: Log) -> None:
+        """Make the folder. A default name that another run took in the meantime gets a number."""
         try:
-            self.path.mkdir(parents=True)
+            self._make(takes_next_free=settings.out is None)
         except FileExistsError:  # made by another process since `unused`
             refuse_if_in_use(self.path)
             raise _exists_already(self.path) from None
@@ -71,6 +72,17 @@ class RunFolder:
             raise ConfigurationError("out", str(self.path), reason, "Name a folder that you may write to.") from None
         self._take_lock(log)
         self.write("config.json", as_json(settings))
+
+    def _make(self, *, takes_next_free: bool) -> None:
+        while True:
+            try:
+                self.path.mkdir(parents=True)
+                return
+            except FileExistsError:
+                if not takes_next_free:
+                    raise
+            self.path = _next_free(self.path)
+            self.checkpoints = self.path / "checkpoints"
 
     def open_to_resume(self, settings: Train, log: Log) -> None:
         """Take the lock, remove what a killed run left half-written, and write down the settings, which may extend
@@ -89,7 +101,7 @@ class RunFolder:
             log(self._lock.warning)
 
     def require_in_place(self) -> None:
-        """What is written to a folder that was removed is lost: better to stop."""
+        """Writes to a removed folder are lost, so the run stops."""
         if self._lock is not None and not self._lock.is_in_place():
             raise RunFolderError(
                 f"run folder {self.path} was removed or replaced while the run was writing to it: the run has stopped, "
@@ -98,7 +110,7 @@ class RunFolder:
 
     @contextmanager
     def removal_explained(self) -> Iterator[None]:
-        """Whatever fails once the folder is gone, fails because of that."""
+        """Once the folder is gone, that is the cause of any failure."""
         try:
             yield
         except (RuntimeError, OSError):
@@ -114,7 +126,7 @@ class RunFolder:
     def stream(self, name: str) -> TextIO:
         if name not in self._files:
             cut_torn_line(self.path / name)
-            # Whoever watches the run sees whole lines at once; there are few, but for events, which have a sink for it.
+            # `watch` sees whole lines at once. There are few of them, except for events, which have their own flushing.
             self._files[name] = _LogFile(self.path / name, line_buffering=name != "events.jsonl")
         return self._files[name]
 
@@ -152,7 +164,7 @@ class RunFolder:
         return [line for line in map(_line_or_none, _text_lines(self.path / name)) if line is not None]
 
     def drop_lines_after(self, name: str, update: int, log: Log) -> None:
-        """Forget what a roll-back made void in a file whose lines carry their update, and what cannot be read."""
+        """Drop lines after `update`, and lines that cannot be read."""
         path = self.path / name
         cut_torn_line(path)
         texts = _text_lines(path)
@@ -169,7 +181,7 @@ class RunFolder:
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
 
     def _replace(self, name: str, text: str) -> None:
-        """The whole file or the one before."""
+        """Replaces the file in one step: a crash leaves the old or the new file."""
         self.require_in_place()
         try:
             write_atomically(self.path / name, text)
@@ -236,34 +248,47 @@ def locked(folder: Path, log: Log) -> Iterator[None]:
 def cannot_write(path: Path, error: Exception) -> RunFolderError:
     reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
     return RunFolderError(
-        f"{path} cannot be written: {reason}. The checkpoints are intact: fix that, then go on with "
+        f"{path} cannot be written: {reason}. The checkpoints are intact: fix that, then continue with "
         f"sortedrl train --resume {path.parent}"
     )
 
 
 def refuse_changes(settings: Train, folder: RunFolder, log: Log) -> None:
-    """A run goes on with the settings that it began with, apart from those that only extend it."""
+    """A resumed run keeps its settings, except for those that only extend it."""
     saved, notice = saved_settings(folder.path)
     if notice:
         log(notice)
-    defaults = as_json(type(settings)())  # of a run that an older version began, without this setting
+    defaults = as_json(type(settings)())  # for a run of an older version that has no such setting
     changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
     refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
     if refused:
         listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())
         key = next(iter(refused))
         raise ConfigurationError(
-            key, refused[key], f"the run in {folder.path} began with other settings ({listed})",
+            key, refused[key], f"the run in {folder.path} was started with other settings ({listed})",
             f"Leave these flags out, or start a new run; only {', '.join(sorted(EXTENDING_KEYS))} may change.",
         )  # fmt: skip
     folder.write("config.json", as_json(settings))
+
+
+def _default_path(settings: Train) -> Path:
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
+
+
+def _next_free(path: Path) -> Path:
+    """`path`, or with a number behind it: two runs may start in the same second."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def _exists_already(path: Path) -> ConfigurationError:
     return ConfigurationError(
         "out",
         str(path),
-        "this run folder exists already, and a run is never overwritten",
+        "this run folder already exists, and runs are never overwritten",
         f"Name another folder, or continue it with --resume {path}.",
     )
 

@@ -52,8 +52,8 @@ from sortedrl.training.resources import Log, Resources, eos_token_ids, read_reso
 from sortedrl.training.rewards import EvaluationScores, Rewards, unscored_notice
 from sortedrl.training.run_dir import RunFolder, cannot_write, locked
 
-VLLM_GPU_MEMORY_FRACTION = 0.45  # where learner and engine share one: the learner needs the rest
-EVALUATION_WORTH = 64  # responses after which `sortedrl eval` gives up on a reward that fails on all of them
+VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
+EVALUATION_WORTH = 64  # `sortedrl eval` stops if a reward function fails on this many responses and scores none
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
 PROBE_TOKENS = 16
 
@@ -154,7 +154,7 @@ def checked_engine(
 
 
 class NothingLearnt(RuntimeError):
-    """A run that came to its end without one update."""
+    """A run that ended without a single update."""
 
 
 class TrainingRun:
@@ -175,7 +175,7 @@ class TrainingRun:
         self.rewards.require_ready()
         self.scorer = self._scorer()
         self.evaluation_scorer = self.rewards.scorer()
-        self.batched = Batched(self.metrics, console.begin(self.metrics, str(folder.path), self.total_updates()))
+        self.batched = Batched(self.metrics)
         self.log = EventLog(self.batched)
         self.controller = Controller(
             self.engine,
@@ -201,7 +201,7 @@ class TrainingRun:
             console.log(f"metrics at {endpoint.url}")
 
     def _engine(self) -> Engine:
-        """An engine outside of our own model is given the weights, and checked against the learner at every load."""
+        """An engine with its own copy of the weights gets them now, and is checked at every weight update."""
         settings, resources = self.settings, self.resources
         defaults = {"gpu_memory_utilization": VLLM_GPU_MEMORY_FRACTION, "seed": settings.seed}
         engine = engine_for(settings, resources, self.plain_model, **defaults)
@@ -212,7 +212,7 @@ class TrainingRun:
         return checked
 
     def close(self) -> None:
-        """End what the run has outside of its own process and memory."""
+        """Close files, reward workers and the engine."""
         try:
             self.batched.flush()
         finally:
@@ -220,6 +220,10 @@ class TrainingRun:
             self.rewards.close()
             if isinstance(self.engine, CheckedWeights):
                 self.engine.close()
+
+    def show(self) -> None:
+        """From now on the console shows the run. Its folder must be there: before that its name may change."""
+        self.batched.sinks.append(self.console.begin(self.metrics, str(self.folder.path), self.total_updates()))
 
     def _scorer(self) -> Scorer:
         scorer = self.rewards.scorer()
@@ -233,7 +237,7 @@ class TrainingRun:
         )
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Go back to a checkpoint: later events stay in the log behind a mark, and no figure counts them."""
+        """Go back to a checkpoint: later events stay in the log behind a mark, and no metric counts them."""
         state, log = saved.controller, self.console.log
         mark = CheckpointMark.of(state)
         recovered = self.folder.recover_events(mark, self.controller.first_event(), log)
@@ -256,7 +260,7 @@ class TrainingRun:
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary. `interrupted` in it says which."""
-        self.log.sinks.append(self.rejections)  # not before a resumed run has told what happened earlier
+        self.log.sinks.append(self.rejections)  # only now: a resumed run first replays its old events
         if self.before is None:
             self._write_events()
             self.before = self._evaluate(0)
@@ -351,7 +355,7 @@ class TrainingRun:
             shutil.rmtree(temporary, ignore_errors=True)
             raise cannot_write(target, error) from error
 
-    # What is written down
+    # Output
 
     def _write_events(self) -> EventFile:
         stream = self.folder.stream("events.jsonl")
@@ -364,7 +368,7 @@ class TrainingRun:
         return self.seconds_before + time.perf_counter() - self.began
 
     def _evaluate(self, done: int) -> Evaluation:
-        """Held-out score of the weights after `done` updates, whatever the engine held until now."""
+        """Held-out score of the weights after `done` updates; the engine gets them first."""
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
         held_out = self.resources.held_out[: self.settings.eval_problems]
@@ -415,6 +419,8 @@ class TrainingRun:
             **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
             "run_staleness_mean": run_metrics.staleness_mean,
             "rejected": run_metrics.rejected,
+            "scoring_backlog": self.scorer.pending,
+            **({"rejected_most": self.rejections.most_frequent()} if self.rejections.rejected else {}),
             **stats,
         }
         self.folder.append("metrics.jsonl", line)
@@ -454,7 +460,7 @@ class TrainingRun:
         return possible if self.settings.updates is None else min(possible, self.settings.updates)
 
     def _save(self, done: int) -> None:
-        """Write a checkpoint, unless the one that is there says the same."""
+        """Write a checkpoint, unless the newest one holds the same state."""
         self.controller.mark_phase("checkpoint")
         self._note_best(done)
         self.batched.flush()
@@ -475,12 +481,12 @@ class TrainingRun:
         checkpoint.remove_old(self.folder.checkpoints, self.settings.keep_checkpoints, also_keep=best)
 
     def _progress(self) -> tuple[Any, ...]:
-        """All that changes what a checkpoint holds: without a harvest or an update nothing else does."""
+        """The state that decides whether a new checkpoint would differ from the last one."""
         c = self.controller
         return c.updates, c.version, c.harvests, self.best
 
     def _note_best(self, done: int) -> None:
-        """Among those that are saved: what is evaluated between two checkpoints cannot be gone back to."""
+        """The best checkpoint. An evaluation between two checkpoints does not count: its weights are not saved."""
         if self.evaluated is not None and self.evaluated[0] == done:
             score = mean_at_k(self.evaluated[1].correct).value
             if self.best is None or score > self.best[0]:
@@ -488,7 +494,7 @@ class TrainingRun:
 
 
 class ShuffledRewards:
-    """A control: every rollout is given the reward of another one, so that there is nothing to learn."""
+    """A control experiment: every rollout gets the reward of another one, so there is nothing to learn."""
 
     def __init__(self, scorer: Scorer, seed: int, pool: int = 256) -> None:
         self._scorer = scorer
@@ -561,7 +567,7 @@ def _interruptible(controller: Controller) -> Iterator[_Signals]:
 
 
 def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
-    """What is set; else, for a model on the CPU, what its size and the machine's load allow."""
+    """As set; otherwise, on the CPU, chosen by model size and machine load."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     elif settings.torch_device() == "cpu":
@@ -569,7 +575,7 @@ def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
 
 
 def train(settings: Train, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
-    """`console` shows the run; without one it says a line for each update."""
+    """`console` shows the run; without one, there is one log line per update."""
     torch.manual_seed(settings.seed)
     folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
     with closing(folder):
@@ -588,6 +594,7 @@ def _train_in(folder: RunFolder, settings: Train, log: Log, console: RunConsole)
     run = TrainingRun(settings, folder, resources, console)
     if resumed is None:
         folder.create(settings, log)
+    run.show()
     log(f"run folder {folder.path}")
     log(f"{len(resources.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
     if resumed is not None:
@@ -603,7 +610,7 @@ def _train_in(folder: RunFolder, settings: Train, log: Log, console: RunConsole)
 
 
 def compare(settings: Compare, log: Log, console: RunConsole | None = None) -> list[dict[str, Any]]:
-    """One run for each mode and seed; modes alternate, so that a slow spell of the machine meets them all."""
+    """One run per mode and seed; modes alternate, so that a slowdown of the machine affects all of them."""
     folder = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     summaries = []
     with locked(folder, log):
@@ -625,7 +632,7 @@ def evaluate_model(
     held_out = resources.held_out[: settings.eval_problems]
     with closing(rewards):
         engine = engine_for(settings, resources, resources.model)
-        if settings.engine in SERVERS:  # whatever a server was started with or last given
+        if settings.engine in SERVERS:  # a server may hold other weights
             logprobs_of = partial(response_logprobs, resources.model)
             engine = checked_engine(engine, settings, held_out, logprobs_of)
             engine.update_weights(resources.model.state_dict(), 0)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, retry_after
@@ -15,7 +16,7 @@ from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason
 try:
     import aiohttp
 except ImportError:
-    raise ConfigurationError("aiohttp", None, "it is not installed", "pip install 'sortedrl[http]'") from None
+    raise ConfigurationError("aiohttp", None, "it is not installed", f"{install_hint('http')}.") from None
 
 BROKEN = (aiohttp.ClientError, OSError)  # any connection failure, including a timeout
 NOT_REACHED = (aiohttp.ClientConnectorError,)  # nothing was sent

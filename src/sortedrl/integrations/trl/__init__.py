@@ -11,13 +11,14 @@ side, independent of TRL), `rows` (converts an update to TRL's rows).
 
 from __future__ import annotations
 
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
 try:
     import trl  # noqa: F401
 except ModuleNotFoundError as missing:
     raise ConfigurationError(
-        "trl", None, f"{missing.name} is not installed", "pip install 'sortedrl[trl]'"
+        "trl", None, f"{missing.name} is not installed", f"{install_hint('trl')}."
     ) from None  # fmt: skip
 
 from sortedrl.integrations.trl.fields import check_version

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report import charts, tables
 from sortedrl.observe.report import text as words
@@ -209,7 +210,7 @@ def _environment() -> Any:
         import jinja2
     except ImportError:
         raise ConfigurationError(
-            "report", "jinja2", "this package is not installed", "pip install 'sortedrl[report]'"
+            "report", "jinja2", "this package is not installed", f"{install_hint('report')}."
         ) from None
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGE),

@@ -196,4 +196,4 @@ def _tokens(line: dict[str, Any]) -> int:
 
 def responses_lead(runs: Sequence[Run]) -> str:
     written = sum(len(run.responses) for run in runs)
-    return f"Selected from the {written:,} responses that the runs recorded (--save-rollouts per update)."
+    return f"Selected from the {written:,} responses that the runs recorded (save_rollouts per update)."

@@ -1,0 +1,8 @@
+"""How to install an optional part of this package."""
+
+from __future__ import annotations
+
+
+def install_hint(extra: str) -> str:
+    """The package is on no registry: extras are installed from a checkout."""
+    return f"pip install '.[{extra}]' in the SortedRL checkout"
