@@ -150,10 +150,10 @@ def test_reinforce_with_siblings_divides_all_sets_by_one_scale() -> None:
 
 
 @pytest.mark.parametrize("advantage_baseline", ["previous_cohorts", "group"])
-def test_reinforce_compares_groups_in_the_first_cohort(baseline: AdvantageBaseline) -> None:
+def test_reinforce_compares_groups_in_the_first_cohort(advantage_baseline: AdvantageBaseline) -> None:
     statistics = CohortStatistics(initial=Moments.of(torch.tensor([0.0, 1.0, 2.0])))  # mean 1, deviation 1
     rewards, group_b, cohort_b = torch.tensor([0.0, 2.0, 3.0]), group_indices(["a", "a", "b"]), torch.zeros(3).long()
-    advantages, _ = reward_advantages(rewards, group_b, cohort_b, "reinforce++", baseline, statistics)
+    advantages, _ = reward_advantages(rewards, group_b, cohort_b, "reinforce++", advantage_baseline, statistics)
     assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-3)
     each_b = torch.arange(3)
     alone, _ = reward_advantages(rewards, each_b, cohort_b, "reinforce++", "previous_cohorts", statistics)
