@@ -170,7 +170,7 @@ def cohort_by_length(seed: int, prompts: int, siblings: int) -> tuple[torch.Tens
     return solved_b[order_b] * 4.0 - 3.0, torch.arange(prompts).repeat_interleave(siblings)[order_b]
 
 
-@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("siblings", [1, 8])
 def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
     """Four batches by length. The scale of a batch is the root mean square of its advantages; the normal one is that
     of the same batch in the next cohort, or less where groups are compared."""
