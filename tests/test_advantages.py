@@ -194,7 +194,7 @@ def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
 
 
 def test_comparing_siblings_without_siblings_is_an_error() -> None:
-    with pytest.raises(ValueError, match="none of the 3 rollouts"):
+    with pytest.raises(ValueError, match="each of the 3 in this update is alone"):
         reward_advantages(torch.zeros(3), torch.arange(3), torch.zeros(3).long(), "grpo", "group", CohortStatistics())
 
 
