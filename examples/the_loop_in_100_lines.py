@@ -1,4 +1,4 @@
-"""SortedRL's partial mode without any abstraction: cohorts, harvests, resumes. It does not import sortedrl.
+"""SortedRL's partial mode without any abstraction: cohorts, harvests, resumes. It needs nothing of the package.
 
 A response is a number of tokens still to generate; one step of the "engine" generates one token per slot. Run it:
 

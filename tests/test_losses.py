@@ -143,7 +143,7 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(
 
 def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
     new, behavior, _, advantages, mask = random_policies()
-    plain = losses("plain", "token", new, behavior, behavior, advantages, mask)
+    plain = losses("ppo_clip", "token", new, behavior, behavior, advantages, mask)
     assert torch.equal(losses("decoupled", "token", new, behavior, behavior, advantages, mask), plain)
 
 

@@ -328,7 +328,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(number: signal.Signals, train
     training.send(number)
     done = training.wait()
     assert done.returncode == 130, done.stderr
-    assert "interrupted; saved" in done.stderr
+    assert "interrupted and saved" in done.stderr
     run = tmp_path / "run"
     count = len(updates_of(run))
     assert (run / "checkpoints" / f"update-{count:06d}").is_dir()

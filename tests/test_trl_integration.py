@@ -238,13 +238,13 @@ def test_fields_of_vllm_need_vllm(fields: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "off_policy_correction", "key"),
     [
-        ({"vllm_importance_sampling_mode": "token_truncate"}, "plain", "vllm_importance_sampling_mode"),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, "ppo_clip", "vllm_importance_sampling_mode"),
         ({"vllm_importance_sampling_correction": False}, "decoupled", "vllm_importance_sampling_correction"),
         ({}, "squared", "off_policy_correction"),
-        ({"temperature": 0.0}, "plain", "temperature"),
-        ({"max_completion_length": None}, "plain", "max_completion_length"),
-        ({"steps_per_generation": 3}, "plain", "steps_per_generation"),
-        ({"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}, "plain", "save_steps"),
+        ({"temperature": 0.0}, "ppo_clip", "temperature"),
+        ({"max_completion_length": None}, "ppo_clip", "max_completion_length"),
+        ({"steps_per_generation": 3}, "ppo_clip", "steps_per_generation"),
+        ({"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}, "ppo_clip", "save_steps"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_by_name(
