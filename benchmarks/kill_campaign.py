@@ -43,8 +43,8 @@ from sortedrl.observe.metrics import Metrics
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead")
 UPDATES = 24
 SMALL = (
-    "--task toy:SayA --slots 8 --rollouts-per-update 8 --prompts-per-cohort 4 --rollouts-per-prompt 4 "
-    "--max-response-tokens 16 --max-prompt-tokens 16 --eval-problems 2 --learning-rate 3e-3 --threads 1 "
+    "--task toy:SayA --scoring at-once --slots 8 --rollouts-per-update 8 --prompts-per-cohort 4 "
+    "--rollouts-per-prompt 4 --max-response-tokens 16 --max-prompt-tokens 16 --eval-problems 2 --learning-rate 3e-3 --threads 1 "
     f"--updates {UPDATES}"
 ).split()
 CLOCK, OPERATION, REPLACEMENT = "by the clock", "by operation", "in replacement"
