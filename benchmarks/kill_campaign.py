@@ -44,8 +44,8 @@ MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+eleva
 UPDATES = 24
 SMALL = (
     "--task toy:SayA --scoring at-once --slots 8 --rollouts-per-update 8 --prompts-per-cohort 4 "
-    "--rollouts-per-prompt 4 --max-response-tokens 16 --max-prompt-tokens 16 --eval-problems 2 --learning-rate 3e-3 --threads 1 "
-    f"--updates {UPDATES}"
+    "--rollouts-per-prompt 4 --max-response-tokens 16 --max-prompt-tokens 16 --eval-problems 2 --learning-rate 3e-3 "
+    f"--threads 1 --updates {UPDATES}"
 ).split()
 CLOCK, OPERATION, REPLACEMENT = "by the clock", "by operation", "in replacement"
 MOST_OPERATIONS = 60  # before a kill by operation: resume and about three checkpoints
