@@ -148,22 +148,22 @@ def _phase_slices(log: Sequence[Event], began: float) -> Iterator[Json]:
 def _learner_spans(log: Sequence[Event], began: float) -> dict[int, _Span]:
     """By update: from its batch to the publication of its weights or, without one, to the next batch or phase."""
     spans: dict[int, _Span] = {}
-    begun: events.Updated | None = None
+    open_update: events.Updated | None = None
     free_from = 0
 
     def close(at: float) -> None:
-        nonlocal begun, free_from
-        if begun is not None:
-            span = _span(begun.at, at, began)
+        nonlocal open_update, free_from
+        if open_update is not None:
+            span = _span(open_update.at, at, began)
             start = max(span.start, free_from)
             free_from = max(span.end, start + 1)
-            spans[begun.update] = _Span(start, free_from)
-            begun = None
+            spans[open_update.update] = _Span(start, free_from)
+            open_update = None
 
     for event in log:
         if isinstance(event, events.Updated):
             close(event.at)
-            begun = event
+            open_update = event
         elif isinstance(event, events.Published) or (isinstance(event, events.Phase) and event.phase != "learner"):
             close(event.at)
     close(log[-1].at)

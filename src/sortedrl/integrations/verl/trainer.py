@@ -268,7 +268,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         arguments = dict(data.get("apply_chat_template_kwargs") or {})
         prompts = DatasetPrompts(self.train_dataset, self.tokenizer, arguments)
         rollouts_per_epoch = len(prompts) * schedule.rollouts_per_prompt
-        # verl's number of steps is the run's length, whatever the batches hold: the data must not end before.
+        # verl's number of steps is the run's length regardless of batch sizes: the data must not end before.
         epochs = 1 + -(-2 * self.total_training_steps * schedule.rollouts_per_update // rollouts_per_epoch)
         log = EventLog(self.metrics)
         controller = Controller(
