@@ -68,7 +68,7 @@ RAY := .venv-ray/bin
 	touch $@
 
 test-ray: .venv-ray/.set-up
-	$(RAY)/pytest tests/test_ray_pool.py
+	$(RAY)/pytest tests/integrations/test_ray_pool.py
 
 simulate: setup
 	$(BIN)/sortedrl simulate

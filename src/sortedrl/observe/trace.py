@@ -8,7 +8,7 @@
 Perfetto derives a slice's color from its name without digits, so the outcome determines it; chrome://tracing uses the
 color given.
 
-Invariants (tests/trace_rules.py): times are whole nanoseconds since the run started, and events are in time order;
+Invariants (tests/support/trace_rules.py): times are whole nanoseconds since the run started; events are in time order;
 slices of a track do not overlap; every arrow starts and ends inside a slice. Slices of slots are as long as in the
 timeline, to the nanosecond. Only learner slices are stretched: an update that took no time is drawn 1 ns long, after
 the one before it, so that arrows have a slice to end in.

@@ -4,7 +4,7 @@
         --incremental-streaming-output
 
 Tested with SGLang 0.5.23 on a CPU, with its PyTorch code in place of its compiled kernels (tests/with_sglang), and
-against a fake server that fails on demand (tests/sglang_stand_in.py). Not tested on a GPU.
+against a fake server that fails on demand (tests/support/sglang_stand_in.py). Not tested on a GPU.
 
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
   tokens so far; that works, but the cost grows with every token.

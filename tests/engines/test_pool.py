@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import test_invariants as invariants
+import invariants
 from engine_contract import BUDGETS, EngineContract, Ledger, resumed
 from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
+from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
 from sortedrl.core.engine import Engine, Finished, Preempted, Started
 from sortedrl.engines.pool import Pool
-from test_embedded import engine_of, model_of
 
 MODES = invariants.MODES
 _open_pools: list[Pool] = []

@@ -20,7 +20,7 @@ from sortedrl.tasks.worked_reasoning import Flaws, phrases, worked_response
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "warm_start.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "warm_start.py"
 
 
 @pytest.fixture(scope="module")

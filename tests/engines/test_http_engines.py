@@ -1,4 +1,4 @@
-"""Engines behind HTTP, against a stand-in for SGLang (tests/sglang_stand_in.py), which can also be made to go wrong.
+"""Engines behind HTTP, against a stand-in for SGLang (tests/support/sglang_stand_in.py), which can be made to fail.
 Real servers are tested in tests/with_vllm and tests/with_sglang."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[
 
 from engine_contract import EngineContract, Ledger
 from sglang_stand_in import SglangStandIn
+from small_models import VOCABULARY, model_of
 from sortedrl.config import Bench
 from sortedrl.core import EngineDied, Request, Sampling
 from sortedrl.core.engine import Engine, Preempted, Started
@@ -31,7 +32,6 @@ from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_files import write_weights
 from sortedrl.training.engine_choice import server_engine
-from test_embedded import VOCABULARY, model_of
 
 _open: list[SglangEngine | SglangStandIn] = []
 

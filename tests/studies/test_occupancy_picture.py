@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "occupancy_picture.py"
 TIMELINES = ROOT / "benchmarks" / "mode_timelines.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CAMPAIGN = Path(__file__).parent.parent / "benchmarks" / "kill_campaign.py"
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def sortedrl(*words: str, columns: int = 100) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src"), "COLUMNS": str(columns)},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "COLUMNS": str(columns)},
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -19,7 +19,7 @@ from sortedrl.core import events
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "--task",
     "toy:SayA",
@@ -55,7 +55,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "sortedrl", *words]
 
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
 
 
 def sortedrl(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from processes import PATIENCE_SECONDS, is_running, wait_for_end
 from sortedrl.tasks.workers import WorkerError, WorkerPool
 
-TESTS = Path(__file__).parent
-PATIENCE_SECONDS = 60.0
+HERE = Path(__file__).parent
 
 
 def multiply(factor: int, number: int) -> int:
@@ -72,22 +72,6 @@ def pool() -> Any:
     made = WorkerPool(actor, workers=1, limit_seconds=20)
     yield made
     made.close()
-
-
-def is_running(process_id: int) -> bool:
-    """Whether the process computes: a zombie that its new parent has not reaped yet does not."""
-    try:
-        with open(f"/proc/{process_id}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for_end(*process_ids: int) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while any(map(is_running, process_ids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [one for one in process_ids if is_running(one)]
 
 
 def test_a_pool_serves_many_threads() -> None:
@@ -167,7 +151,7 @@ def test_a_function_that_cannot_be_sent_is_refused() -> None:
 def in_a_process(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -25,8 +25,8 @@ from sortedrl.observe import trackers
 from sortedrl.observe.prometheus import Endpoint, exposition
 from sortedrl.observe.trackers import METRICS, STEP, Trackers, open_tracker, tracked
 
-TESTS = Path(__file__).parent
-DOCS = TESTS.parent / "docs" / "metrics.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "metrics.md"
 LINES: list[dict[str, Any]] = [
     {"update": 0, "seconds": 1.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}},
     {"update": 1, "seconds": 2.0, "reward": 0.1, "bubble": 1 / 3, "rejected": 0, "seen by no tracker": 5},
@@ -145,7 +145,7 @@ def test_weights_and_biases_without_a_login_is_refused_in_one_line(tmp_path: Pat
     )
     plain = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment = plain | {
-        "PYTHONPATH": str(TESTS.parent / "src"),
+        "PYTHONPATH": str(ROOT / "src"),
         "HOME": str(tmp_path),
         "NETRC": str(tmp_path / "no"),
     }
@@ -162,7 +162,7 @@ def test_trackio_has_every_point(tmp_path: Path) -> None:
         "test_trackers.log_lines('trackio', Path(sys.argv[1]))\n"
     )
     environment = os.environ | {
-        "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'observe'}",
         "TRACKIO_DIR": str(tmp_path / "trackio"),  # read when the package is imported
         "HF_HUB_OFFLINE": "1",
     }
@@ -329,7 +329,7 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
         --scoring at-once --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8 --rollouts-per-prompt 4
         --max-response-tokens 40 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
         --tracker tensorboard --prometheus-port 0"""
-    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", "PYTHONUNBUFFERED": "1"}
     run = Scraper([sys.executable, *words.split()], environment)
 
     summary = json.loads(run.stdout)

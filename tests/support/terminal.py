@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+SUPPORT = Path(__file__).parent
 INHERITED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-ENVIRONMENT = INHERITED | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = INHERITED | {"PYTHONPATH": f"{SUPPORT.parents[1] / 'src'}:{SUPPORT}", "OMP_NUM_THREADS": "1"}
 SMALL = {
     "task": "toy:SayA", "scoring": "at-once",
     "slots": 8, "rollouts-per-update": 16, "prompts-per-cohort": 8, "rollouts-per-prompt": 4,

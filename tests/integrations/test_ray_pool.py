@@ -41,7 +41,8 @@ _engines: list[RayEngine] = []
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    paths = os.pathsep.join(str(Path(__file__).parents[1] / folder) for folder in ("src", "tests"))
+    folders = ("src", "tests/support", "tests/integrations")
+    paths = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in folders)
     environment = {"env_vars": {"PYTHONPATH": paths}}  # engines are made from functions of this module
     ray.init(address=made.address, logging_level="error", log_to_driver=False, runtime_env=environment)
     yield made

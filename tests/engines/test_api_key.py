@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import toy
 from sglang_stand_in import SglangStandIn
+from small_models import model_of
 from sortedrl.cli import main
 from sortedrl.core import EngineDied, Request
 from sortedrl.core.engine import Failed
@@ -23,10 +24,9 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.sglang import SglangEngine
-from test_embedded import model_of
 
 KEY = "sk-Zq83_only-for-the-server"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

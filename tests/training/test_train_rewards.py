@@ -15,12 +15,12 @@ import pytest
 
 import toy
 from config_file import config_file
+from processes import wait_for_end
 from sortedrl.core import events
 from sortedrl.core.events import read_events
-from test_workers import wait_for_end
 
-TESTS = Path(__file__).parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "PYTHONUNBUFFERED": "1"}
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", "PYTHONUNBUFFERED": "1"}
 SMALL = {"slots": 8, "max-response-tokens": 40, "max-prompt-tokens": 16, "eval-problems": 10, "threads": 1}
 TRAIN = {"rollouts-per-update": 16, "prompts-per-cohort": 16, "rollouts-per-prompt": 2, "updates": 2}
 

@@ -11,7 +11,7 @@ from engine_contract import EngineContract
 from sortedrl.core import Engine
 from sortedrl.models import BUILT_IN_MODEL
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "hugging_face_engine.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face_engine.py"
 
 
 class TestHuggingFaceEngine(EngineContract):

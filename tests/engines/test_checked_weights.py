@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
 from sortedrl.engines import checked_weights
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.pool import Pool
-from test_embedded import VOCABULARY, engine_of, model_of
 from tiny_llama import logprobs_of
 
 PROBES = [[5, 6, 7], [9], [11, 12], [13, 14, 15, 16]]

@@ -391,7 +391,7 @@ def test_expectation_quality_compares_what_was_expected_at_the_first_start() -> 
     assert result.expectation_quality == pytest.approx(1.0)
 
 
-# Length bias (tests/test_uncut_length.py holds the estimate)
+# Length bias (tests/observe/test_uncut_length.py holds the estimate)
 
 
 def test_a_run_that_cuts_nothing_has_no_length_bias() -> None:

@@ -15,27 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from engine_contract import EngineContract, Ledger, resumed
+from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
-from sortedrl.engines.embedded.engine import EmbeddedEngine, rows_by_length
+from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
-
-VOCABULARY = 61
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -45,26 +33,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Random weights, large enough for distributions that depend strongly on the context."""
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {**SHAPE, **changes}
-    if family == "GPT2":
-        shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
-    config = getattr(transformers, f"{family}Config")(**shape)
-    model = getattr(transformers, f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    return model.eval()
-
-
-def engine_of(model: Any, slots: int = 4, **changes: Any) -> EmbeddedEngine:
-    options: dict[str, Any] = {"slots": slots, "eos_token_ids": (), "max_length": 700, **changes}
-    return EmbeddedEngine(model, **options)
 
 
 def request(id: int, prompt: Sequence[int], max_new_tokens: int, seed: int = 0, **sampling: Any) -> Request:

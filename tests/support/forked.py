@@ -70,7 +70,7 @@ def run(words: list[str], output: Path, *, fault: Fault | None = None) -> Done:
 
 def _context() -> multiprocessing.context.ForkServerContext:
     """PYTHONPATH, because the server of some versions of Python does not take over `sys.path`."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(

@@ -29,7 +29,7 @@ def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProces
         text=True,
         cwd=cwd,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src"), "COLUMNS": "160"},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "COLUMNS": "160"},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "predictions.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "predictions.py"
 
 
 def test_every_measured_run_is_predicted() -> None:

@@ -1,0 +1,23 @@
+"""Whether processes that a test started have ended."""
+
+from __future__ import annotations
+
+import time
+
+PATIENCE_SECONDS = 60.0
+
+
+def is_running(process_id: int) -> bool:
+    """Whether the process computes: a zombie that its new parent has not reaped yet does not."""
+    try:
+        with open(f"/proc/{process_id}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(*process_ids: int) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while any(map(is_running, process_ids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [one for one in process_ids if is_running(one)]
