@@ -13,6 +13,7 @@ from sortedrl.core.engine import (
     Started,
     Tokens,
 )
+from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.events import Event, EventLog, JsonLines, read_events
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
@@ -25,12 +26,14 @@ from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 
 __all__ = [
     "STRATEGIES",
+    "Answer",
     "Batch",
     "Change",
     "ConfigurationError",
     "Controller",
     "Engine",
     "EngineDied",
+    "Environments",
     "Event",
     "EventLog",
     "Expectation",

@@ -1,8 +1,13 @@
 """Prompts, rollouts and the segments that they are made of.
 
-A rollout consists of segments. A segment is a run of tokens that one weight version sampled, with the
-log-probability of each token. Invariant: tokens, log-probabilities, versions and the loss mask have equal length
-across any number of aborts and resumes.
+A rollout consists of segments of two kinds. A policy segment is a run of tokens that one weight version sampled, with
+the log-probability of each token; it is trained on. An environment segment is what the rollout's environment answered
+between two turns of the policy (tool output, a user's reply): mask 0, log-probability 0.0, no version. It is part of
+the context, never trained on, and never merged with another segment. The first segment is the policy's.
+
+Invariant: tokens, log-probabilities, versions and the loss mask have equal length across any number of turns, aborts
+and resumes. The staleness bound, `max_response_tokens` and expected lengths count policy tokens (`policy_length`);
+sorting, prefill and micro-batches count all (`len`).
 
 Token sequences are any `Sequence`: a list from a real engine, a `range` from the simulated one (where a token is its
 position), so that simulation has no cost per token.
@@ -17,6 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
+ENVIRONMENT = -1  # in place of a version: the tokens were not sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class State(StrEnum):
 
     WAITING = "waiting"  # not in the engine: never started, to be regenerated, or resumable
     RUNNING = "running"  # in the engine, in a slot or in its queue
+    ENVIRONMENT = "environment"  # a turn ended, and its environment works on the answer; it holds no slot
+    RETURNING = "returning"  # its environment answered; it waits for a slot, before every WAITING rollout
     FINISHED = "finished"  # complete, not scored yet
     READY = "ready"  # finished and scored
     TRAINED = "trained"
@@ -44,7 +52,10 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens sampled under one weight version. `mask` is None when the policy sampled every token."""
+    """Tokens sampled under one weight version, or an answer of the environment (version `ENVIRONMENT`).
+
+    `mask` is None if it is 1 for every token of a policy segment, 0 for every token of an environment segment.
+    """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -59,6 +70,10 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def is_environment(self) -> bool:
+        return self.version == ENVIRONMENT
 
     def copy(self) -> Segment:
         """A copy that shares no list."""
@@ -100,13 +115,26 @@ class Rollout:
     reward: float | None = None
     detail: Any = None  # from the scorer, for the learner or the log
     expected: float = 0.0  # its expected length when it was last started
+    ended_by: str = ""  # the limit that ended it: max_response_tokens, max_turns or max_context_tokens
     _length: int = field(init=False, repr=False)  # of all segments; cached because it is read often
+    _observed: int = field(init=False, repr=False)  # of environment segments
 
     def __post_init__(self) -> None:
         self._length = sum(map(len, self.segments)) if self.segments else 0
+        self._observed = sum(len(s) for s in self.segments if s.is_environment) if self.segments else 0
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def policy_length(self) -> int:
+        """Tokens that the policy sampled."""
+        return self._length - self._observed
+
+    @property
+    def observations(self) -> int:
+        """How often its environment answered. While a turn of the policy runs, this is the number of turns before."""
+        return sum(segment.is_environment for segment in self.segments) if self._observed else 0
 
     @property
     def group(self) -> int:
@@ -118,12 +146,20 @@ class Rollout:
 
     @property
     def resumable(self) -> bool:
-        """Aborted, with its tokens kept."""
-        return self.state is State.WAITING and bool(self.segments)
+        """Aborted, with its tokens kept, or back from its environment."""
+        return self.state in (State.WAITING, State.RETURNING) and bool(self.segments)
 
     @property
     def oldest_version(self) -> int | None:
         return self.segments[0].version if self.segments else None
+
+    @property
+    def newest_version(self) -> int | None:
+        """Version of the last token that the policy sampled."""
+        for segment in reversed(self.segments):
+            if not segment.is_environment:
+                return segment.version
+        return None
 
     @property
     def tokens(self) -> list[int]:
@@ -135,7 +171,11 @@ class Rollout:
 
     @property
     def versions(self) -> list[int]:
-        return [segment.version for segment in self.segments for _ in segment.tokens]
+        """One per token. A token of the environment has none: the policy segment before it fills the place."""
+        versions: list[int] = []
+        for segment in self.segments:
+            versions += [versions[-1] if segment.is_environment else segment.version] * len(segment)
+        return versions
 
     @property
     def mask(self) -> list[int]:
@@ -143,12 +183,15 @@ class Rollout:
         return [bit for segment in self.segments for bit in _mask_of(segment)]
 
     def append(self, segment: Segment) -> None:
-        """Add tokens at the end. Tokens of the same version extend the last segment."""
+        """Add tokens of the policy at the end. Tokens of the same version extend the last segment."""
         if not len(segment):
             return
+        if segment.is_environment:
+            raise ValueError(f"rollout {self.id}: tokens of the environment are added with `observe`")
         last = self.segments[-1] if self.segments else None
-        if last is not None and segment.version < last.version:
-            raise ValueError(f"rollout {self.id}: version {segment.version} after version {last.version}")
+        newest = self.newest_version
+        if newest is not None and segment.version < newest:
+            raise ValueError(f"rollout {self.id}: version {segment.version} after version {newest}")
         self._length += len(segment)
         if last is None or segment.version != last.version:
             self.segments.append(segment)
@@ -160,16 +203,26 @@ class Rollout:
             mask=None if last.mask is None and segment.mask is None else [*_mask_of(last), *_mask_of(segment)],
         )
 
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add an answer of the environment, after a turn of the policy."""
+        if not self.segments or self.segments[-1].is_environment or not len(tokens):
+            raise ValueError(f"rollout {self.id}: an observation has tokens, and a turn of the policy comes before it")
+        self._length += len(tokens)
+        self._observed += len(tokens)
+        self.segments.append(Segment(tokens, [0.0] * len(tokens), ENVIRONMENT))
+
     def drop_tokens(self) -> int:
-        """Drop all tokens; returns how many there were."""
-        dropped, self._length = self._length, 0
+        """Drop all tokens; returns how many the policy had sampled."""
+        dropped = self._length - self._observed
+        self._length = self._observed = 0
         self.segments.clear()
         self.truncated = False
+        self.ended_by = ""
         return dropped
 
 
 def _mask_of(segment: Segment) -> Iterator[int]:
-    return iter(segment.mask) if segment.mask is not None else iter([1] * len(segment))
+    return iter(segment.mask) if segment.mask is not None else iter([int(not segment.is_environment)] * len(segment))
 
 
 def _joined(first: Sequence[Any], second: Sequence[Any]) -> Sequence[Any]:

@@ -110,8 +110,8 @@ def _check(rollout: Rollout, version: int) -> None:
             f"{name} has {len(rollout.prompt.tokens)} prompt and {len(rollout)} response tokens: both need "
             "at least 1; reject it before training"
         )
-    newest = rollout.segments[-1].version
-    if newest > version:
+    newest = rollout.newest_version
+    if newest is not None and newest > version:
         raise ValueError(
             f"{name} has tokens of version {newest}, but the learner is at version {version}: pass the "
             "version of the engine's latest weights"
