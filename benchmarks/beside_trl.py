@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.command_line import located, parsed
+from sortedrl.cli.parse import parsed
 from sortedrl.config import Train
 from sortedrl.core.events import HarvestBegan, Published, Updated, read_events
 from sortedrl.core.prompts import Prompts
@@ -510,7 +510,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         runs = measure(args)
     except ConfigurationError as error:
-        print(f"beside_trl: {located(error, {})}", file=sys.stderr)
+        print(f"beside_trl: {error}", file=sys.stderr)
         return 2
     except RunFailed as error:
         print(f"beside_trl: {error}", file=sys.stderr)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from sortedrl.command_line import parsed
+from sortedrl.cli.parse import parsed
 from sortedrl.config import Train
 from sortedrl.core.engine import Sampling
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference

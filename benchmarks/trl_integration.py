@@ -49,7 +49,7 @@ from datasets import Dataset
 from transformers import PrinterCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.command_line import parsed
+from sortedrl.cli.parse import parsed
 from sortedrl.config import Train
 from sortedrl.core.events import read_events
 from sortedrl.core.prompts import Prompts

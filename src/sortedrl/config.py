@@ -15,12 +15,12 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
+from sortedrl.cli.old_names import refuse_old_engine_options
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.observe.trackers import require_packages
-from sortedrl.old_names import refuse_old_engine_options
 from sortedrl.studies.plan import Allowed
 from sortedrl.studies.simulate import DECIDING_MODES, MODES
 from sortedrl.studies.workload import Workload, with_mode
@@ -61,6 +61,9 @@ class Settings(BaseModel):
             return validate(values)
         except pydantic.ValidationError as error:
             raise InvalidSettings(error) from None
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together."""
 
     config: Annotated[Path | None, Field(description="TOML file with settings; flags win over it")] = None
     json_output: Annotated[
@@ -714,62 +717,6 @@ class ProfileSettings(EngineChoice):
                 f"measurements of {self.steps} steps at two context lengths and two batch sizes do not fit in it",
                 "Set it higher, or --steps or --slots lower.",
             )
-
-
-class Watch(Settings):
-    """Follow a run from another terminal, or see how it ended."""
-
-    positional: ClassVar[tuple[str, ...]] = ("run",)
-
-    run: Annotated[tyro.conf.Positional[Path | None], Field(description="run folder; default: the newest in runs/")] = (
-        None
-    )
-    stopped_after_seconds: Annotated[
-        float, Field(gt=0, description="a run that has written nothing for this long counts as stopped")
-    ] = 600.0
-
-    def check(self) -> None:
-        """Reading the folder finds out whether there is a run."""
-
-
-class Trace(Settings):
-    """Write a run as Chrome-trace JSON, with one track per slot. Open it at ui.perfetto.dev."""
-
-    positional: ClassVar[tuple[str, ...]] = ("run",)
-
-    run: Annotated[tyro.conf.Positional[Path], Field(description="run folder, or an event log")]
-    out: Annotated[Path | None, Field(description="file to write; default: trace.json beside the event log")] = None
-
-    def check(self) -> None:
-        """Reading the log finds out whether there is a run."""
-
-
-class Doctor(Settings):
-    """Show what is installed and what is missing, and test whether it works here."""
-
-    def check(self) -> None:
-        """Any combination of its settings works."""
-
-
-class Report(Settings):
-    """Write one self-contained HTML page about one or several runs."""
-
-    positional: ClassVar[tuple[str, ...]] = ("runs",)
-
-    runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]],
-        Field(description="run folders, folders of runs, or event logs; default: the newest in runs/"),
-    ] = ()
-    out: Annotated[
-        Path | None,
-        Field(description="page to write; default: report.html in the run folder, or in this folder for several runs"),
-    ] = None
-
-    def check(self) -> None:
-        if self.out is not None and self.out.is_dir():
-            raise ConfigurationError("out", str(self.out), "a folder, not a file", f"Use {self.out / 'report.html'}.")
-        if self.out is not None and self.out.suffix not in (".html", ".htm"):
-            raise ConfigurationError("out", str(self.out), "the page is HTML", f"Use {self.out.with_suffix('.html')}.")
 
 
 # Settings that may change when a run is resumed: they only extend it or name a place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,12 +13,10 @@ from typing import Any
 import pytest
 
 from config_file import config_file
-from sortedrl import config
+from sortedrl.cli.help_page import flag_of, help_page
+from sortedrl.cli.main import COMMANDS
 from sortedrl.config import Settings, Train
-from sortedrl.help_page import flag_of, help_page
 
-COMMANDS: list[type[Settings]] = [config.Simulate, config.PlanSettings, config.Train, config.Evaluate, config.Compare]
-COMMANDS += [config.Bench, config.ProfileSettings, config.Watch, config.Trace, config.Report, config.Doctor]
 SMALL = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
 SMALL += ["--step-time", "memory-bound"]
 
@@ -191,8 +190,9 @@ def test_a_dry_run_prints_settings_and_runs_nothing(command: str, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", COMMANDS, ids=lambda kind: str(kind.__name__))
-def test_help_has_every_flag_once_with_its_meaning(kind: type[Settings]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_every_flag_once_with_its_meaning(command: str) -> None:
+    kind: type[Settings] = importlib.import_module(f"sortedrl.cli.{command}").SETTINGS
     page = help_page(kind, "sortedrl x")
     heads = [line.split()[0] for line in page.splitlines() if line.startswith("  ") and line[2] != " "]
     shown = kind.model_fields.keys() - kind.file_only - kind.not_for_this_command

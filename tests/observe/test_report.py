@@ -17,7 +17,8 @@ import pytest
 
 from scenarios import MODES, run
 from sortedrl.cli import main
-from sortedrl.command_line import parsed, train_command
+from sortedrl.cli.parse import parsed
+from sortedrl.cli.train import command_for
 from sortedrl.config import Train, as_json
 from sortedrl.core import Schedule, events
 from sortedrl.core.events import Event, JsonLines, read_events, read_intact
@@ -383,7 +384,7 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     (read,) = read_runs([run_folder(tmp_path / "a-run")])
     assert [line["clipped_fraction"] for line in read.learner] == [0.02, 0.02]
     assert read.notices[-1] == "metrics.jsonl: skipped 1 unreadable line."
-    command = train_command(read.settings)
+    command = command_for(read.settings)
     assert command is not None
     page = report.page([read], [command], "0")
     assert command in page.replace("&#39;", "'")
@@ -400,7 +401,7 @@ def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest
         mode="on-policy", seed=7, task_options={"characters": "3"}, shuffle_rewards=True, max_staleness=None, data=None,
         updates=None, learning_rate=1e-5, model="a model",
     )  # fmt: skip
-    command = train_command(as_json(settings))
+    command = command_for(as_json(settings))
     assert command is not None
     before, _, after = command.partition(" > run.toml && ")
     assert before == r"printf '%s\n' 'shuffle_rewards = true'", "a setting without a flag goes to a file"
@@ -409,9 +410,9 @@ def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest
     subprocess.run(command.split(" && ")[0], shell=True, check=True)
     again = parsed(Train, shlex.split(after)[2:], "sortedrl train")
     assert as_json(again) == as_json(settings)
-    plain = train_command(as_json(Train(seed=3)))
+    plain = command_for(as_json(Train(seed=3)))
     assert plain == "sortedrl train --mode partial+elevator --seed 3"
-    assert train_command({"not": "a training run"}) is None
+    assert command_for({"not": "a training run"}) is None
 
 
 def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:

@@ -30,10 +30,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Prompt, Segment
 
 
-class EngineDied(RuntimeError):
+class EngineDied(UserError, RuntimeError):
     """The engine and all requests in it are lost: its process ended, or its server does not answer."""
 
 

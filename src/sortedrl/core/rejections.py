@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from sortedrl.core.errors import UserError
 from sortedrl.core.events import Event, Failed, Finished, Regenerated, Rejected, Scored
 
 MIN_FIRST = 8  # a few rejections are no reason to stop, even with tiny updates
@@ -24,7 +25,7 @@ MAX_KINDS = 1000  # of distinct reasons that are counted
 NO_REWARD = "no reward: "
 
 
-class TooManyRejected(RuntimeError):
+class TooManyRejected(UserError, RuntimeError):
     """So many rollouts were rejected that training on the rest would be misleading."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sortedrl.core.errors import UserError
 
-class ConfigurationError(ValueError):
+
+class ConfigurationError(UserError, ValueError):
     """A setting that cannot work: its name, its value, why, and a fix to copy."""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:

@@ -22,6 +22,7 @@ from statistics import fmean, median
 from typing import Any
 
 from sortedrl.core.engine import Change, Engine, Failed, Finished, Request, Sampling, Tokens
+from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Prompt
 
 LogprobsOf = Callable[[Sequence[int], Sequence[int]], Sequence[float]]  # context, response -> one per response token
@@ -31,7 +32,7 @@ _MEAN_PER_MEDIAN = 10.0  # the limit of a probe's mean difference, in units of t
 _RETRY_SECONDS = 0.5  # before the second attempt; doubles with each further one
 
 
-class WeightsDiffer(RuntimeError):
+class WeightsDiffer(UserError, RuntimeError):
     """Engine and learner do not hold the same weights, or the check could not confirm that they do."""
 
 

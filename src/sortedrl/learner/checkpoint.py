@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from sortedrl.core.errors import UserError
+
 _MANIFEST = "manifest.json"
 _PREFIX = "update-"
 _WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", "damaged-"
@@ -33,7 +35,7 @@ _FILES = ("learner.pt", "state.json")
 _TEMPORARY_OF_OLDER_VERSIONS = f".{_PREFIX}*.*"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be written or read; the message has the fix."""
 
 

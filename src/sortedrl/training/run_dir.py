@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 from sortedrl.config import EXTENDING_KEYS, Train, as_json, saved_settings
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.errors import UserError
 from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_file
 from sortedrl.core.events import RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
@@ -35,7 +36,7 @@ from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 Log = Callable[[str], None]
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(UserError, RuntimeError):
     """The run folder is gone or cannot be written to; the text says what to do."""
 
 

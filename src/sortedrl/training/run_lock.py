@@ -14,12 +14,14 @@ import socket
 import time
 from pathlib import Path
 
+from sortedrl.core.errors import UserError
+
 LOCK_FILE = ".lock"
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _open_locks: set[int] = set()
 
 
-class FolderInUse(RuntimeError):
+class FolderInUse(UserError, RuntimeError):
     """Another process holds the lock; the text says which."""
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as_json
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
+from sortedrl.core.errors import UserError
 from sortedrl.core.event_file import EventFile
 from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.log_recovery import CheckpointMark
@@ -153,7 +154,7 @@ def checked_engine(
 # Training
 
 
-class NothingLearnt(RuntimeError):
+class NothingLearnt(UserError, RuntimeError):
     """A run that ended without a single update."""
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import difflib
 import io
-import json
 import re
-import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -20,16 +18,17 @@ from typing import Any, TypeVar
 import pydantic
 import tyro
 
-from sortedrl import old_names
-from sortedrl.config import InvalidSettings, Settings, Train, as_json, plain_reason, saved_settings
+from sortedrl.cli import old_names
+from sortedrl.cli.help_page import flag_of, help_page, type_text
+from sortedrl.config import InvalidSettings, Settings, plain_reason, saved_settings
+from sortedrl.core.errors import UserError
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.help_page import flag_of, help_page, type_text
 
 S = TypeVar("S", bound=Settings)
 _TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class FlagError(ValueError):
+class FlagError(UserError, ValueError):
     """A flag that the command does not have, or a value that it cannot take. The text is one line."""
 
 
@@ -56,7 +55,7 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
         raise _first_error(refused.error) from None
 
 
-def origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
+def _origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
     """The file or flag that set each key."""
     path = _config_path(args)
     try:
@@ -70,38 +69,10 @@ def origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def located(error: ConfigurationError, origin: dict[str, str]) -> str:
+def located(error: ConfigurationError, kind: type[Settings], args: Sequence[str]) -> str:
     """The error as a user reads it: key, value, where it was set, why, and a fix."""
-    where = origin.get(error.key)
+    where = _origins(kind, args).get(error.key)
     return f"{error.key} = {error.value!r}{f' (set by {where})' if where else ''}: {error.why}. {error.fix}"
-
-
-def train_command(saved: dict[str, Any]) -> str | None:
-    """The command that starts a training run with these settings, or None if they are not those of a training run.
-
-    It names every setting that is not the default, and always mode and seed. Settings without a flag go to a file.
-    """
-    try:
-        settings = as_json(Train.model_validate(saved))
-    except InvalidSettings:
-        return None
-    usual = as_json(Train())
-    words, rare = ["sortedrl", "train"], []
-    for key, value in settings.items():
-        if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
-            continue
-        if key in Train.file_only:
-            rare.append(f"{key} = {json.dumps(value)}")
-        elif isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{flag_of(key)}")
-        elif isinstance(value, dict):
-            words += [f"--{flag_of(key)}", *(str(word) for pair in value.items() for word in pair)]
-        else:
-            words += [f"--{flag_of(key)}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    if not rare:
-        return shlex.join(words)
-    write_file = shlex.join(["printf", "%s\\n", *rare])
-    return f"{write_file} > run.toml && {shlex.join([*words, '--config', 'run.toml'])}"
 
 
 # Flags

@@ -1,0 +1,25 @@
+"""`sortedrl bench`: measure the throughput of each schedule on a real engine."""
+
+from __future__ import annotations
+
+import json
+
+from sortedrl import __version__
+from sortedrl.bench_run import run_bench
+from sortedrl.cli.output import line_log, table_console
+from sortedrl.cli.workload import print_dry_run
+from sortedrl.config import Bench, as_json
+from sortedrl.studies import tables
+
+SETTINGS = Bench
+
+
+def run(settings: Bench) -> int:
+    if settings.dry_run:
+        return print_dry_run(settings, settings.schedule(), settings.cohorts * settings.prompts_per_cohort)
+    found = run_bench(settings, line_log(settings))
+    if settings.json_output:
+        print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))
+        return 0
+    tables.show(table_console(), [tables.bench_table(found["modes"]), tables.bubble_table(found["modes"])])
+    return 0

@@ -1,0 +1,31 @@
+"""`sortedrl eval`: score a model on held-out problems."""
+
+from __future__ import annotations
+
+import json
+
+from sortedrl.cli import train_extra
+from sortedrl.cli.output import ProgressBar, line_log, print_settings
+from sortedrl.config import Evaluate, as_json
+
+SETTINGS = Evaluate
+
+
+def run(settings: Evaluate) -> int:
+    if settings.dry_run:
+        derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
+        print_settings(as_json(settings), derived, as_object=settings.json_output)
+        return 0
+    trainer = train_extra.trainer()
+    with ProgressBar("evaluating", quiet=settings.json_output) as progress:
+        result = trainer.evaluate_model(settings, line_log(settings), progress)
+    if settings.json_output:
+        print(json.dumps(result))
+        return 0
+    for name in ("mean_at_k", "pass_at_k"):
+        value = result[name]
+        print(
+            f"{name.replace('_at_k', '@' + str(result['samples']))} {value['value']:.3f} "
+            f"[{value['low']:.3f}, {value['high']:.3f}]"
+        )
+    return 0

@@ -1,0 +1,78 @@
+"""The command `sortedrl`: a table of commands, and how one is run.
+
+A command NAME is the module `cli/NAME.py`, with its settings as `SETTINGS` and `run(settings)`, which returns the exit
+code: 0 success, 2 wrong input (one line, nothing written) or a run that had to stop (one line), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sortedrl import __version__
+from sortedrl.core.errors import UserError
+
+COMMANDS = {
+    "simulate": "what each schedule would gain on your response lengths",
+    "plan": "which schedule to use, and whether you need one at all",
+    "train": "train a model with RL on this machine",
+    "eval": "score a model on held-out problems",
+    "compare": "train with several modes, interleaved, and compare them",
+    "bench": "measure the throughput of each schedule on a real engine",
+    "profile": "measure an engine, to calibrate simulate and plan to your hardware",
+    "watch": "follow a run from another terminal",
+    "trace": "write a run as a timeline for ui.perfetto.dev",
+    "report": "write an HTML page about one or several runs",
+    "doctor": "check what is installed and whether it works here",
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if words[0] in ("--version", "version"):
+        print(f"sortedrl {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+        return _refuse(f"no such command: {words[0]}. {hint}")
+    try:
+        return _run(words[0], words[1:])
+    except UserError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    """Parse, check, run. An error about a setting names the flag or file that set it."""
+    from sortedrl.cli.parse import located, parsed
+    from sortedrl.core.schedule import ConfigurationError
+
+    command = importlib.import_module(f"sortedrl.cli.{name}")
+    try:
+        settings = parsed(command.SETTINGS, words, f"sortedrl {name}")
+        settings.check()
+        return int(command.run(settings))
+    except ConfigurationError as error:
+        return _refuse(located(error, command.SETTINGS, words))
+
+
+def _usage() -> str:
+    lines = [f"sortedrl {__version__}: length-aware scheduling for RL on language models", "", "commands:"]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", "sortedrl COMMAND --help shows the settings of a command."])
+
+
+def _refuse(message: str) -> int:
+    print(f"sortedrl: {message}", file=sys.stderr)
+    return 2

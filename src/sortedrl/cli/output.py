@@ -1,0 +1,59 @@
+"""What the commands print: dry runs, progress, and the consoles that follow a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sortedrl.config import Settings
+from sortedrl.observe.console import RunConsole, run_console
+
+
+def print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> None:
+    """The output of `--dry-run`."""
+    if as_object:
+        print(json.dumps({"settings": resolved, "derived": derived}))
+        return
+    for key, value in resolved.items():
+        print(f"{key} = {json.dumps(value)}")
+    print("\n# derived")
+    for key, value in derived.items():
+        print(f"# {key} = {json.dumps(value)}")
+
+
+def line_log(settings: Settings) -> Callable[[str], None]:
+    """Progress lines: to stdout, or to stderr if stdout is JSON."""
+    stream = sys.stderr if settings.json_output else sys.stdout
+    return lambda line: print(line, file=stream, flush=True)
+
+
+def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> RunConsole:
+    """The panel on a terminal, else lines; on stderr if stdout is JSON."""
+    return run_console(sys.stderr if settings.json_output else sys.stdout, ends_with_reader=ends_with_reader)
+
+
+def table_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+class ProgressBar:
+    """A bar with an ETA on a terminal's stderr; nothing when piped."""
+
+    def __init__(self, what: str, *, quiet: bool) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.start()
+        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()

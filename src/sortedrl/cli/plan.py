@@ -1,0 +1,31 @@
+"""`sortedrl plan`: which schedule to use, and whether you need one at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+from sortedrl import __version__
+from sortedrl.cli.output import ProgressBar, table_console
+from sortedrl.cli.workload import print_dry_run, warn_of_cut_lengths, workload_line
+from sortedrl.config import PlanSettings, as_json
+from sortedrl.studies import plan, tables
+
+SETTINGS = PlanSettings
+
+
+def run(settings: PlanSettings) -> int:
+    schedule = settings.schedule()
+    workload = replace(settings.workload(settings.cohorts), expectation=settings.expectation)
+    if settings.dry_run:
+        return print_dry_run(settings, schedule, workload.prompts)
+    warn_of_cut_lengths(settings)
+    with ProgressBar("planning", quiet=settings.json_output) as progress:
+        found = plan.plan(workload, schedule, settings.allowed(), settings.seeds, progress)
+    if settings.json_output:
+        print(json.dumps({**asdict(found), "settings": as_json(settings), "version": __version__}))
+        return 0
+    console = table_console()
+    console.print(f"{workload_line(settings)}\nexpected lengths: {settings.expectation}", highlight=False)
+    tables.show(console, tables.plan_view(found))
+    return 0

@@ -1,0 +1,24 @@
+"""`sortedrl profile`: measure an engine, to calibrate simulate and plan to your hardware."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from sortedrl.bench_run import run_profile
+from sortedrl.cli.output import line_log, print_settings
+from sortedrl.config import ProfileSettings, as_json
+
+SETTINGS = ProfileSettings
+
+
+def run(settings: ProfileSettings) -> int:
+    if settings.dry_run:
+        print_settings(as_json(settings), {}, as_object=settings.json_output)
+        return 0
+    profile = run_profile(settings, line_log(settings))
+    if settings.json_output:
+        print(json.dumps(asdict(profile)))
+    else:
+        print(f"written to {settings.out}; try: sortedrl simulate --step-time {settings.out} --slots {settings.slots}")
+    return 0

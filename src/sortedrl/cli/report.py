@@ -1,0 +1,71 @@
+"""`sortedrl report`: write an HTML page about one or several runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+from pydantic import Field
+
+from sortedrl import __version__
+from sortedrl.cli.output import ProgressBar, print_settings
+from sortedrl.cli.train import command_for
+from sortedrl.config import Settings, as_json
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe import watch
+from sortedrl.observe.report import build as report
+from sortedrl.observe.report import runs as report_runs
+
+
+class ReportSettings(Settings):
+    """Write one self-contained HTML page about one or several runs."""
+
+    positional: ClassVar[tuple[str, ...]] = ("runs",)
+
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        Field(description="run folders, folders of runs, or event logs; default: the newest in runs/"),
+    ] = ()
+    out: Annotated[
+        Path | None,
+        Field(description="page to write; default: report.html in the run folder, or in this folder for several runs"),
+    ] = None
+
+    def check(self) -> None:
+        if self.out is not None and self.out.is_dir():
+            raise ConfigurationError("out", str(self.out), "a folder, not a file", f"Use {self.out / 'report.html'}.")
+        if self.out is not None and self.out.suffix not in (".html", ".htm"):
+            raise ConfigurationError("out", str(self.out), "the page is HTML", f"Use {self.out.with_suffix('.html')}.")
+
+
+SETTINGS = ReportSettings
+
+
+def run(settings: ReportSettings) -> int:
+    """With --json the page is written only if --out names it."""
+    newest = watch.newest_run(Path("runs"))
+    paths = settings.runs or ([newest] if newest else [])
+    if not paths:
+        raise ConfigurationError("runs", "runs", "there is no run", "Name a run folder, as in runs/NAME.")
+    page = settings.out or report.default_page(paths)
+    if settings.dry_run:
+        print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
+        return 0
+    with ProgressBar("reading runs", quiet=settings.json_output) as progress:
+        runs = report_runs.read_runs(paths, progress)
+    if settings.out is not None or not settings.json_output:
+        commands = [command_for(run.settings) if run.has_configuration else None for run in runs]
+        report.write(page, runs, commands, __version__)
+    if settings.json_output:
+        written = str(page) if settings.out is not None else None
+        print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))
+        return 0
+    print(report.as_json(runs)["conclusion"])
+    for run in runs:
+        for notice in run.notices:
+            print(f"{run.name}: {notice}", file=sys.stderr)
+    print(f"report in {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    return 0

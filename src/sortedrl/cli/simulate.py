@@ -1,0 +1,38 @@
+"""`sortedrl simulate`: what each schedule would gain on your response lengths."""
+
+from __future__ import annotations
+
+import json
+
+from sortedrl import __version__
+from sortedrl.cli.output import ProgressBar, table_console
+from sortedrl.cli.workload import print_dry_run, warn_of_cut_lengths, workload_line
+from sortedrl.config import Simulate, as_json
+from sortedrl.studies import answer, simulate, tables
+
+SETTINGS = Simulate
+
+
+def run(settings: Simulate) -> int:
+    workload, schedule = settings.workload(settings.cohorts), settings.schedule()
+    rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
+    if settings.dry_run:
+        return print_dry_run(settings, schedule, workload.prompts)
+    warn_of_cut_lengths(settings)
+    with ProgressBar("simulating", quiet=settings.json_output) as progress:
+        modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
+    if settings.json_output:
+        print(json.dumps({"modes": modes, "settings": as_json(settings), "version": __version__}))
+        return 0
+    limit = next(iter(modes.values()))["limit"]
+    console = table_console()
+    source = f" ({workload.step_time.source})" if workload.step_time.source else ""
+    console.print(
+        f"{workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s{source}\n", highlight=False
+    )
+    tables.show(console, [tables.answer_table(modes)])
+    console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
+    console.print(answer.spread(rows, modes, len(settings.seeds), settings.cohorts), highlight=False)
+    if settings.details:
+        tables.show(console, ["", tables.gain_table(modes), tables.cost_table(modes), tables.bubble_table(modes)])
+    return 0

@@ -1,0 +1,72 @@
+"""`sortedrl trace`: write a run as a timeline for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+from pydantic import Field
+
+from sortedrl.cli.output import print_settings
+from sortedrl.config import Settings, as_json
+from sortedrl.core.atomic_write import atomic_writer
+from sortedrl.core.events import Event, Started, read_intact
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe.report.repair import repaired
+from sortedrl.observe.trace import write_trace
+
+
+class TraceSettings(Settings):
+    """Write a run as Chrome-trace JSON, with one track per slot. Open it at ui.perfetto.dev."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: Annotated[tyro.conf.Positional[Path], Field(description="run folder, or an event log")]
+    out: Annotated[Path | None, Field(description="file to write; default: trace.json beside the event log")] = None
+
+
+SETTINGS = TraceSettings
+
+
+def run(settings: TraceSettings) -> int:
+    source = settings.run / "events.jsonl" if settings.run.is_dir() else settings.run
+    out = settings.out or source.with_name("trace.json")
+    if settings.dry_run:
+        print_settings(as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output)
+        return 0
+    log, unreadable = _intact_log(source)
+    _write_trace(log, out)
+    slices = sum(isinstance(event, Started) for event in log)
+    if settings.json_output:
+        print(json.dumps({"trace": str(out), "slices": slices, "unreadable_lines": unreadable}))
+        return 0
+    if unreadable:
+        print(f"sortedrl: {unreadable} lines of {source} cannot be read and are left out", file=sys.stderr)
+    print(f"{slices} slices in {out}: open it at https://ui.perfetto.dev (the file stays on your machine)")
+    return 0
+
+
+def _intact_log(source: Path) -> tuple[list[Event], int]:
+    """The readable events of a log, and the number of unreadable lines."""
+    fix = "Name a run folder, as in runs/NAME, or an event log."
+    try:
+        intact, damage = read_intact(source)
+    except OSError as error:
+        raise ConfigurationError("run", str(source), f"{error.strerror}", fix) from None
+    if not intact:
+        raise ConfigurationError("run", str(source), "it has no events", fix)
+    return repaired(intact).log, len(damage)
+
+
+def _write_trace(log: list[Event], out: Path) -> None:
+    """Writes the whole file or nothing."""
+    if out.is_dir():
+        raise ConfigurationError("out", str(out), "a folder, not a file", f"Use {out / 'trace.json'}.")
+    try:
+        with atomic_writer(out) as file:
+            write_trace(log, file)
+    except OSError as error:
+        raise ConfigurationError("out", str(out), f"{error.strerror}", "Name a file in a folder that exists.") from None

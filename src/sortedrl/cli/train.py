@@ -1,0 +1,101 @@
+"""`sortedrl train`: train a model with RL on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from sortedrl.cli import train_extra
+from sortedrl.cli.help_page import flag_of
+from sortedrl.cli.output import console_of_run, print_settings
+from sortedrl.config import InvalidSettings, Train, as_json
+from sortedrl.core.strategies.base import updates_left
+
+SETTINGS = Train
+
+
+def run(settings: Train) -> int:
+    if settings.dry_run:
+        return print_dry_run(settings)
+    trainer = train_extra.trainer()
+    console = console_of_run(settings, ends_with_reader=False)
+    summary = trainer.train(settings, console.log, console)
+    with _reader_may_be_gone():
+        _print_outcome(settings, summary)
+    return 130 if summary["interrupted"] else 0
+
+
+def print_dry_run(settings: Train) -> int:
+    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    context_tokens = settings.max_prompt_tokens + settings.max_response_tokens
+    derived = {
+        "rollouts_per_cohort": per_cohort,
+        "updates_per_cohort": updates_left(per_cohort, settings.rollouts_per_update),
+        "update_size_over_slots": settings.rollouts_per_update / settings.slots,
+        "whole_groups": settings.wants_whole_groups(),
+        "staleness_bound_versions": settings.max_staleness,
+        "context_tokens": context_tokens,
+        "kv_tokens_if_all_slots_are_at_the_limit": settings.slots * context_tokens,
+    }
+    print_settings(as_json(settings), derived, as_object=settings.json_output)
+    return 0
+
+
+def command_for(saved: dict[str, Any]) -> str | None:
+    """The command that starts a training run with these settings, or None if they are not those of a training run.
+
+    It names every setting that is not the default, and always mode and seed. Settings without a flag go to a file.
+    """
+    try:
+        settings = as_json(Train.model_validate(saved))
+    except InvalidSettings:
+        return None
+    usual = as_json(Train())
+    words, rare = ["sortedrl", "train"], []
+    for key, value in settings.items():
+        if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
+            continue
+        if key in Train.file_only:
+            rare.append(f"{key} = {json.dumps(value)}")
+        elif isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag_of(key)}")
+        elif isinstance(value, dict):
+            words += [f"--{flag_of(key)}", *(str(word) for pair in value.items() for word in pair)]
+        else:
+            words += [f"--{flag_of(key)}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    if not rare:
+        return shlex.join(words)
+    write_file = shlex.join(["printf", "%s\\n", *rare])
+    return f"{write_file} > run.toml && {shlex.join([*words, '--config', 'run.toml'])}"
+
+
+def _print_outcome(settings: Train, summary: dict[str, Any]) -> None:
+    if settings.json_output:
+        print(json.dumps(summary), flush=True)
+    elif not summary["interrupted"]:
+        before, after, gain = summary["score_before"], summary["score_after"], summary["gain"]
+        print(
+            f"score {before['value']:.3f} -> {after['value']:.3f}: gain {gain['value']:+.3f} "
+            f"[{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s\n"
+            f"model in {summary['folder']}/model",
+            flush=True,
+        )
+    if summary["interrupted"]:
+        print(f"interrupted and saved. Continue with: sortedrl train --resume {summary['folder']}", file=sys.stderr)
+
+
+@contextmanager
+def _reader_may_be_gone() -> Iterator[None]:
+    """A closed terminal or pipe does not change how a run ended."""
+    try:
+        yield
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # else Python tries to write what is left when it exits, and fails
+            with suppress(OSError, ValueError):
+                os.dup2(nowhere, stream.fileno())

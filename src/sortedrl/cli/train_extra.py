@@ -1,0 +1,23 @@
+"""Imports that need the `train` extra: PyTorch and transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sortedrl.core.errors import UserError
+from sortedrl.core.install_hint import install_hint
+from sortedrl.training.cpu_threads import let_waiting_threads_sleep
+
+
+class MissingPackage(UserError):
+    """A package of an extra is not installed."""
+
+
+def trainer() -> Any:
+    """The module `training.trainer`. PyTorch is imported here, with threads that sleep while they wait."""
+    let_waiting_threads_sleep()
+    try:
+        from sortedrl.training import trainer as module
+    except ImportError as error:
+        raise MissingPackage(f"{error.name} is not installed: {install_hint('train')}") from None
+    return module

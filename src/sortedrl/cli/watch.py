@@ -1,0 +1,56 @@
+"""`sortedrl watch`: follow a run from another terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+from pydantic import Field
+
+from sortedrl.cli.output import console_of_run, print_settings
+from sortedrl.config import Settings, as_json
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe import watch
+
+
+class WatchSettings(Settings):
+    """Follow a run from another terminal, or see how it ended."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: Annotated[tyro.conf.Positional[Path | None], Field(description="run folder; default: the newest in runs/")] = (
+        None
+    )
+    stopped_after_seconds: Annotated[
+        float, Field(gt=0, description="a run that has written nothing for this long counts as stopped")
+    ] = 600.0
+
+
+SETTINGS = WatchSettings
+
+
+def run(settings: WatchSettings) -> int:
+    """Exit code 1 if the log stopped growing or is damaged."""
+    folder = settings.run or watch.newest_run(Path("runs"))
+    if folder is None or not watch.is_run(folder):
+        raise ConfigurationError("run", str(folder or "runs"), "there is no run", "Name a run folder, as in runs/NAME.")
+    if settings.dry_run:
+        print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
+        return 0
+    try:
+        if settings.json_output:
+            seen = watch.state(folder, settings.stopped_after_seconds)
+            print(json.dumps(seen))
+            return int(seen.get("outcome") == watch.STOPPED)
+        with console_of_run(settings) as console:
+            watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
+    except watch.DamagedLog as error:
+        print(f"sortedrl: {error}; `sortedrl report` shows the intact part", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(watch.outcome_line(folder, watched))
+    return int(watched.outcome == watch.STOPPED)

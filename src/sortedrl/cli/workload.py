@@ -1,0 +1,50 @@
+"""What the commands about a workload print alike: simulate, plan and bench."""
+
+from __future__ import annotations
+
+import sys
+
+from sortedrl.cli.output import print_settings
+from sortedrl.config import WorkloadSettings, as_json
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.base import updates_left
+
+
+def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
+    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    derived = {
+        "rollouts_per_cohort": per_cohort,
+        "updates_per_cohort": updates_left(per_cohort, schedule.rollouts_per_update),
+        "rollouts_in_all": prompts * schedule.rollouts_per_prompt,
+        "update_size_over_slots": schedule.rollouts_per_update / settings.slots,
+        "staleness_bound_versions": schedule.max_staleness,
+        "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
+        * (settings.prompt_tokens + settings.response_limit()),
+    }
+    print_settings(as_json(settings), derived, as_object=settings.json_output)
+    return 0
+
+
+def warn_of_cut_lengths(settings: WorkloadSettings) -> None:
+    notice = settings.lengths_cut()
+    if notice:
+        print(f"sortedrl: {notice}", file=sys.stderr)
+
+
+def workload_line(settings: WorkloadSettings) -> str:
+    limit = settings.response_limit()
+    lengths = (
+        f"{settings.lengths}, limit {limit:,} tokens"
+        if settings.lengths
+        else f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
+        f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
+    )
+    seconds = settings.resolved_weight_update_seconds()
+    more = (f", {seconds:.3g} s per weight update" if seconds else "") + (
+        ", KV cache kept across weight updates" * settings.reuse_kv_cache
+    )
+    return (
+        f"lengths: {lengths}\nslots {settings.slots}, updates of {settings.rollouts_per_update}, cohorts of "
+        f"{settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
+        f"seeds {' '.join(map(str, settings.seeds))}{more}"
+    )
