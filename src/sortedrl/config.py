@@ -411,6 +411,7 @@ class Train(ModelSettings):
         {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient", "warmup_updates", "steps_per_update"}
         | {"tokens_per_micro_batch", "eval_samples", "eval_seed", "keep_checkpoints", "save_rollouts", "device"}
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
+        | {"scale_learning_rate_by_ess", "gradient_cosine"}
     )
 
     mode: Annotated[str, Field(description="schedule; `sortedrl simulate` and `sortedrl plan` compare them")] = (
@@ -436,10 +437,13 @@ class Train(ModelSettings):
         Field(description="what is subtracted from a reward; default: the algorithm's own"),
     ] = None
     off_policy_correction: Annotated[
-        Literal["ppo_clip", "tis", "mask", "decoupled"] | None,
+        Literal["ppo_clip", "tis", "mask", "decoupled", "m2po"] | None,
         Field(description="how stale tokens are corrected; default: decoupled, or tis in on-policy modes"),
     ] = None
     learning_rate: Annotated[float, Field(gt=0, description="learning rate after warm-up")] = 3e-4
+    scale_learning_rate_by_ess: Annotated[
+        bool, Field(description="multiply it by the root of the rollouts' effective sample fraction, as in VCPO")
+    ] = False
     warmup_updates: Annotated[int, Field(ge=0, description="updates of linear learning rate warm-up")] = 2
     clip_low: Annotated[float, Field(gt=0, lt=1, description="lower clip range of the ratio; see docs/learner.md")] = (
         0.2
@@ -449,6 +453,7 @@ class Train(ModelSettings):
     entropy_coefficient: Annotated[float, Field(ge=0, description="weight of the entropy bonus")] = 0.0
     steps_per_update: Annotated[int, Field(ge=1, description="optimizer steps per update")] = 1
     tokens_per_micro_batch: Annotated[int, Field(ge=1, description="tokens per forward and backward pass")] = 16_384
+    gradient_cosine: Annotated[bool, Field(description="report the cosine of successive gradients")] = False
     gradient_checkpointing: Annotated[bool, Field(description="less GPU memory, slower updates")] = False
     lora_rank: Annotated[int, Field(ge=0, description="rank of LoRA adapters; 0: train all weights")] = 0
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates; None: train all epochs")] = 60
@@ -525,9 +530,11 @@ class Train(ModelSettings):
                 entropy_coefficient=self.entropy_coefficient,
                 temperature=self.temperature,
                 learning_rate=self.learning_rate,
+                scale_learning_rate_by_ess=self.scale_learning_rate_by_ess,
                 warmup_updates=self.warmup_updates,
                 steps_per_update=self.steps_per_update,
                 tokens_per_micro_batch=self.tokens_per_micro_batch,
+                gradient_cosine=self.gradient_cosine,
                 gradient_checkpointing=self.gradient_checkpointing,
                 bf16=self.torch_dtype().itemsize == 2,
                 lora_rank=self.lora_rank,

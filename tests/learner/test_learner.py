@@ -190,6 +190,7 @@ def test_gradient_is_the_formula_computed_from_full_logits() -> None:
         {"aggregation": "constant", "off_policy_correction": "ppo_clip"},
         {"aggregation": "token_mean", "off_policy_correction": "tis", "ratio_level": "sequence"},
         {"aggregation": "sequence_mean", "off_policy_correction": "mask"},
+        {"aggregation": "constant", "off_policy_correction": "m2po", "second_moment_limit": 3.0},
         {"algorithm": "ppo", "off_policy_correction": "decoupled", "entropy_coefficient": 0.1},
     ],
 )
@@ -226,7 +227,7 @@ def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
 # --- ratios, staleness, mismatch ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "tis", "mask", "decoupled"])
+@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "tis", "mask", "decoupled", "m2po"])
 def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
     """The learner's own log-probabilities, handed in as what the engine sampled with."""
     learner = Learner(tiny_model(), LearnerSettings(off_policy_correction=off_policy_correction))
@@ -238,6 +239,8 @@ def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
     metrics = learner.step(rollouts, version=0)
     assert metrics["mismatch_max_abs"] == metrics["mismatch_kl"] == metrics["clipped_fraction"] == 0.0
     assert metrics["importance_weight_mean"] == 1.0
+    for name in ("ess_token_fraction", "ess_rollout_fraction"):
+        assert metrics[name] == pytest.approx(1.0)
     assert metrics["mismatch_tokens"] == metrics["tokens_trained"]
 
 
@@ -295,6 +298,83 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
     assert metrics["stale_ratio_mean"] == pytest.approx(sum(map(math.exp, stale)) / len(stale), rel=1e-4)
     assert metrics["stale_ratio_max"] == pytest.approx(math.exp(max(stale)), rel=1e-4)
     assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * metrics["stale_fraction"])
+
+
+def log_weights(learner: Learner, rollouts: list[Rollout]) -> list[list[float]]:
+    """Per rollout and token: log-probability under the learner minus that under the sampling policy."""
+    with torch.no_grad():
+        return [(full_logprobs(learner.model, r) - torch.tensor(r.logprobs)).tolist() for r in rollouts]
+
+
+def effective_fraction(weights: list[float]) -> float:
+    return sum(weights) ** 2 / sum(weight * weight for weight in weights) / len(weights)
+
+
+def test_effective_sample_size_is_of_untruncated_weights_by_token_and_by_rollout() -> None:
+    rollouts = random_rollouts(versions=(3, 5))
+    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="tis", importance_cap=1.0))
+    gaps = log_weights(learner, rollouts)
+    metrics = learner.step(rollouts, version=5)
+    by_token = effective_fraction([math.exp(gap) for row in gaps for gap in row])
+    by_rollout = effective_fraction([math.exp(sum(row)) for row in gaps])
+    assert metrics["ess_token_fraction"] == pytest.approx(by_token, rel=1e-4)
+    assert metrics["ess_rollout_fraction"] == pytest.approx(by_rollout, rel=1e-4)
+    assert by_rollout < by_token < 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_learning_rate_is_scaled_by_the_effective_sample_size(steps: int) -> None:
+    """VCPO: one step equals one with the learning rate times the root of the fraction; each step has its own."""
+    rate = 3e-3
+    common: dict[str, Any] = {"warmup_updates": 0, "steps_per_update": steps, "off_policy_correction": "tis"}
+    learner = Learner(tiny_model(), LearnerSettings(learning_rate=rate, scale_learning_rate_by_ess=True, **common))
+    metrics = learner.step(random_rollouts(), version=1)
+    assert metrics["learning_rate"] <= rate * math.sqrt(metrics["ess_rollout_fraction"]) * (1 + 1e-9)
+    if steps > 1:
+        return
+    assert metrics["learning_rate"] == pytest.approx(rate * math.sqrt(metrics["ess_rollout_fraction"]))
+    plain = Learner(tiny_model(), LearnerSettings(learning_rate=metrics["learning_rate"], **common))
+    plain.step(random_rollouts(), version=1)
+    assert_close(weights_of(learner.model), weights_of(plain.model))
+
+
+def test_m2po_trains_the_tokens_within_the_second_moment_of_the_whole_update() -> None:
+    """The gradient is the unclipped one of the tokens that are left when the furthest off are removed one by one."""
+    limit = 3.0
+    rollouts = random_rollouts()
+    common: dict[str, Any] = {"algorithm": "grpo", "normalizer_tokens": 100, "max_grad_norm": NO_CLIPPING}
+    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="m2po", second_moment_limit=limit, **common))
+    squares = sorted(
+        (gap * gap, row, place)
+        for row, gaps in enumerate(log_weights(learner, rollouts))
+        for place, gap in enumerate(gaps)
+    )
+    tokens = len(squares)
+    while sum(square for square, _, _ in squares) / len(squares) > limit:
+        squares.pop()
+    kept = {(row, place) for _, row, place in squares}
+    found = gradients(learner, rollouts)
+    assert 0.1 < len(kept) / tokens < 0.9
+    metrics = Learner(
+        tiny_model(), LearnerSettings(off_policy_correction="m2po", second_moment_limit=limit, **common)
+    ).step(rollouts, version=0)
+    assert metrics["m2po_dropped_fraction"] == pytest.approx(1 - len(kept) / tokens, rel=1e-5)
+    for row, rollout in enumerate(rollouts):
+        rollout.segments[0].mask = [int((row, place) in kept) for place in range(len(rollout))]
+    unlimited = LearnerSettings(off_policy_correction="m2po", second_moment_limit=math.inf, **common)
+    assert_close(found, gradients(Learner(tiny_model(), unlimited), rollouts))
+    weighted = LearnerSettings(off_policy_correction="tis", importance_cap=math.inf, **common)
+    assert_close(found, gradients(Learner(tiny_model(), weighted), rollouts))
+
+
+def test_the_cosine_of_successive_gradients_is_reported_on_request() -> None:
+    learner = Learner(tiny_model(), LearnerSettings(gradient_cosine=True, learning_rate=1e-9))
+    first = learner.step(random_rollouts(), version=0)
+    again = learner.step(random_rollouts(), version=0)
+    other = learner.step(random_rollouts(seed=5), version=0)
+    assert "gradient_cosine" not in first
+    assert again["gradient_cosine"] == pytest.approx(1.0, abs=1e-3) and abs(other["gradient_cosine"]) < 0.9
+    assert "gradient_cosine" not in Learner(tiny_model(), LearnerSettings()).step(random_rollouts(), version=0)
 
 
 # --- what trains --------------------------------------------------------------------------------------------

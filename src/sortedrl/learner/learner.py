@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ from sortedrl.learner.batching import (
     sorted_micro_batches,
     update_batch,
 )
+from sortedrl.learner.gradient_cosine import GradientCosine
 from sortedrl.learner.losses import (
+    effective_sample_fraction,
     kl_k3,
     policy_loss,
     token_weights,
+    within_second_moment,
 )
 from sortedrl.learner.models import (
     TokenScorer,
@@ -71,6 +75,10 @@ class _Tally:
     policy_loss: list[Tensor] = field(default_factory=list)
     kl_reference: list[Tensor] = field(default_factory=list)
     critic_loss: list[Tensor] = field(default_factory=list)
+    rollout_log_weight: list[Tensor] = field(default_factory=list)  # of the current step: new / behavior, untruncated
+    ess_rollouts: list[float] = field(default_factory=list)  # one per step
+    learning_rates: list[float] = field(default_factory=list)
+    gradient_cosines: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
     micro_batches: int = 0
@@ -108,6 +116,7 @@ class Learner:
         self._critic_optimizer = (
             AdamW(list(_trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None
         )
+        self._gradient_cosine = GradientCosine(self._optimizer.parameters) if settings.gradient_cosine else None
 
     def _frozen_scorer(self) -> TokenScorer | None:
         """The reference of the KL term. LoRA needs no copy: the reference is the model without its adapters."""
@@ -283,6 +292,9 @@ class Learner:
     def _train(self, batch: UpdateBatch) -> dict[str, float]:
         if self.settings.off_policy_correction == "decoupled" and self.settings.steps_per_update > 1:
             batch = replace(batch, proximal_br=self._proximal(batch))
+        metrics: dict[str, float] = {}
+        if self.settings.off_policy_correction == "m2po":
+            batch, metrics["m2po_dropped_fraction"] = self._within_second_moment(batch)
         parts = balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)
         tally = _Tally()
         warm = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_updates))
@@ -296,7 +308,7 @@ class Learner:
                 self._accumulate(part.select(group, self._device), first_step=index == 0, tally=tally)
             self._apply(warm, tally)
         self.updates += 1
-        return _summary(tally, batch) | {"learning_rate": warm * self.settings.learning_rate}
+        return metrics | _summary(tally, batch)
 
     def _forget_gradients(self) -> None:
         self._optimizer.forget_gradients()
@@ -312,6 +324,16 @@ class Learner:
             part = batch.select(rows, self._device)
             proximal_br[rows, : part.mask_br.shape[1]] = self._policy_scorer(part)[0].cpu()
         return proximal_br
+
+    def _within_second_moment(self, batch: UpdateBatch) -> tuple[UpdateBatch, float]:
+        """The batch without the policy gradient of the tokens that M2PO drops, and their fraction.
+
+        The limit is one of the whole update, so this needs a pass before the first gradient.
+        """
+        log_ratio_n = (self._proximal(batch) - batch.behavior_br)[batch.mask_br]
+        kept_n = within_second_moment(log_ratio_n, self.settings.second_moment_limit)
+        kept_br = scattered(kept_n.to(batch.advantages_br.dtype), batch.mask_br)
+        return replace(batch, advantages_br=batch.advantages_br * kept_br), 1.0 - kept_n.float().mean().item()
 
     def _accumulate(self, batch: UpdateBatch, first_step: bool, tally: _Tally) -> None:
         """Add the gradient of a micro-batch to those of the policy and the critic."""
@@ -342,8 +364,10 @@ class Learner:
             critic_loss = 0.5 * ((self.critic(batch) - batch.returns_br).square() * batch.weights_br).sum()
             critic_loss.backward()
             tally.critic_loss.append(critic_loss.detach())
+        gap_br = (new_br.detach() - batch.behavior_br) * mask_br
+        tally.rollout_log_weight.append(gap_br.sum(1, dtype=torch.float64))
         if first_step:
-            tally.gap.append((new_br.detach() - batch.behavior_br)[mask_br])
+            tally.gap.append(gap_br[mask_br])
             tally.staleness.append(batch.staleness_br[mask_br])
         tally.entropy.append(entropy_br[mask_br].detach())
         tally.clipped.append(policy.clipped_bt[mask_br])
@@ -359,7 +383,14 @@ class Learner:
 
     def _apply(self, warm: float, tally: _Tally) -> None:
         """An optimizer step with the accumulated, clipped gradients; skipped if they are not finite."""
-        norm = self._step_of(self._optimizer, warm * self.settings.learning_rate)
+        ess = effective_sample_fraction(torch.cat(tally.rollout_log_weight))
+        tally.ess_rollouts.append(ess)
+        tally.rollout_log_weight.clear()
+        scale = math.sqrt(ess) if self.settings.scale_learning_rate_by_ess else 1.0
+        tally.learning_rates.append(scale * warm * self.settings.learning_rate)
+        if self._gradient_cosine is not None:
+            tally.gradient_cosines += self._gradient_cosine.with_previous()
+        norm = self._step_of(self._optimizer, tally.learning_rates[-1])
         tally.grad_norms.append(norm)
         tally.skipped_steps += not math.isfinite(norm)
         if self._critic_optimizer is not None:
@@ -407,12 +438,17 @@ def _summary(tally: _Tally, batch: UpdateBatch) -> dict[str, float]:
         "entropy": torch.cat(tally.entropy).mean().item(),
         "clipped_fraction": torch.cat(tally.clipped).float().mean().item(),
         "importance_weight_mean": torch.cat(tally.weight).mean().item(),
+        "ess_token_fraction": effective_sample_fraction(torch.cat(tally.gap)),
+        "ess_rollout_fraction": tally.ess_rollouts[0],
+        "learning_rate": min(tally.learning_rates),
         "grad_norm": max(tally.grad_norms),
         "skipped_steps": float(tally.skipped_steps),
         "micro_batches": float(tally.micro_batches),
         "staleness_mean": batch.staleness_br[batch.mask_br].float().mean().item(),
         "staleness_max": float(batch.staleness_br[batch.mask_br].max()),
     }
+    if tally.gradient_cosines:
+        metrics["gradient_cosine"] = fmean(tally.gradient_cosines)
     if tally.kl_reference:
         metrics["kl_reference"] = torch.cat(tally.kl_reference).mean().item()
     if tally.critic_loss:

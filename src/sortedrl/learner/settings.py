@@ -44,6 +44,8 @@ class LearnerSettings:
     clip_high: float = 0.28
     # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
     importance_cap: float = 2.0
+    # m2po drops tokens until the mean squared log-ratio of the rest is at most this, which is the paper's value.
+    second_moment_limit: float = 0.04
     aggregation: Aggregation = "constant"
     # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
     # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
@@ -60,11 +62,14 @@ class LearnerSettings:
     temperature: float = 1.0  # of the engine's sampling
     top_p: float = 1.0
     learning_rate: float = 1e-6
+    # The policy's learning rate times the root of the effective sample fraction of the update's rollouts, as in VCPO.
+    scale_learning_rate_by_ess: bool = False
     warmup_updates: int = 10
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     steps_per_update: int = 1  # optimizer steps per update
     tokens_per_micro_batch: int = 16_384  # including padding
+    gradient_cosine: bool = False  # report the cosine of successive gradients; keeps a copy of the gradient
     gradient_checkpointing: bool = False
     bf16: bool = False
     lora_rank: int = 0  # 0: train all weights
@@ -119,6 +124,7 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "clip_low": (_ABOVE_0, 1, "ratios are clipped at 1 - clip_low: use 0.2"),
     "clip_high": (_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high: use 0.28"),
     "importance_cap": (1, math.inf, "a cap below 1 also truncates on-policy tokens: use 2.0"),
+    "second_moment_limit": (0, math.inf, "it limits a mean of squares: use 0.04"),
     "normalizer_tokens": (1, math.inf, "the loss is divided by it: use rollouts_per_update x max_response_tokens"),
     "kl_coefficient": (0, math.inf, "it must be 0 or more"),
     "entropy_coefficient": (0, math.inf, "it must be 0 or more"),

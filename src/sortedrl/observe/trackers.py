@@ -45,6 +45,8 @@ METRICS = (
     Metric("staleness_max", "staleness_max", "versions", "at most max_staleness"),
     Metric("stale_fraction", "stale_fraction", "fraction", "0 on-policy"),
     Metric("stale_kl", "stale_kl", "nats", "below 0.05"),
+    Metric("ess_token_fraction", "ess_token_fraction", "fraction", "above 0.9"),
+    Metric("ess_rollout_fraction", "ess_rollout_fraction", "fraction", "no sudden fall"),
     Metric("mismatch_kl", "mismatch_kl", "nats", "below 1e-3, and flat"),
     Metric("mismatch_max_abs", "mismatch_max_abs", "nats", "below 0.5 in bf16, 1e-3 in fp32"),
     Metric("clipped_fraction", "clipped_fraction", "fraction", "below 0.05"),

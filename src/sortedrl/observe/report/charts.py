@@ -305,6 +305,7 @@ LEARNER_PANELS = (
     LearnerPanel("stale_ratio_mean", "Importance ratio, mean", "ratio, stale tokens"),
     LearnerPanel("stale_ratio_max", "Importance ratio, max", "ratio, stale tokens"),
     LearnerPanel("importance_weight_mean", "Importance weight, mean", "weight in the loss"),
+    LearnerPanel("ess_rollout_fraction", "Effective sample size", "rollouts (%)", percent=True, from_zero=True),
     LearnerPanel("clipped_fraction", "Clip fraction", "tokens clipped (%)", percent=True, from_zero=True),
     LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True),
     LearnerPanel("stale_kl", "KL of stale tokens", "KL, stale tokens (nats)", from_zero=True),
