@@ -88,12 +88,13 @@ class VllmEngine:
         self.version = 0
         self.weight_update_seconds = 0.0  # of the last weight update
         self.inside_seconds = 0.0  # total time in vLLM's code; the rest is ours
+        self.reused_kv_tokens = 0  # of resumed requests: tokens whose KV was cached, so they were not prefilled again
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
         self._tokenizer = tokenizer
         self._seeded = seeded
         self._rests = enable_sleep_mode
-        self._old_keys = KVCacheReuse(keep=reuse_kv_cache)
+        self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self._asleep: list[str] = []  # parts of memory that are freed
         self._died: str | None = None
         self._made = 0  # requests so far: vLLM's request ids must not repeat
@@ -159,7 +160,7 @@ class VllmEngine:
                 self._died = f"the weight update to version {version} failed halfway: {error}"
                 raise EngineDied(self._died) from error
             self._wake()
-        if not self._old_keys.survives_update_to(version) and not self._core.reset_prefix_cache():
+        if not self.kv_cache_reuse.survives_update_to(version) and not self._core.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: stale KV would be used")
         self.version = version
         self.weight_update_seconds = self.now() - began
@@ -200,7 +201,7 @@ class VllmEngine:
         self._made += 1
         inside = _Inside(f"{request.id}-{self._made}", request, request.prefix_tokens, self._stop_watches.of(request))
         context = [*request.prompt.tokens, *inside.prefix]
-        tokens = tokens_input(context, cache_salt=self._old_keys.salt(request, self.version))
+        tokens = tokens_input(context, cache_salt=self.kv_cache_reuse.salt(request, self.version))
         with self._in_vllm():
             try:
                 core_request = self._llm.input_processor.process_inputs(
@@ -270,6 +271,8 @@ class VllmEngine:
             elif made:
                 inside.tokens += made
                 inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.prefill_stats is not None and inside.prefix:  # with the first token of a request
+                self.reused_kv_tokens += output.prefill_stats.num_cached_tokens
             if output.finish_reason is not None or (inside.stop_strings is not None and inside.ends_with_stop_string()):
                 ended.append(output)
         return ended
