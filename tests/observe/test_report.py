@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -249,6 +251,44 @@ def test_seeds_of_one_mode_are_one_series(tmp_path: Path) -> None:
     assert low["y"] == pytest.approx([min(column) for column in columns])
     assert high["y"] == pytest.approx([max(column) for column in columns])
     assert mean["y"] == pytest.approx([sum(column) / 3 for column in columns])
+
+
+def test_copies_of_a_run_count_once_and_runs_of_one_seed_are_not_several_seeds(tmp_path: Path) -> None:
+    one = run_folder(tmp_path / "one", seed=3)
+    copytree(one, tmp_path / "copy")
+    again = run_folder(tmp_path / "again", seed=3)
+    log = [event._replace(at=1.01 * event.at) for event in read_events(again / "events.jsonl")]
+    (again / "events.jsonl").write_text(events.written(log))
+    run_folder(tmp_path / "other", seed=4)
+    runs = read_runs([one, tmp_path / "copy"])
+    assert len(runs) == 1 and runs[0].copies == ("copy",)
+    assert "copy: a copy of one, not counted again." in report.page(runs, [None], "0")
+    pair = read_runs([one, again])
+    assert "2 runs of one seed (3)" in report.page(pair, [None] * 2, "0")
+    three = read_runs([tmp_path])
+    assert [run.name for run in three] == ["again", "copy", "other"], "read in order of their names"
+    assert "3 runs, seeds 3, 4" in report.page(three, [None] * 3, "0")
+
+
+def test_rejections_are_listed_by_reason(tmp_path: Path) -> None:
+    log = run("partial", [3, 9, 2, 17, 5, 8, 1, 12], rollouts_per_update=2, unscorable=frozenset({1, 4, 6})).events
+    (tmp_path / "events.jsonl").write_text(events.written(log))
+    runs = read_runs([tmp_path])
+    reasons = runs[0].run_metrics.rejected_reasons
+    assert sum(reasons.values()) == runs[0].run_metrics.rejected == 3
+    page = report.page(runs, [None], "0")
+    rows = page.split('<table id="rejections">')[1].split("</table>")[0]
+    assert "3 of 8 rollouts were rejected" in page and all(html.escape(reason) in rows for reason in reasons)
+    calm = simulated_log(tmp_path / "calm" / "events.jsonl")
+    assert "Scoring and rejections" not in report.page(read_runs([calm]), [None], "0")
+
+
+def test_charts_that_are_flat_by_nature_are_left_out(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a-run")
+    flat = {"reward": 0.5, "mismatch_kl": 3e-9, "clipped_fraction": 0.0, "entropy": 1.2, "scoring_backlog": 0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"update": i, **flat}) + "\n" for i in (1, 2)))
+    drawn = report_charts.learner_panels(series_of(read_runs([folder])))
+    assert [chart.id for chart in drawn] == ["learner-entropy"]
 
 
 def test_runs_of_one_mode_with_other_settings_are_told_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,15 @@ class RaisesSometimes(SayA):
     def score(self, problem: Problem, response: str) -> Reward:
         if int(problem.id[-1]) % 3 == 0:
             raise RuntimeError("judge out of order")
+        return super().score(problem, response)
+
+
+class SlowAndRaisesSometimes(RaisesSometimes):
+    """A reward that is far slower than the toy model, in training."""
+
+    def score(self, problem: Problem, response: str) -> Reward:
+        if problem.id.startswith("train"):
+            time.sleep(0.15)
         return super().score(problem, response)
 
 

@@ -197,3 +197,29 @@ def test_workers_end_with_their_run_however_it_ends(ended_by: signal.Signals, in
     run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode != 0
     wait_for_end(*workers)
+
+
+def test_callers_take_turns() -> None:
+    """A thread with a long list of calls does not keep another one waiting until its list is done."""
+    pool = WorkerPool(partial(multiplier, 2), workers=1, limit_seconds=PATIENCE_SECONDS)
+    pool.wait_until_ready()
+    is_over = threading.Event()
+    calls = 0
+
+    def many_calls() -> None:
+        nonlocal calls
+        while not is_over.is_set():
+            pool(calls)
+            calls += 1
+
+    threads = [threading.Thread(target=many_calls) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    before = calls
+    assert [pool(number) for number in range(50)] == [2 * number for number in range(50)]
+    meanwhile = calls - before
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert meanwhile <= 2 * 50 + 4, "the other two had one call each between two of these"

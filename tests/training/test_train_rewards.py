@@ -16,6 +16,7 @@ import pytest
 import toy
 from config_file import config_file
 from processes import wait_for_end
+from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.events import read_events
 
@@ -47,6 +48,33 @@ def options(fault: str, every: int = 1) -> list[str]:
 def children_of(process: int) -> list[int]:
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
     return [int(word) for word in found.stdout.split()]
+
+
+def test_a_slow_reward_shows_as_the_bottleneck_everywhere(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the lines of the updates and the last ones, in the summary, in `watch` and in the report."""
+    run = tmp_path / "run"
+    more = ["--out", str(run), "--mode", "partial+elevator", "--reward-workers", "1", "--updates", "3"]
+    done = ran(*words("train", model, "toy:SlowAndRaisesSometimes", *more, "--scoring", "background"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    updates = [line for line in lines if line.startswith("update ")]
+    assert all(re.search(r"scoring backlog \d+ ", line) for line in updates)
+    assert re.search(r"rejected \d+ \(\d+ times: RuntimeError: judge out of order\)", updates[-1])
+    named = next(line for line in lines if line.startswith("bottleneck: "))
+    assert re.match(r"bottleneck: scoring, \d\d% of wall-clock time \(generation", named)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["bottleneck"] == "scoring"
+    assert list(summary["metrics"]["rejected_reasons"]) == ["RuntimeError: judge out of order"]
+    assert main(["watch", str(run)]) == 0
+    assert named in capsys.readouterr().out
+    assert main(["watch", str(run), "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["places"]["finished"] > 0 and "judge out of order" in state["snapshot"]["rejected_most"]
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "Bottleneck: scoring" in page and "judge out of order" in page and "Scoring backlog" in page
 
 
 @pytest.mark.slow

@@ -29,6 +29,39 @@ class TooManyRejected(UserError, RuntimeError):
     """So many rollouts were rejected that training on the rest would be misleading."""
 
 
+class Reasons:
+    """Counts reasons. Those that differ only in numbers are of one kind."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def add(self, reason: str) -> bool:
+        """Count the reason; returns whether it is the first of its kind."""
+        kind = re.sub(r"\d+(\.\d+)?", "#", reason)[:80]
+        if kind not in self._count and len(self._count) >= MAX_KINDS:
+            kind = "other"
+        self._count[kind] += 1
+        self._examples.setdefault(kind, reason.removeprefix(NO_REWARD))
+        return self._count[kind] == 1
+
+    def counts(self) -> dict[str, int]:
+        """How often each kind occurred, most frequent first, under its first example."""
+        found: Counter[str] = Counter()
+        for kind, count in self._count.items():
+            found[self._examples[kind]] += count
+        return dict(found.most_common())
+
+    def most_frequent(self) -> str:
+        """The most frequent reason, with its first example."""
+        if not self._count:
+            return "no reason is known"
+        kind, count = self._count.most_common(1)[0]
+        others = len(self._count) - 1
+        more = f" ({others} other reason{'s' if others > 1 else ''})" if others else ""
+        return f"{count} times: {self._examples[kind]}{more}"
+
+
 class RejectionWatch:
     """A sink of the event log. Raises `TooManyRejected` when
 
@@ -52,8 +85,7 @@ class RejectionWatch:
         self._log = log
         self._clock = clock
         self._ended: set[int] = set()  # generated rollouts without an outcome yet
-        self._reasons: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
+        self._reasons = Reasons()
         self._quiet_until = -1.0
         self.scored = 0
         self.rejected = 0
@@ -77,8 +109,7 @@ class RejectionWatch:
 
     def count_rejected(self, reason: str, what: str, *, counts: bool = True) -> None:
         """`what` was rejected: log it if the reason is new, raise an error if it is one too many."""
-        kind = self._note(reason)
-        if self._reasons[kind] == 1 and self._clock() >= self._quiet_until:
+        if self._reasons.add(reason) and self._clock() >= self._quiet_until:
             self._quiet_until = self._clock() + SECONDS_BETWEEN_LINES
             self._log(f"rejected {what}: {reason}")
         if not counts:
@@ -102,18 +133,4 @@ class RejectionWatch:
 
     def most_frequent(self) -> str:
         """The most frequent reason, with its first example."""
-        if not self._reasons:
-            return "no reason is known"
-        kind, count = self._reasons.most_common(1)[0]
-        others = len(self._reasons) - 1
-        more = f" ({others} other reasons)" if others else ""
-        return f"{count} times: {self._examples[kind]}{more}"
-
-    def _note(self, reason: str) -> str:
-        """Count the reason. Reasons that differ only in numbers are of one kind."""
-        kind = re.sub(r"\d+(\.\d+)?", "#", reason)[:80]
-        if kind not in self._reasons and len(self._reasons) >= MAX_KINDS:
-            kind = "other"
-        self._reasons[kind] += 1
-        self._examples.setdefault(kind, reason.removeprefix(NO_REWARD))
-        return kind
+        return self._reasons.most_frequent()

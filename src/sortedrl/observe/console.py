@@ -85,9 +85,13 @@ def _update_warnings(line: dict[str, Any]) -> str:
     if line.get("scoring_backlog"):
         parts.append(f"scoring backlog {line['scoring_backlog']}")
     if line.get("rejected"):
-        most = str(line.get("rejected_most", ""))[:MAX_REASON]
+        most = _cut(str(line.get("rejected_most", "")), MAX_REASON)
         parts.append(f"rejected {line['rejected']}" + (f" ({most})" if most else ""))
     return "".join(f"{part}  " for part in parts)
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[: max(0, characters - 3)] + "..."
 
 
 # The panel
@@ -153,11 +157,12 @@ def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = Fals
         _named("mean", shown("staleness", snapshot.staleness_mean)),
         _named("max", str(snapshot.staleness_max)),
     ]
-    if view.mismatch is not None:
+    if view.mismatch:  # always 0 where the engine shares the learner's module
         staleness.append(_named("mismatch", shown("mismatch", view.mismatch)))
     goodput = [Text(shown("goodput", snapshot.goodput), style="bold"), _named("waste", shown("waste", snapshot.waste))]
+    scoring = [_named("backlog", str(places.finished)), _named("rejected", str(snapshot.rejected))]
     if snapshot.rejected:
-        goodput.append(_named("rejected", str(snapshot.rejected)))
+        scoring.append(Text(_cut(snapshot.rejected_most, width - LABEL_COLUMNS - sum(len(p) + 3 for p in scoring))))
     waiting = [_named(name, str(count)) for name, count in _places_shown(places._asdict())]
     return [
         _update_row(view, now, width, ascii_only),
@@ -166,6 +171,7 @@ def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = Fals
         _row("held-out", [Text(" -> ".join((held_out[0], held_out[-1])[: len(held_out)]) if held_out else "-")], width),
         _row("slots", _slot_parts(places.running, view.slots, width, ascii_only), width),
         _row("rollouts", waiting, width),
+        _row("scoring", scoring, width),
         _row(
             "bubble",
             [_named("now", shown("bubble", snapshot.bubble_now)), _named("run", shown("bubble", snapshot.bubble))],
@@ -211,10 +217,10 @@ def _slot_parts(running: int, slots: int, width: int, ascii_only: bool) -> list[
 
 
 def _places_shown(places: dict[str, int]) -> list[tuple[str, int]]:
-    """Waiting rollouts by state, in the order of their life cycle; rare states only while they are in use."""
+    """Waiting rollouts by state; rare states only while they are in use. Unscored ones have a row of their own."""
     always = ("waiting", "resumable", "ready")
-    order = ("waiting", "resumable", "ready", "queued", "finished")
-    names = {"finished": "being scored", "queued": "queued in the engine"}
+    order = ("waiting", "resumable", "ready", "queued")
+    names = {"queued": "queued in the engine"}
     return [(names.get(name, name), places[name]) for name in order if name in always or places[name]]
 
 

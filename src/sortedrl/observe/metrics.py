@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
+from sortedrl.core.rejections import Reasons
 from sortedrl.observe.uncut_length import Attempts
+from sortedrl.observe.wall_clock import Moment, WallClock
 
 HARVEST = "harvest"
 BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back")
@@ -34,6 +36,7 @@ class Snapshot:
     goodput: float
     waste: float
     rejected: int
+    rejected_most: str  # the most frequent reason
     staleness_mean: float
     staleness_max: int
 
@@ -51,6 +54,7 @@ class RunMetrics:
     bubble_per_harvest: tuple[float, ...]
     idle: float
     idle_parts: dict[str, float]
+    wall_parts: dict[str, float]  # fractions of wall-clock time by what the run waited for (wall_clock.py)
     goodput: float
     kept: float
     waste: float
@@ -64,6 +68,7 @@ class RunMetrics:
     loaded: int
     trained: int
     rejected: int
+    rejected_reasons: dict[str, int]
     failures: int
     regenerated: int
     truncated: int
@@ -113,6 +118,8 @@ class Metrics:
         self._expected_lengths = array("d")
         self._real_lengths = array("d")
         self._attempts = Attempts()
+        self._reasons = Reasons()  # of rejections
+        self._wall_clock = WallClock()
         self._rollouts_per_prompt = 1
         self._trains_whole_groups = self._keeps_seeds = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -128,8 +135,10 @@ class Metrics:
             events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
             events.Regenerated: self._on_regenerated,
+            events.Scored: self._on_scored,
             events.Rejected: self._on_rejected,
             events.Updated: self._on_updated,
+            events.Published: self._on_published,
         }
 
     def __call__(self, event: Event) -> None:
@@ -171,9 +180,13 @@ class Metrics:
         if submitted < self.slots:
             self._empty[_PART_OF_GATE[self._gate]] += (self.slots - submitted) * seconds
 
+    def _now(self) -> Moment:
+        return Moment(self._time, sum(self._empty.values()) / (self.slots or 1))
+
     def _on_run(self, event: events.RunBegan) -> None:
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
+        self._wall_clock.begin(self._now())
         self._phase = "start"
         self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
         self._trains_whole_groups = event.settings.get("whole_groups", False)
@@ -181,6 +194,10 @@ class Metrics:
 
     def _on_phase(self, event: events.Phase) -> None:
         self._phase = event.phase
+        self._wall_clock.phase(event.phase, self._now())
+
+    def _on_published(self, event: events.Published) -> None:
+        self._wall_clock.publish(self._now())
 
     def _on_gate(self, event: events.Gate) -> None:
         self._gate = event.why
@@ -217,6 +234,10 @@ class Metrics:
         self._length.pop(event.rollout, None)
         self._count["truncated"] += event.truncated
         self._attempts.ended(event.rollout, self._group_of(event.rollout), event.length, finished=True)
+        self._wall_clock.finish(event.rollout, self._now())
+
+    def _on_scored(self, event: events.Scored) -> None:
+        self._wall_clock.score(event.rollout, self._now())
 
     def _on_aborted(self, event: events.Aborted) -> None:
         self._leave_engine(event.rollout, event.made)
@@ -233,10 +254,13 @@ class Metrics:
         self._count["regenerated"] += 1
         self._length[event.rollout] = 0
         self._count["dropped"] += event.dropped
+        self._wall_clock.forget(event.rollout)
 
     def _on_rejected(self, event: events.Rejected) -> None:
         self._count["rejected"] += 1
         self._count["dropped"] += event.dropped
+        self._reasons.add(event.reason)
+        self._wall_clock.forget(event.rollout)
         self._attempts.forget(event.rollout)
         self._forget(event.rollout)
 
@@ -266,6 +290,7 @@ class Metrics:
         self._first_expected.pop(rollout, None)
 
     def _on_updated(self, event: events.Updated) -> None:
+        self._wall_clock.update(self._now())
         self._updates.append(_UpdateLengths.of(self._units(event)))
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(event.lengths)
@@ -311,6 +336,7 @@ class Metrics:
             goodput=_ratio(count["trained_tokens"], self._harvest_seconds),
             waste=_ratio(count["dropped"], count["generated"]),
             rejected=count["rejected"],
+            rejected_most=self._reasons.most_frequent() if count["rejected"] else "",
             staleness_mean=_ratio(sum(age * n for age, n in self._staleness.items()), count["trained_tokens"]),
             staleness_max=max(self._staleness, default=0),
         )
@@ -340,6 +366,7 @@ class Metrics:
             bubble_per_harvest=self._bubble_per_harvest(),
             idle=now.idle,
             idle_parts=self._idle_parts(),
+            wall_parts=self._wall_clock.fractions(self._now()),
             goodput=now.goodput,
             kept=_ratio(count["trained_tokens"] + cached, self._harvest_seconds),
             waste=now.waste,
@@ -353,6 +380,7 @@ class Metrics:
             loaded=count["loaded"],
             trained=count["trained"],
             rejected=now.rejected,
+            rejected_reasons=self._reasons.counts(),
             failures=count["failures"],
             regenerated=count["regenerated"],
             truncated=count["truncated"],

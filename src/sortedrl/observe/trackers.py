@@ -36,6 +36,7 @@ METRICS = (
     Metric("length", "length", "tokens", "well below the limit"),
     Metric("truncated_fraction", "truncated_fraction", "fraction", "below 0.05"),
     Metric("rejected", "rejected", "rollouts", "0"),
+    Metric("scoring_backlog", "scoring_backlog", "rollouts", "no trend"),
     Metric("bubble", "bubble", "fraction", "below 0.1 in partial modes"),
     Metric("idle", "idle", "fraction", "bubble and the learner's part, little else"),
     Metric("goodput", "goodput", "tokens/s", "steady, near the limit of sortedrl simulate"),

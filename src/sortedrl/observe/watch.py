@@ -33,6 +33,7 @@ from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import is_metrics_line, is_update
+from sortedrl.observe.wall_clock import bottleneck_line
 
 POLL_SECONDS = 0.25
 NOTED_SILENCE_SECONDS = 10.0
@@ -106,7 +107,7 @@ def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
 
 
 def outcome_line(folder: Path, watched: Watched) -> str:
-    """One sentence about how the run ended."""
+    """How the run ended, and its bottleneck."""
     if watched.outcome == STOPPED:
         return (
             f"stopped growing: the last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}. "
@@ -118,7 +119,8 @@ def outcome_line(folder: Path, watched: Watched) -> str:
     if "gain" not in summary:
         return "ended"
     before, after, gain = (summary[key] for key in ("score_before", "score_after", "gain"))
-    return (
+    parts = summary["metrics"].get("wall_parts")
+    return (f"{bottleneck_line(parts)}\n" if parts else "") + (
         f"ended: score {before['value']:.3f} -> {after['value']:.3f}, "
         f"gain {gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}] in {summary['seconds']:.0f} s"
     )

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -43,6 +44,43 @@ class WorkerError(RuntimeError):
     """The function raised in its worker process, or the process died."""
 
 
+class _FairSemaphore:
+    """Serves waiting threads in order. Python's semaphore may give a thread that has just released it the next turn,
+    again and again: an evaluation would wait for the whole scoring backlog of training."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn = threading.Event()
+            self._waiting.append(turn)
+        try:
+            turn.wait()
+        except BaseException:
+            with self._lock:
+                if turn not in self._waiting:  # its turn had come
+                    self._pass_on()
+                else:
+                    self._waiting.remove(turn)
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set()
+        else:
+            self._free += 1
+
+
 class WorkerPool:
     """Calls a function in worker processes. Callable from any thread.
 
@@ -62,7 +100,7 @@ class WorkerPool:
         self._build = _pickled(build)
         self._limit_seconds = limit_seconds
         self._memory_bytes = memory_bytes or int(MAX_FRACTION_OF_MEMORY * _memory_there_is())
-        self._free = threading.Semaphore(workers)
+        self._free = _FairSemaphore(workers)
         self._most = workers + 1  # including the spare one
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []  # the last one is used first, since it is warm

@@ -45,6 +45,7 @@ from sortedrl.observe.prometheus import Endpoint
 from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers, open_tracker, require_login
+from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.observe.watch import kept_readable
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
 from sortedrl.training.cpu_threads import threads_here
@@ -326,6 +327,7 @@ class TrainingRun:
         self._export()
         assert self.before is not None
         difference = paired_difference(self.before.correct, after.correct)
+        run_metrics = self.metrics.run_metrics()
         summary = {
             "interrupted": False,
             "folder": str(self.folder.path),
@@ -336,9 +338,11 @@ class TrainingRun:
             "score_before": mean_at_k(self.before.correct)._asdict(),
             "score_after": mean_at_k(after.correct)._asdict(),
             "gain": difference._asdict(),
-            "metrics": asdict(self.metrics.run_metrics()),
+            "bottleneck": bottleneck(run_metrics.wall_parts),
+            "metrics": asdict(run_metrics),
         }
         self.folder.write("summary.json", summary)
+        self.console.log(bottleneck_line(run_metrics.wall_parts))
         return summary
 
     def _export(self) -> None:
@@ -421,7 +425,7 @@ class TrainingRun:
             "run_staleness_mean": run_metrics.staleness_mean,
             "rejected": run_metrics.rejected,
             "scoring_backlog": self.scorer.pending,
-            **({"rejected_most": self.rejections.most_frequent()} if self.rejections.rejected else {}),
+            **({"rejected_most": run_metrics.rejected_most} if run_metrics.rejected else {}),
             **stats,
         }
         self.folder.append("metrics.jsonl", line)

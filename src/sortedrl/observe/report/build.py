@@ -103,6 +103,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         ("timeline", "Slot by slot"),
         ("lengths", "Lengths"),
         ("staleness", "Staleness"),
+        *([("scoring", "Scoring")] if drawn["scoring"] or any(run.run_metrics.rejected for run in runs) else []),
         *([("learning", "Reward and score")] if drawn["learning"] else []),
         *([("learner", "Learner")] if drawn["learner"] else []),
         *([("rollouts", "Rollouts to read")] if responses else []),
@@ -119,6 +120,8 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         "metrics_lead": words.metrics_lead(series),
         "headline": tables.headline(series),
         "all_metrics": {"names": [names[run.name] for run in runs], "rows": tables.all_metrics(runs)},
+        "rejections": {"names": [names[run.name] for run in runs], "rows": tables.rejections(runs)},
+        "scoring_lead": words.scoring_lead(runs),
         "glossary": words.GLOSSARY,
         "legend": _legend(runs),
         "outcomes": by_outcome,
@@ -179,6 +182,7 @@ def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit
         ),
         "staleness_of_updates": charts.staleness_of_updates(series),
         "learning": learning,
+        "scoring": list(charts.panel_charts(charts.SCORING_PANEL, series)),
         "learner": charts.learner_panels(series),
     }
 

@@ -299,15 +299,18 @@ class LearnerPanel:
     y_title: str
     percent: bool = False
     from_zero: bool = False
+    least: float = 0.0  # the panel is left out if no value is above it
 
 
+ROUNDING = 1e-6  # nats: less is rounding, as between engine and learner of one model on a CPU
+SCORING_PANEL = LearnerPanel("scoring_backlog", "Scoring backlog", "responses without a score", from_zero=True)
 LEARNER_PANELS = (
     LearnerPanel("stale_ratio_mean", "Importance ratio, mean", "ratio, stale tokens"),
     LearnerPanel("stale_ratio_max", "Importance ratio, max", "ratio, stale tokens"),
     LearnerPanel("importance_weight_mean", "Importance weight, mean", "weight in the loss"),
     LearnerPanel("ess_rollout_fraction", "Effective sample size", "rollouts (%)", percent=True, from_zero=True),
     LearnerPanel("clipped_fraction", "Clip fraction", "tokens clipped (%)", percent=True, from_zero=True),
-    LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True),
+    LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True, least=ROUNDING),
     LearnerPanel("stale_kl", "KL of stale tokens", "KL, stale tokens (nats)", from_zero=True),
     LearnerPanel("entropy", "Entropy", "nats per token", from_zero=True),
     LearnerPanel("grad_norm", "Gradient norm", "norm", from_zero=True),
@@ -316,10 +319,11 @@ LOGARITHMIC_FROM = 100.0  # ratio of the largest to the smallest value from whic
 
 
 def learner_panels(series: Sequence[Series]) -> list[Chart]:
-    return [chart for panel in LEARNER_PANELS for chart in _learner_panel(panel, series)]
+    return [chart for panel in LEARNER_PANELS for chart in panel_charts(panel, series)]
 
 
-def _learner_panel(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Chart]:
+def panel_charts(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Chart]:
+    """The chart of a metric from metrics.jsonl; none if it is flat by nature, as the mismatch on a CPU."""
     factor = 100 if panel.percent else 1
     data: list[dict[str, Any]] = []
     for one in series:
@@ -328,13 +332,13 @@ def _learner_panel(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Ch
             for run in one.runs
         ]
         data += _curve(one, _thinned(curves))
-    if data:
-        values = [value for trace in data for value in trace["y"]]
+    values = [value for trace in data for value in trace["y"]]
+    if any(abs(value) > panel.least for value in values):
         yaxis: dict[str, Any] = {"title": {"text": panel.y_title}}
         if min(values) > 0 and max(values) > LOGARITHMIC_FROM * min(values):
             yaxis |= {"type": "log", "tickformat": "~g"}
         elif panel.from_zero:
-            yaxis |= {"rangemode": "tozero"} | ({"range": [0, 1]} if not any(values) else {})
+            yaxis |= {"rangemode": "tozero"}
         layout = {"xaxis": {"title": {"text": "update"}}, "yaxis": yaxis, "showlegend": False}
         yield Chart(f"learner-{panel.key.replace('_', '-')}", panel.title, _view(data, layout), height=240)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Run:
     held_out: tuple[HeldOut, ...]
     responses: tuple[dict[str, Any], ...]
     notices: tuple[str, ...]
+    copies: tuple[str, ...] = ()  # names of runs with the same log and settings, which are left out
 
     @property
     def mode(self) -> str:
@@ -85,17 +86,27 @@ class Run:
     def is_aggregated(self) -> bool:
         return bool(self.timeline.grid) or any(point.pooled > 1 for point in self.points)
 
+    def is_copy_of(self, other: Run) -> bool:
+        """Same settings and same log; a run that only repeats the seed takes other times."""
+        mine, others = ((run.settings.get("seed"), run.comparable_settings()) for run in (self, other))
+        return mine == others and (self.run_metrics, self.points) == (other.run_metrics, other.points)
+
     def comparable_settings(self) -> dict[str, Any]:
         return {key: value for key, value in self.settings.items() if key not in INCIDENTAL}
 
 
 def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None) -> list[Run]:
-    """All runs under the given paths; a folder of run folders counts as all of them."""
+    """All runs under the given paths; a folder of run folders counts as all of them, several copies of a run as one."""
     logs = list(dict.fromkeys(log for path in paths for log in _logs_of(path)))
     runs: list[Run] = []
     for log, name in zip(logs, _names(logs), strict=True):
         on_progress(len(runs), len(logs))
-        runs.append(_read_run(log, name))
+        read = _read_run(log, name)
+        same = next((place for place, run in enumerate(runs) if read.is_copy_of(run)), None)
+        if same is None:
+            runs.append(read)
+        else:
+            runs[same] = replace(runs[same], copies=(*runs[same].copies, name))
     return runs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -15,6 +16,7 @@ from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
 
 RESPONSES_OF_A_KIND = 2
+MOST_REASONS = 20  # of rejections
 MOST_CHARACTERS = 20_000  # of a response shown on the page
 Line = dict[str, Any]
 Kind = tuple[str, Callable[[Line], Any], Callable[[Line], bool]]  # tag, sort key, and filter
@@ -78,15 +80,34 @@ def headline(series: Sequence[Series]) -> dict[str, Any]:
 
 
 def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
-    several = len(one.runs) > 1
     cells = []
     for column in columns:
         values = [value for run in one.runs if (value := getattr(run.run_metrics, column.field)) is not None]
         spread = column.range(min(values), max(values)) if len(values) > 1 else ""
         shown = max(values) if column.field == "staleness_max" else fmean(values) if values else None
         cells.append({"text": column.text(shown), "range": "" if len(set(values)) == 1 else spread})
-    sub = f"{len(one.runs)} runs, seeds {', '.join(str(run.seed) for run in one.runs)}" if several else ""
-    return {"label": one.label, "color": one.color, "sub": sub, "cells": cells}
+    return {"label": one.label, "color": one.color, "sub": _runs_and_seeds(one.runs), "cells": cells}
+
+
+def _runs_and_seeds(runs: Sequence[Run]) -> str:
+    """Runs of one seed may differ, on a GPU for example, but they are not independent."""
+    if len(runs) == 1:
+        return ""
+    seeds = list(dict.fromkeys(str(run.seed) for run in runs))
+    if len(seeds) == 1:
+        return f"{len(runs)} runs of one seed ({seeds[0]})"
+    return f"{len(runs)} runs, seeds {', '.join(seeds)}"
+
+
+def rejections(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """How often each reason occurred in each run, most frequent first."""
+    total: Counter[str] = Counter()
+    for run in runs:
+        total.update(run.run_metrics.rejected_reasons)
+    return [
+        (reason, [f"{run.run_metrics.rejected_reasons.get(reason, 0):,}" for run in runs])
+        for reason, _ in total.most_common(MOST_REASONS)
+    ]
 
 
 def all_metrics(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -97,6 +118,8 @@ def all_metrics(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _flattened(run_metrics: RunMetrics) -> Iterable[tuple[str, Any]]:
     for name, value in asdict(run_metrics).items():
+        if name == "rejected_reasons":  # has a table of its own
+            continue
         if isinstance(value, dict):
             yield from ((f"{name}, {part_name(str(key))}", item) for key, item in value.items())
         elif not isinstance(value, tuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from sortedrl.observe import wall_clock
 from sortedrl.observe.metrics import BUBBLE_PARTS
 from sortedrl.observe.report import charts
 from sortedrl.observe.report.runs import INCIDENTAL, Run
@@ -21,6 +22,7 @@ GLOSSARY = (
     ("queued", "part of the bubble: requests are queued in the engine, waiting for prefill"),
     ("KV-limited", "part of the bubble: requests wait for KV cache memory, as preemptions show"),
     ("idle", "like bubble, but over wall-clock time: learner, weights, scores, evaluation and checkpoints count too"),
+    ("bottleneck", "what the run waited for most: generation, the learner, scoring or weight updates"),
     ("goodput", "tokens trained on / T"),
     ("kept", "(tokens trained on + tokens cached for resume when the run ends) / T: the fair metric for few cohorts"),
     ("waste", "fraction of generated tokens that were discarded"),
@@ -44,6 +46,12 @@ def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
     scores = [score for one in series for score in _score(one)]
     if scores:
         asides.append(f"Held-out score: {'; '.join(scores)}.")
+    waited = [line for one in series for line in _bottleneck(one, named=len(series) > 1)]
+    if waited:
+        asides.append(f"Bottleneck: {'; '.join(waited)}.")
+    for run in runs:
+        if run.copies:
+            asides.append(f"{', '.join(run.copies)}: a copy of {run.name}, not counted again.")
     if any(run.is_aggregated for run in runs):
         asides.append("Charts of large runs are aggregated; the metrics count every rollout.")
     return {"sentence": sentence, "asides": asides}
@@ -104,6 +112,23 @@ def _score(one: Series) -> Iterable[str]:
         yield f"{one.label} {before:.3f} → {fmean(after):.3f}{spread}"
 
 
+def _bottleneck(one: Series, *, named: bool) -> Iterable[str]:
+    parts = {part: fmean(run.run_metrics.wall_parts[part] for run in one.runs) for part in wall_clock.PARTS}
+    if any(parts.values()):
+        most = wall_clock.bottleneck(parts)
+        yield f"{f'{one.label} ' if named else ''}{wall_clock.part_name(most)}, {parts[most]:.0%} of wall-clock time"
+
+
+def scoring_lead(runs: Sequence[Run]) -> str:
+    rejected, loaded = (sum(getattr(run.run_metrics, name) for run in runs) for name in ("rejected", "loaded"))
+    if not rejected:
+        return f"No rollout of {loaded:,} was rejected."
+    return (
+        f"{rejected:,} of {loaded:,} rollouts were rejected: no update trained on them. Reasons that differ only in "
+        "numbers count as one."
+    )
+
+
 def subtitle(runs: Sequence[Run]) -> str:
     trained = sum(run.run_metrics.trained for run in runs)
     what = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -114,7 +139,7 @@ def subtitle(runs: Sequence[Run]) -> str:
 def metrics_lead(series: Sequence[Series]) -> str:
     several = any(len(one.runs) > 1 for one in series)
     return "Goodput, next to the staleness and the waste that it costs." + (
-        " With several seeds: the mean, and the range below it." if several else ""
+        " With several runs: the mean, and the range below it." if several else ""
     )
 
 
@@ -171,5 +196,5 @@ def staleness_lead(series: Sequence[Series]) -> str:
 
 def learning_lead(series: Sequence[Series]) -> str:
     if any(len(one.runs) > 1 for one in series):
-        return "The mean over seeds, with a band from the lowest to the highest run, as far as all runs go."
+        return "The mean over the runs, with a band from the lowest to the highest run, as far as all runs go."
     return "Error bars on held-out scores are 95 % confidence intervals of the evaluation."

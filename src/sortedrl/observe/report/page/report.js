@@ -330,6 +330,23 @@
   const select = document.getElementById("timeline-run");
   if (select) select.addEventListener("change", () => show(Number(select.value)));
 
+  // Tables that are wider than the window: a hint, and a fade at the edge where columns are cut off
+
+  document.querySelectorAll(".scroll").forEach((box) => {
+    const hint = document.createElement("p");
+    hint.className = "more";
+    hint.textContent = "More columns: scroll sideways →";
+    box.after(hint);
+    function check() {
+      const beyond = box.scrollWidth - box.clientWidth;
+      hint.hidden = beyond <= 1;
+      box.classList.toggle("is-cut", beyond - box.scrollLeft > 1);
+    }
+    check();
+    box.addEventListener("scroll", check);
+    new ResizeObserver(check).observe(box);
+  });
+
   // Theme, size, print
 
   dark.addEventListener("change", () => { drawAll(); paint(); });

@@ -1,0 +1,160 @@
+"""What a run waits for: hand-made logs with known answers, and simulated runs with a known bottleneck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+
+from scenarios import MODES, Run, Scenario, troubled
+from sortedrl import Schedule
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import (
+    Event,
+    EventLog,
+    Finished,
+    Phase,
+    Published,
+    RunBegan,
+    Scored,
+    Started,
+    Submitted,
+    Updated,
+)
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Rollout
+from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.simulated import SimulatedScorer
+from sortedrl.engines.step_time import PRESETS
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.wall_clock import PARTS, bottleneck, bottleneck_line
+from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine
+
+
+def parts(*log: Event) -> dict[str, float]:
+    began: tuple[Event, ...] = (RunBegan(0.0, 1, "partial", {}), Phase(0.0, "harvest"))
+    return Metrics().fold([*began, *log]).run_metrics().wall_parts
+
+
+def generated(rollout: int, start: float, end: float) -> tuple[Event, ...]:
+    return Submitted(start, rollout, 0, 4, 0, 1.0), Started(start, rollout, 0), Finished(end, rollout, 3, 3, False)
+
+
+def updated(at: float, *rollouts: int) -> Updated:
+    count = len(rollouts)
+    return Updated(at, 0, 0, 0, rollouts, (3,) * count, (1.0,) * count, (((0, 3),),) * count, (0,) * count)
+
+
+def test_each_phase_is_the_time_of_its_part() -> None:
+    found = parts(
+        *generated(0, 0.0, 4.0), Scored(4.0, 0, 1.0), updated(4.0, 0), Phase(4.0, "learner"), Published(7.0, 1),
+        Phase(7.0, "weights"), Phase(8.0, "evaluation"), Phase(10.0, "end"),
+    )  # fmt: skip
+    assert found == {"generation": 0.4, "learner": 0.3, "scoring": 0.0, "weights": 0.1, "other": 0.2}
+
+
+def test_empty_slots_while_scores_are_missing_are_scoring() -> None:
+    found = parts(*generated(0, 0.0, 2.0), Scored(10.0, 0, 1.0), updated(10.0, 0), Phase(10.0, "end"))
+    assert found["generation"] == pytest.approx(0.2) and found["scoring"] == pytest.approx(0.8)
+
+
+def test_slots_that_drain_before_the_last_response_ends_are_generation() -> None:
+    log = (*generated(0, 0.0, 2.0), Scored(2.0, 0, 1.0), *generated(1, 9.0, 10.0), Scored(10.0, 1, 1.0))
+    assert parts(*log, updated(10.0, 0, 1), Phase(10.0, "end"))["scoring"] == 0
+    assert parts(*log[:4], Phase(8.0, "end"))["scoring"] == 0, "nor if the harvest is not over yet"
+
+
+def test_a_busy_engine_ahead_of_the_scores_waits_for_them() -> None:
+    """One of eight responses has a score when the update is made: the engine worked for later updates."""
+    log = [event for i in range(8) for event in generated(i, float(i), i + 1.0)]
+    assert parts(*log, Scored(8.0, 0, 1.0), updated(8.0, 0), Phase(8.0, "end"))["scoring"] == pytest.approx(
+        7 / 8 * 7 / 8
+    )
+
+
+def test_a_backlog_that_does_not_grow_is_no_bottleneck() -> None:
+    """Every score takes 3 s, as long as three responses, but each second has its score."""
+    log: list[Event] = []
+    for i in range(50):
+        log += generated(i, float(i), i + 1.0)
+        if i >= 3:
+            log += [Scored(i + 1.0, i - 3, 1.0), updated(i + 1.0, i - 3), Published(i + 1.0, i)]
+    found = parts(*log, Phase(50.0, "end"))
+    assert found["scoring"] < 0.1 and found["generation"] > 0.9
+
+
+def test_with_overlap_the_run_waits_for_the_learner_until_it_publishes() -> None:
+    found = parts(
+        *generated(0, 0.0, 1.0), Scored(1.0, 0, 1.0), updated(1.0, 0), *generated(1, 1.0, 9.0), Scored(9.0, 1, 1.0),
+        Published(9.0, 1), updated(10.0, 1), Published(10.0, 2), Phase(10.0, "end"),
+    )  # fmt: skip
+    assert found["learner"] == pytest.approx(0.8) and found["generation"] == pytest.approx(0.2)
+
+
+@given(troubled())
+def test_the_parts_of_any_run_add_up_to_one(scenario: Scenario) -> None:
+    found = Run(scenario).to_end().run_metrics.wall_parts
+    assert set(found) == set(PARTS) and min(found.values()) >= 0
+    assert sum(found.values()) == pytest.approx(1) or not any(found.values())
+
+
+class OneAtATime:
+    """Seconds until a score is there, if responses are scored one after the other."""
+
+    def __init__(self, now: Callable[[], float], seconds: float) -> None:
+        self._now = now
+        self._seconds = seconds
+        self._free_at = 0.0
+
+    def __call__(self, rollout: Rollout) -> float:
+        self._free_at = max(self._free_at, self._now()) + self._seconds
+        return self._free_at - self._now()
+
+
+def run_parts(mode: str, score_seconds: float = 0.0, learner_seconds: float = 0.0) -> dict[str, float]:
+    metrics = Metrics()
+    workload = Workload(
+        lengths=LognormalLengths(limit=512), slots=16, prompts=256, prompt_tokens=8, step_time=PRESETS["h200-8b"]
+    )
+    overlap = mode == "async-pool"  # it needs both
+    schedule = Schedule(
+        mode=mode,
+        rollouts_per_update=16,
+        prompts_per_cohort=64,
+        max_response_tokens=512,
+        score_wait_seconds=1e6,
+        overlap=overlap,
+        max_staleness=8 if overlap else None,
+    )
+    engine = simulated_engine(workload)
+    controller = Controller(
+        engine,
+        Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=1, seed=0),
+        SimulatedScorer(engine, seconds_of=OneAtATime(engine.now, score_seconds)),
+        schedule,
+        log=EventLog(metrics),
+    )
+    for _ in controller:
+        if overlap:
+            controller.carry_on(until=engine.now() + learner_seconds)
+        else:
+            engine.pass_time(learner_seconds)
+        controller.publish()
+    return metrics.run_metrics().wall_parts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_simulated_run_names_its_bottleneck(mode: str) -> None:
+    quick = run_parts(mode)
+    assert bottleneck(quick) == "generation" and quick["scoring"] < 0.02
+    assert bottleneck(run_parts(mode, learner_seconds=100.0)) == "learner"
+    slow = run_parts(mode, score_seconds=2.0)
+    assert bottleneck(slow) == "scoring" and slow["scoring"] > 0.5, slow
+
+
+def test_the_line_names_the_bottleneck_and_the_rest() -> None:
+    found = dict.fromkeys(PARTS, 0.0) | {"weights": 0.6, "generation": 0.3, "other": 0.1}
+    assert bottleneck_line(found) == (
+        "bottleneck: weight updates, 60% of wall-clock time (generation 30%, learner 0%, scoring 0%, other 10%)"
+    )
