@@ -23,6 +23,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.servers.sglang import SglangEngine
 from tiny_llama import tiny_model
+from weight_handles import GPU, fabricated
 
 WITHOUT_KERNELS = Path(__file__).parent / "without_kernels"
 
@@ -89,3 +90,14 @@ class TestServer(ServerTests):
 
 class TestEnds(ServerEnds):
     engine_type = SglangEngine
+
+
+def test_sglang_reads_our_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unpickler allows only what it knows."""
+    from sglang.srt.utils.common import MultiprocessingSerializer
+    from torch.multiprocessing import reductions
+
+    weights = fabricated()
+    payload = weights.for_sglang()
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments[6])
+    assert MultiprocessingSerializer.deserialize(payload) == [(name, GPU) for name in weights.names]

@@ -172,7 +172,7 @@ def test_kept_keys_serve_the_responses_that_were_made_with_them_only(tmp_path: P
     engine = engine_of(tmp_path, 4, reuse_kv_cache=reuse_kv_cache)
     apart = parted_after_a_load(engine, model)
     assert apart > 0.1 if reuse_kv_cache else apart < TOLERANCE
-    assert (engine.reused_kv_tokens > 0) == reuse_kv_cache
+    assert engine.reused_kv_tokens > 0  # of its own response, or of the probe with the same prompt
     engine.close()
 
 

@@ -19,13 +19,15 @@ from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests, endl
 from server_process import ServerProcess, serving
 from sortedrl.cli import main
 from sortedrl.core import Request
-from sortedrl.core.engine import Preempted
+from sortedrl.core.engine import EngineDied, Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL
-from tiny_llama import ON_GPU, tiny_model
+from tiny_llama import ON_GPU, logprobs_of, shake, tiny_model
+from weight_handles import GPU, fabricated
 
 MAX_LENGTH = 256
 
@@ -187,3 +189,41 @@ def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:
 
 class TestEnds(ServerEnds):
     engine_type = VllmServerEngine
+
+
+@pytest.fixture(scope="module")
+def ipc_server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerProcess]:
+    """With the IPC backend. On a GPU the weights really go by CUDA IPC."""
+    flags = ["--weight-transfer-config", '{"backend": "ipc"}']
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    with serving(command(model[0], *flags), tmp_path_factory.mktemp("log") / "server.log", **environment) as made:
+        yield made
+
+
+class TestWeightHandles:
+    def test_every_weight_changes(self, ipc_server: ServerProcess, model: tuple[Path, Any]) -> None:
+        engine = VllmServerEngine(ipc_server.url, slots=SLOTS, eos_token_ids=[2], vocabulary=64)
+        assert engine.takes_handles
+        shake(model[1], seed=5)
+        checked = CheckedWeights(engine, logprobs_of(model[1]), [[5, 6, 7, 8] * 20], tolerance=TOLERANCE)
+        checked.update_weights(dict(model[1].named_parameters()), 1)
+        engine.close()
+
+    def test_handles_of_another_gpu_end_the_engine(self, ipc_server: ServerProcess) -> None:
+        """The last test of this server: it stays paused in the middle of a weight update."""
+        engine = VllmServerEngine(ipc_server.url, slots=SLOTS, eos_token_ids=[2], vocabulary=64)
+        with pytest.raises(EngineDied, match=f"restart the server on the learner's GPU .{GPU}., or without the IPC"):
+            engine._update_from(fabricated(), 2)
+        with pytest.raises(EngineDied):
+            engine.submit([endless(0, 1)])
+        engine.close()
+
+
+def test_vllm_reads_our_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
+
+    weights = fabricated()
+    read = IPCWeightTransferUpdateInfo(**weights.for_vllm())
+    assert read.names == weights.names
+    assert read.ipc_handles == [{GPU: handle} for handle in weights.handles]

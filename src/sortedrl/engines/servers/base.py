@@ -7,7 +7,8 @@ max_running_requests), and a freed slot is refilled immediately by the engine's 
 asyncio. Subclasses hold the details of each server. streams.py handles requests and server failures.
 
 - **Weights** are updated in place, through a folder in memory (`/dev/shm`) that is removed afterwards. The server must
-  be able to read that folder: run it on the same machine, or set `weights_folder` to a shared folder.
+  be able to read that folder: run it on the same machine, or set `weights_folder` to a shared folder. A server that
+  takes handles (vLLM with the IPC backend, on the learner's GPU) gets those instead of a file: weight_handles.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
-from sortedrl.engines.servers.weight_files import WeightFiles, Weights
+from sortedrl.engines.servers.weight_files import WeightFiles, Weights, with_output_layer
+from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
 
 _log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class HttpEngine(ServerStreams):
         self._eos = sorted(set(eos_token_ids))
         self._seeded = seeded
         self._name_prefix = f"sortedrl-{time.time_ns():x}"
+        self._has_hinted = False  # at a faster weight transfer
         super().__init__(
             ServerConnection(self.url, self.api_key),
             StopWatches(tokenizer),
@@ -150,16 +153,36 @@ class HttpEngine(ServerStreams):
         if weights is None or isinstance(weights, Path):
             self._update_from(weights, version)
         else:
-            with self.weight_files.written(weights, version) as folder:
-                self._update_from(folder, version)
+            self._send(with_output_layer(weights), version)
         self.version = version
         self.weight_update_seconds = self.now() - began
 
-    def _update_from(self, folder: Path | None, version: int) -> None:
+    def _send(self, weights: dict[str, Any], version: int) -> None:
+        """By CUDA IPC if the server takes handles and the weights are on one GPU, otherwise in a file."""
+        is_on_gpu = are_on_one_gpu(weights)
+        if is_on_gpu and self.takes_handles:
+            with exported(weights) as handles:
+                self._update_from(handles, version)
+            return
+        if is_on_gpu and self.how_to_take_handles and not self._has_hinted:
+            self._has_hinted = True
+            _log.warning(
+                "%s gets its weights through a file. If it runs on the learner's GPU, CUDA IPC is faster: start it "
+                "with %s",
+                self.url,
+                self.how_to_take_handles,
+            )
+        with self.weight_files.written(weights, version) as folder:
+            self._update_from(folder, version)
+
+    def _update_from(self, source: Path | WeightHandles | None, version: int) -> None:
         try:
-            self._result_of(self._update_weights(folder, version))
+            self._result_of(self._update_weights(source, version))
         except Exception as error:  # for any error, old and new weights may be mixed in the server
-            self._die(f"the weight update to version {version} did not complete ({said(error)}); restart the server")
+            fix = "restart the server"
+            if isinstance(source, WeightHandles):
+                fix += f" on the learner's GPU ({source.gpu}), or without the IPC backend"
+            self._die(f"the weight update to version {version} did not complete ({said(error)}); {fix}")
             raise EngineDied(f"{self.url}: {self._outbox.death}") from error
 
     def close(self) -> None:
@@ -205,18 +228,18 @@ class HttpEngine(ServerStreams):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._connection.close()
 
-    async def _update_weights(self, folder: Path | None, version: int) -> None:
+    async def _update_weights(self, source: Path | WeightHandles | None, version: int) -> None:
         """Update the weights, and verify that the server did not restart meanwhile. Retries while it is busy."""
         began = self.now()
         while True:
             try:
                 before = await self.identity()
                 is_another = before.agrees_with(self._identity) is False
-                if is_another and folder is None:
+                if is_another and source is None:
                     raise Malformed(f"it is a different server: {before}, but it was {self._identity}")
                 if is_another:  # it restarted while idle: fine, since it gets new weights now
                     await self.check_server()
-                tag = await self.update_from_folder(folder, version)
+                tag = await self.update_from(source, version)
                 after = await self.identity()
                 break
             except (Refused, *NOT_REACHED) as error:
@@ -226,7 +249,7 @@ class HttpEngine(ServerStreams):
                     raise
                 await asyncio.sleep(self._outage.retry_at - self.now())
         self._outage.end()
-        expected = Identity(before.process, before.weights if folder is None else tag or after.weights)
+        expected = Identity(before.process, before.weights if source is None else tag or after.weights)
         if expected.agrees_with(after) is False:
             raise Malformed(f"it restarted meanwhile: {after}, but it was {expected}")
         self._identity = expected
@@ -241,7 +264,10 @@ class HttpEngine(ServerStreams):
 
 
 class ServerPool(Pool):
-    """A pool of servers that share one `weights_folder`: weights are written once for all of them."""
+    """A pool of servers that share one `weights_folder`: weights are written once for all of them.
+
+    No handles: a pool's servers have a GPU each.
+    """
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         super().__init__(engines)

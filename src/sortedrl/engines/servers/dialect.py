@@ -15,6 +15,7 @@ from typing import Any
 from sortedrl.core.engine import Request
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.servers.messages import Delta, Identity
+from sortedrl.engines.servers.weight_handles import WeightHandles
 from sortedrl.engines.stop_strings import StopStrings
 
 WEIGHT_UPDATE_SECONDS = 600.0  # time limit of a weight update
@@ -66,6 +67,8 @@ class ServerDialect(ABC):
     version: int  # of the weights
     kv_cache_reuse: KVCacheReuse
     max_length: int | None  # of prompt plus response, if the server reports it
+    takes_handles = False  # the server reads weights by CUDA IPC; `check_server` sets it
+    how_to_take_handles = ""  # the command that starts such a server, if there is one
     _eos: list[int]  # EOS token ids
     _seeded: bool
     _name_prefix: str  # of all our request ids and weight versions at the server
@@ -105,8 +108,8 @@ class ServerDialect(ABC):
         """Abort these requests; returns whether the server will end their streams."""
 
     @abstractmethod
-    async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
-        """Have the server load the weights in this folder in place (None: keep them), and clear all stale KV.
+    async def update_from(self, source: Path | WeightHandles | None, version: int) -> str | None:
+        """Have the server load these weights in place (a folder, handles, or None: keep them), and clear all stale KV.
 
         Returns the weight version that was set on the server, if it supports that.
         """

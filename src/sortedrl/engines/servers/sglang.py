@@ -16,7 +16,8 @@ against a fake server that fails on demand (tests/support/sglang_stand_in.py). N
 - **Seeds**: `seeded=True` sends `sampling_seed`, which SGLang uses only with `--enable-deterministic-inference`.
 - **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`
   (`reuse_kv_cache=True`: without `flush_cache`, see kv_cache_reuse.py). If a step fails, the server stays paused and is
-  given up.
+  given up. With `cuda_ipc=True` they go by CUDA IPC instead of a file (`/update_weights_from_tensor`;
+  weight_handles.py). The server must be on the learner's GPU, which it does not report, so this is off by default.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
+from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _EMPTY_SECONDS = 30.0
 _START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"
@@ -41,6 +43,10 @@ _START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --m
 
 class SglangEngine(HttpEngine):
     """See the module docstring; `url` is, for example, http://127.0.0.1:30000."""
+
+    def __init__(self, url: str, *, cuda_ipc: bool = False, **options: Any) -> None:
+        self.takes_handles = cuda_ipc
+        super().__init__(url, **options)
 
     async def check_server(self) -> None:
         try:
@@ -55,6 +61,14 @@ class SglangEngine(HttpEngine):
                 f"the server has no /server_info or no /v1/loads ({refusal}): it is not SGLang 0.5.23 or newer",
                 f"Start it with {_START.format(slots=self.slots)}",
             ) from None
+        workers = info.get("tp_size", 1)
+        if self.takes_handles and workers != 1:
+            raise ConfigurationError(
+                "cuda_ipc",
+                True,
+                f"the server at {self.url} has {workers} workers, and the handles are valid on the learner's GPU only",
+                "Leave cuda_ipc out, or start the server with --tp-size 1.",
+            )
         if info.get("max_req_input_len"):
             self.max_length = int(info["max_req_input_len"])
         room = sum(load["max_running_requests"] for load in loads)
@@ -151,14 +165,18 @@ class SglangEngine(HttpEngine):
         await asyncio.gather(*(self.call("POST", "/abort_request", body={"rid": name}) for name in names))
         return True
 
-    async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
-        tag = self.weights_name(version) if folder is not None else None
+    async def update_from(self, source: Path | WeightHandles | None, version: int) -> str | None:
+        tag = self.weights_name(version) if source is not None else None
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
         await self._until_empty()
         forget = not self.kv_cache_reuse.survives_update_to(version)
-        if folder is not None:
-            update = {"model_path": str(folder), "flush_cache": forget, "weight_version": tag}
-            answer = await self.call("POST", "/update_weights_from_disk", body=update, seconds=WEIGHT_UPDATE_SECONDS)
+        if source is not None:
+            update: dict[str, Any] = {"flush_cache": forget, "weight_version": tag}
+            if isinstance(source, WeightHandles):
+                path, update["serialized_named_tensors"] = "/update_weights_from_tensor", [source.for_sglang()]
+            else:
+                path, update["model_path"] = "/update_weights_from_disk", str(source)
+            answer = await self.call("POST", path, body=update, seconds=WEIGHT_UPDATE_SECONDS)
             if answer["success"] is not True:
                 raise Refused(400, reason_of(answer))
         elif forget:

@@ -19,7 +19,9 @@
   replays a seed from position 0 when a request is resumed, so a resumed request gets a new seed.
 - **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then a reset of the prefix cache, which
   holds KV of the old weights (`reuse_kv_cache=True`: see kv_cache_reuse.py). If a step fails, the server stays paused
-  and is given up.
+  and is given up. A server on the learner's GPU takes the weights by CUDA IPC instead (weight_handles.py) if it is
+  started with `--weight-transfer-config '{"backend": "ipc"}'` and VLLM_ALLOW_INSECURE_SERIALIZATION=1. vLLM 0.25's
+  IPC backend imports ray: `pip install ray`.
 
 Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1 is based on its source code.
 """
@@ -37,11 +39,14 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
+from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs "
     "--max-num-seqs {slots}"
 )
+_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_WITH_HANDLES = f'{_UNPICKLES}=1 {_START} --weight-transfer-config \'{{{{"backend": "ipc"}}}}\''
 _GENERATE = "/inference/v1/generate"
 _RUNNING = "vllm:num_requests_running"
 _STARTED = "process_start_time_seconds"
@@ -71,6 +76,10 @@ class VllmServerEngine(HttpEngine):
         self.max_length = int(model["max_model_len"])
         self._check_flag("--logprobs-mode", model["logprobs_mode"], model["logprobs_mode"] == "processed_logprobs")
         self._check_flag("--max-num-seqs", scheduler["max_num_seqs"], scheduler["max_num_seqs"] >= self.slots)
+        transfer = info["vllm_config"].get("weight_transfer_config") or {}
+        unpickles = bool((info.get("vllm_env") or {}).get(_UNPICKLES))
+        self.takes_handles = transfer.get("backend") == "ipc" and unpickles
+        self.how_to_take_handles = _WITH_HANDLES.format(slots=self.slots)
 
     def _check_flag(self, flag: str, value: object, is_right: bool) -> None:
         if not is_right:
@@ -160,19 +169,31 @@ class VllmServerEngine(HttpEngine):
                 return False
         return self._can_abort
 
-    async def update_from_folder(self, folder: Path | None, version: int) -> str | None:
+    async def update_from(self, source: Path | WeightHandles | None, version: int) -> str | None:
         keys_stay = self.kv_cache_reuse.survives_update_to(version)
         await self.call("POST", "/pause", mode="abort", clear_cache=str(not keys_stay).lower())
-        if folder is not None:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        if isinstance(source, WeightHandles):
+            await self._take_handles(source)
+        elif source is not None:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
             await self.call("POST", "/collective_rpc", body=reload, seconds=WEIGHT_UPDATE_SECONDS)
-        tag = await self._tag_weights(version) if folder is not None else None
+        tag = await self._tag_weights(version) if source is not None else None
         if not keys_stay:
             emptied = await self.call("POST", "/reset_prefix_cache")
             if isinstance(emptied, dict) and emptied.get("success") is False:
                 raise Refused(500, "the prefix cache, which holds KV of the old weights, was not reset")
         await self.call("POST", "/resume")
         return tag
+
+    async def _take_handles(self, weights: WeightHandles) -> None:
+        """One round of vLLM's weight transfer. The server has copied the weights when its last step returns."""
+        for path, body in (
+            ("/init_weight_transfer_engine", {"init_info": {}}),
+            ("/start_weight_update", None),
+            ("/update_weights", {"update_info": weights.for_vllm()}),
+            ("/finish_weight_update", None),
+        ):
+            await self.call("POST", path, body=body, seconds=WEIGHT_UPDATE_SECONDS)
 
     async def _tag_weights(self, version: int) -> str | None:
         """Set the weight version, so that the server can identify its weights; None if not supported (0.25)."""

@@ -105,17 +105,20 @@ def _take(lock: int) -> bool:
     return True
 
 
-def write_weights(weights: Weights, file: Path) -> None:
-    """Write the file atomically (write, then rename).
-
-    A tied output layer is always written: servers do not update it otherwise.
-    """
-    from safetensors.torch import save_file
-
+def with_output_layer(weights: Weights) -> dict[str, Any]:
+    """All weights by name, with a tied output layer under its own name: servers do not update it otherwise."""
     named = dict(weights)
     embedding = named.get("model.embed_tokens.weight")
     if embedding is not None:
         named.setdefault("lm_head.weight", embedding)
+    return named
+
+
+def write_weights(weights: Weights, file: Path) -> None:
+    """Write the file atomically (write, then rename), with a tied output layer."""
+    from safetensors.torch import save_file
+
+    named = with_output_layer(weights)
     seen: set[int] = set()
     for name, tensor in named.items():
         tensor = tensor.detach().contiguous()

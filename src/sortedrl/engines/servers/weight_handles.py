@@ -1,0 +1,89 @@
+"""Passes weights to a server on the learner's GPU by CUDA IPC: the server opens the learner's tensors and copies them.
+
+No file is written, and the weights never leave the GPU. A handle is valid only as long as its tensor exists, so
+`WeightHandles` keeps every exported tensor (a merged LoRA weight is a temporary one) until the weight update has
+finished. The server unpickles the handles: bind it to loopback.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_DEVICE = 6  # place of the device in the arguments of rebuild_cuda_tensor
+
+
+@dataclass(frozen=True)
+class _Rebuilt:
+    """Unpickles as a tensor."""
+
+    arguments: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        return rebuild_cuda_tensor, self.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHandles:
+    """One entry per weight in each list; `tensors` holds the exported memory."""
+
+    names: list[str]
+    dtypes: list[str]  # such as bfloat16
+    shapes: list[list[int]]
+    handles: list[tuple[Any, ...]]  # arguments of torch's rebuild_cuda_tensor
+    gpu: str  # UUID
+    tensors: list[Any]
+
+    def for_vllm(self) -> dict[str, Any]:
+        """As vLLM's IPC backend reads them over HTTP: handles by GPU, pickled, in base64."""
+        return {
+            "names": self.names,
+            "dtype_names": self.dtypes,
+            "shapes": self.shapes,
+            "ipc_handles_pickled": _pickled([{self.gpu: handle} for handle in self.handles]),
+        }
+
+    def for_sglang(self) -> str:
+        """As SGLang reads them: a list of names and tensors, each rebuilt on the GPU of this UUID."""
+        named = [
+            (name, _Rebuilt((*handle[:_DEVICE], self.gpu, *handle[_DEVICE + 1 :])))
+            for name, handle in zip(self.names, self.handles, strict=True)
+        ]
+        return _pickled(named)
+
+
+def _pickled(value: object) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def are_on_one_gpu(weights: Mapping[str, Any]) -> bool:
+    devices = {getattr(tensor, "device", None) for tensor in weights.values()}
+    return len(devices) == 1 and getattr(devices.pop(), "type", None) == "cuda"
+
+
+@contextmanager
+def exported(weights: Mapping[str, Any]) -> Iterator[WeightHandles]:
+    """Handles of these weights, which must be on one GPU. The server must be done with them when the block ends."""
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    tensors = [tensor.detach().contiguous() for tensor in weights.values()]
+    properties = torch.cuda.get_device_properties(tensors[0].device)
+    torch.cuda.synchronize(tensors[0].device)  # the optimizer's last step may still run
+    try:
+        yield WeightHandles(
+            names=list(weights),
+            dtypes=[str(tensor.dtype).rpartition(".")[2] for tensor in tensors],
+            shapes=[list(tensor.shape) for tensor in tensors],
+            handles=[reduce_tensor(tensor)[1] for tensor in tensors],  # type: ignore[no-untyped-call]
+            gpu=str(properties.uuid),
+            tensors=tensors,
+        )
+    finally:
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

@@ -1,0 +1,62 @@
+"""Weights by CUDA IPC, as far as a machine without CUDA shows: which weights qualify, and what servers get to read.
+
+In tests/with_vllm and tests/with_sglang the servers' own code reads it; benchmarks/weight_transfer.py needs a GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from sortedrl.engines.servers.weight_files import with_output_layer
+from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
+from weight_handles import fabricated
+
+
+def test_weights_on_a_cpu_or_on_two_devices_go_through_a_file() -> None:
+    assert not are_on_one_gpu({})
+    assert not are_on_one_gpu({"a": torch.zeros(2)})
+    assert not are_on_one_gpu({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_without_cuda_nothing_is_exported() -> None:
+    with pytest.raises((RuntimeError, AssertionError)), exported({"a": torch.zeros(2)}):
+        pass
+
+
+def test_a_tied_output_layer_is_exported_under_its_own_name() -> None:
+    embedding = torch.zeros(2)
+    assert with_output_layer(iter([("model.embed_tokens.weight", embedding)]))["lm_head.weight"] is embedding
+    own = torch.ones(2)
+    both = {"model.embed_tokens.weight": embedding, "lm_head.weight": own}
+    assert with_output_layer(both)["lm_head.weight"] is own
+
+
+def test_vllm_gets_every_handle_under_the_gpu() -> None:
+    weights = fabricated()
+    read = pickle.loads(base64.b64decode(weights.for_vllm()["ipc_handles_pickled"]))
+    assert read == [{weights.gpu: handle} for handle in weights.handles]
+
+
+def test_sglang_gets_tensors_that_are_rebuilt_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = fabricated()
+    payload = weights.for_sglang()  # before the patch: it refers to torch's function by name
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: calls.append(arguments) or len(calls))
+    assert pickle.loads(base64.b64decode(payload)) == [(name, i + 1) for i, name in enumerate(weights.names)]
+    for call, handle in zip(calls, weights.handles, strict=True):
+        assert call[6] == weights.gpu and call[:6] + call[7:] == handle[:6] + handle[7:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_handles_describe_their_tensors() -> None:
+    named = {"a": torch.ones(2, 3, device="cuda", dtype=torch.bfloat16), "b": torch.ones(4, 2, device="cuda").T}
+    with exported(named) as weights:
+        assert isinstance(weights, WeightHandles)
+        assert weights.shapes == [[2, 3], [2, 4]] and weights.dtypes == ["bfloat16", "float32"]
+        assert all(tensor.is_contiguous() for tensor in weights.tensors)

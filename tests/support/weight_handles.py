@@ -1,0 +1,41 @@
+"""Weight handles as CUDA would make them, for machines without it: the same types in the same places."""
+
+from __future__ import annotations
+
+import torch
+
+from sortedrl.engines.servers.weight_handles import WeightHandles
+
+GPU = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+def fabricated() -> WeightHandles:
+    tensors = [torch.zeros(4, 3), torch.zeros(5)]
+    handles = [
+        (
+            type(tensor),
+            tensor.size(),
+            tensor.stride(),
+            0,  # offset
+            torch.storage.TypedStorage,
+            tensor.dtype,
+            0,  # device
+            b"handle",
+            tensor.nbytes,
+            0,
+            False,
+            b"reference counter",
+            0,
+            b"event",
+            True,
+        )
+        for tensor in tensors
+    ]
+    return WeightHandles(
+        names=["model.embed_tokens.weight", "model.norm.weight"],
+        dtypes=["float32", "float32"],
+        shapes=[list(tensor.shape) for tensor in tensors],
+        handles=handles,
+        gpu=GPU,
+        tensors=tensors,
+    )
