@@ -45,13 +45,13 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.cli.parse import parsed
-from sortedrl.config import Train
 from sortedrl.core.events import HarvestBegan, Published, Updated, read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.tasks.encode import prompt_text
 from sortedrl.training.resources import Resources, read_resources
+from sortedrl.training.settings import TrainSettings
 
 TARGET = 2.0  # trained rollouts per second, as a multiple of TRL's
 UPDATES_PER_COHORT = 4
@@ -224,7 +224,7 @@ def run_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
 
 
 def _train_with_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
-    settings = parsed(Train, flags, "beside_trl")
+    settings = parsed(TrainSettings, flags, "beside_trl")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     resources = read_resources(settings, print)
@@ -256,7 +256,7 @@ def _train_with_trl(setting: TrlSetting, flags: Sequence[str]) -> Run:
     return recorder.result()
 
 
-def prompts_in_loading_order(resources: Resources, settings: Train) -> list[Prompt]:
+def prompts_in_loading_order(resources: Resources, settings: TrainSettings) -> list[Prompt]:
     """The prompts that our run loads, in that order: TRL must not shuffle them."""
     data = Prompts(resources.train, epochs=settings.epochs, seed=settings.seed)
     return data.take(
@@ -264,12 +264,12 @@ def prompts_in_loading_order(resources: Resources, settings: Train) -> list[Prom
     )
 
 
-def _updates(settings: Train) -> int:
+def _updates(settings: TrainSettings) -> int:
     assert settings.updates is not None  # flags_for sets it
     return settings.updates
 
 
-def trl_config(setting: TrlSetting, settings: Train, folder: str) -> GRPOConfig:
+def trl_config(setting: TrlSetting, settings: TrainSettings, folder: str) -> GRPOConfig:
     rollouts_per_generation = setting.updates_per_generation * settings.rollouts_per_update
     limit = settings.max_prompt_tokens + settings.max_response_tokens
     continuous_batching = {
@@ -411,7 +411,7 @@ def headline(runs: Runs, fastest: str, repeats: int) -> list[str]:
 def as_json(args: argparse.Namespace, runs: Runs, fastest: str) -> dict[str, Any]:
     return {
         "arguments": {**vars(args), "json": str(args.json)},
-        "settings": parsed(Train, flags_for(args, MODES[0], 0), "beside_trl").model_dump(mode="json"),
+        "settings": parsed(TrainSettings, flags_for(args, MODES[0], 0), "beside_trl").model_dump(mode="json"),
         "trl_settings": {name: asdict(setting) for name, setting in TRL_SETTINGS.items()},
         "versions": {
             "torch": torch.__version__,
@@ -466,8 +466,8 @@ def check(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ConfigurationError("repeats", args.repeats, "nothing would be measured", "Use 3.")
     for mode in MODES:
-        parsed(Train, flags_for(args, mode, 0), "beside_trl").check()
-    settings = parsed(Train, flags_for(args, MODES[0], 0), "beside_trl")
+        parsed(TrainSettings, flags_for(args, mode, 0), "beside_trl").check()
+    settings = parsed(TrainSettings, flags_for(args, MODES[0], 0), "beside_trl")
     resources = read_resources(settings, print)
     check_tokens_agree(resources.train, resources.tokenizer)
     needed = args.updates * args.rollouts_per_update // args.rollouts_per_prompt

@@ -31,10 +31,10 @@ from typing import Any
 from rich.console import Console as Terminal
 from rich.live import Live
 
-from sortedrl.config import Train
 from sortedrl.core.events import EventLog
 from sortedrl.observe.console import PanelConsole
 from sortedrl.training import trainer as app
+from sortedrl.training.settings import TrainSettings
 
 LIMIT = 0.01
 DRAWING = "drawing"
@@ -96,7 +96,7 @@ def main() -> int:
         setattr(owner, name, clocks.around(part, getattr(owner, name)))
     console = PanelConsole(terminal(100))
     with tempfile.TemporaryDirectory() as folder:
-        settings = Train(updates=arguments.updates, threads=arguments.threads, out=Path(folder) / "run")
+        settings = TrainSettings(updates=arguments.updates, threads=arguments.threads, out=Path(folder) / "run")
         wall, cpu = time.perf_counter(), time.thread_time()
         app.train(settings, console.log, console)
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu

@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from server_process import serving
-from sortedrl.bench_run import machine
 from sortedrl.cli import main as sortedrl
 from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.studies.measurements import machine
 
 SLOTS = 32
 SIZES = [

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sortedrl.config import Bench
 from sortedrl.studies import bench
+from sortedrl.studies.bench import BenchSettings, bench_schedule, bench_workload
 from sortedrl.studies.workload import limit
 
 MEASURED = Path(__file__).parent / "measured" / "h200-8b"
@@ -29,11 +29,11 @@ FIRST_DAY = {
 TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "rollouts_per_update", "prompts_per_cohort")
 
 
-def settings_of(path: Path, written: dict[str, Any]) -> Bench:
+def settings_of(path: Path, written: dict[str, Any]) -> BenchSettings:
     """The settings of the run, with the profile measured on the same day."""
     saved = written["settings"]
     profile = MEASURED / ("profile.json" if path.stem in FIRST_DAY else "profile_second.json")
-    return Bench(
+    return BenchSettings(
         engine="vllm",
         engine_options=saved["engine_options"],
         step_time=str(profile),
@@ -57,7 +57,7 @@ def rows() -> Iterator[Row]:
         for mode, found in written.get("modes", {}).items():
             settings = settings_of(path, written)
             said = bench.predicted(
-                bench.Case.parsed(mode), settings.workload(settings.cohorts), settings.schedule(), found["updates"]
+                bench.Case.parsed(mode), bench_workload(settings), bench_schedule(settings), found["updates"]
             )
             off = said["goodput"] / found["goodput"] - 1
             yield Row(path.stem, mode, found, off, 100 * (said["bubble"] - found["bubble"]))
@@ -75,7 +75,8 @@ def main() -> None:
     for profile in ("profile.json", "profile_second.json"):
         settings = settings_of(four, json.loads(four.read_text(encoding="utf-8")))
         settings = settings.model_copy(update={"step_time": str(MEASURED / profile)})
-        print(f"limit of four cohorts by {profile}: {limit(settings.workload(4), settings.schedule()):,.0f} tok/s")
+        most = limit(bench_workload(settings, 4), bench_schedule(settings))
+        print(f"limit of four cohorts by {profile}: {most:,.0f} tok/s")
 
 
 if __name__ == "__main__":

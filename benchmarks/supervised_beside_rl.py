@@ -27,13 +27,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sortedrl.cli.parse import parsed
-from sortedrl.config import Train
 from sortedrl.core.engine import Sampling
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
 from sortedrl.tasks.scoring import DirectScorer, reward_function
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
 from sortedrl.training.resources import Resources, read_resources
+from sortedrl.training.settings import TrainSettings
 from sortedrl.training.trainer import embedded_engine, evaluate
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
@@ -124,7 +124,7 @@ def train_supervised(resources: Resources, seconds: float, learning_rate: float,
     return steps, tokens_seen
 
 
-def score(resources: Resources, settings: Train) -> Evaluation:
+def score(resources: Resources, settings: TrainSettings) -> Evaluation:
     """Scores like `sortedrl train`."""
     return evaluate(
         embedded_engine(settings, resources.model, resources.tokenizer),
@@ -148,7 +148,7 @@ def run_rl(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def run_supervised(flags: Sequence[str], seconds: float, learning_rate: float) -> dict[str, Any]:
-    settings = parsed(Train, flags, "supervised_beside_rl")
+    settings = parsed(TrainSettings, flags, "supervised_beside_rl")
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.threads)
     resources = read_resources(settings, print)

@@ -50,13 +50,13 @@ from transformers import PrinterCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.cli.parse import parsed
-from sortedrl.config import Train
 from sortedrl.core.events import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.encode import prompt_text
 from sortedrl.training.resources import Resources, read_resources
+from sortedrl.training.settings import TrainSettings
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
 PLAIN = ("trl: generate", "trl: generate, 4 micro-batches", "trl: continuous batching")
@@ -108,7 +108,7 @@ class BubbleRecorder(TrlRecorder):
 
 def train(contender: Contender, flags: Sequence[str]) -> Result:
     """Run in this process."""
-    settings = parsed(Train, flags, "trl_integration")
+    settings = parsed(TrainSettings, flags, "trl_integration")
     torch.set_num_threads(settings.threads)
     resources = read_resources(settings, lambda line: None)
     order = Prompts(resources.train, seed=settings.seed)

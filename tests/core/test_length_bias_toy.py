@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sortedrl.learner.advantages import AdvantageBaseline, Algorithm, CohortStatistics, reward_advantages
+from sortedrl.learner.advantages import CohortStatistics, reward_advantages
+from sortedrl.learner.settings import AdvantageBaseline, Algorithm
 
 PROMPTS, SIBLINGS, BATCHES, COHORTS = 64, 8, 4, 400
 DIFFICULTY_SPREAD = CHOICE_SPREAD = 0.5**0.5  # log-length has deviation 1; half its variance is the policy's

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from paced import PacedEngine
-from sortedrl.config import Train
 from sortedrl.core import Controller, EngineDied, Prompts, Schedule, ScoreAtOnce
 from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.metrics import Metrics
+from sortedrl.training.settings import TrainSettings
 
 STEP_SECONDS = 0.1
 
@@ -162,4 +162,4 @@ def test_time_after_a_load_is_not_a_drain() -> None:
 )
 def test_overlap_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Train(overlap=True, **settings).check()
+        TrainSettings(overlap=True, **settings).check()

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.learner.advantages import (
-    AdvantageBaseline,
     CohortStatistics,
     Moments,
     explained_variance,
@@ -23,6 +22,7 @@ from sortedrl.learner.advantages import (
     rloo_advantages,
     zero_variance,
 )
+from sortedrl.learner.settings import AdvantageBaseline
 
 numbers = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=20)
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from sortedrl.config import Train
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.batching import (
     OVERHEAD_TOKENS,
@@ -31,6 +30,8 @@ from sortedrl.learner.learner import Learner
 from sortedrl.learner.models import TokenScorer
 from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
 from sortedrl.learner.settings import LearnerSettings, off_policy_correction_for
+from sortedrl.training.build import learner_settings_of
+from sortedrl.training.settings import TrainSettings
 
 VOCABULARY = 31
 NO_CLIPPING = math.inf
@@ -565,8 +566,8 @@ def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
 
 
 def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
-    settings = Train(rollouts_per_update=32, prompts_per_cohort=8, max_response_tokens=200)
-    assert settings.learner_settings().normalizer_tokens == 32 * 200
+    settings = TrainSettings(rollouts_per_update=32, prompts_per_cohort=8, max_response_tokens=200)
+    assert learner_settings_of(settings).normalizer_tokens == 32 * 200
 
 
 def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sortedrl.learner.losses import (
-    Aggregation,
-    OffPolicyCorrection,
-    RatioLevel,
     effective_sample_fraction,
     kl_k3,
     policy_loss,
@@ -22,6 +19,7 @@ from sortedrl.learner.losses import (
     token_weights,
     within_second_moment,
 )
+from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
 
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
 CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "tis", "mask", "decoupled", "m2po"]

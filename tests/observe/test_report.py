@@ -21,7 +21,6 @@ from scenarios import MODES, run
 from sortedrl.cli import main
 from sortedrl.cli.parse import parsed
 from sortedrl.cli.train import command_for
-from sortedrl.config import Train, as_json
 from sortedrl.core import Schedule, events
 from sortedrl.core.events import Event, JsonLines, read_events, read_intact
 from sortedrl.engines.lengths import LognormalLengths
@@ -33,8 +32,10 @@ from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
 from sortedrl.observe.report.series import series_of
 from sortedrl.observe.timeline import OUTCOMES, slices
+from sortedrl.settings.base import as_json
 from sortedrl.studies.workload import Workload
 from sortedrl.studies.workload import run as simulate
+from sortedrl.training.settings import TrainSettings
 
 SMALL = Workload(
     lengths=LognormalLengths(mu=4.0, between=0.8, within=0.6, limit=400),
@@ -385,7 +386,7 @@ def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence
 def run_folder(path: Path, *, seed: int = 0) -> Path:
     """A simulated log with the files of a training run around it."""
     simulated_log(path / "events.jsonl", "partial", seed=seed)
-    settings = Train(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
+    settings = TrainSettings(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
     (path / "config.json").write_text(json.dumps(as_json(settings)))
     held_out = {"update": 0, "seconds": 0.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}}
     update = {"update": 1, "reward": 0.5, "clipped_fraction": 0.02, "mismatch_kl": 1e-4, "stale_ratio_mean": 1.1}
@@ -437,7 +438,7 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
 
 
 def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Train(
+    settings = TrainSettings(
         mode="on-policy", seed=7, task_options={"characters": "3"}, shuffle_rewards=True, max_staleness=None, data=None,
         updates=None, learning_rate=1e-5, model="a model",
     )  # fmt: skip
@@ -448,9 +449,9 @@ def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest
     assert after.startswith("sortedrl train --model 'a model' ")
     monkeypatch.chdir(tmp_path)
     subprocess.run(command.split(" && ")[0], shell=True, check=True)
-    again = parsed(Train, shlex.split(after)[2:], "sortedrl train")
+    again = parsed(TrainSettings, shlex.split(after)[2:], "sortedrl train")
     assert as_json(again) == as_json(settings)
-    plain = command_for(as_json(Train(seed=3)))
+    plain = command_for(as_json(TrainSettings(seed=3)))
     assert plain == "sortedrl train --mode partial+elevator --seed 3"
     assert command_for({"not": "a training run"}) is None
 

@@ -194,7 +194,7 @@ def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.Mon
 
 
 def test_a_resumed_run_may_change_where_its_metrics_go() -> None:
-    from sortedrl.config import EXTENDING_KEYS
+    from sortedrl.training.settings import EXTENDING_KEYS
 
     assert {"tracker", "prometheus_port"} <= EXTENDING_KEYS
 

@@ -13,7 +13,6 @@ import pytest
 
 from engine_contract import EngineContract, Ledger, resumed
 from sortedrl.cli import main
-from sortedrl.config import Bench, Simulate
 from sortedrl.core.engine import Engine, Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -22,7 +21,12 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.studies import bench, profile
+from sortedrl.studies.bench import BenchSettings, bench_workload
+from sortedrl.studies.measurements import warm_up
+from sortedrl.studies.profile_file import Profile, read
+from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload import Workload
+from sortedrl.studies.workload_settings import simulated_workload
 
 STEP_TIME = StepTime(((1, 0.004), (8, 0.005), (31, 0.009)), per_cached_token=3e-8, per_prefill_token=2e-5)
 ENDLESS = 1 << 30
@@ -55,7 +59,7 @@ def test_a_profile_finds_the_step_time_that_an_engine_has() -> None:
     engine = endless_engine(32)
     cells = profile.measure(engine, profile.cells_for(32, 2048, math.inf), 1000, steps=40, repeats=1)
     assert {cell.running for cell in cells} == {1, 4, 8, 16, 31} and len({cell.context for cell in cells}) == 3
-    found = profile.Profile("simulated", "", 32, tuple(cells), profile.prefill_of(cells), None, None, None, "here")
+    found = Profile("simulated", "", 32, tuple(cells), profile.prefill_of(cells), None, None, None, "here")
     fitted = found.step_time()
     for running in (1, 8, 31):
         assert fitted.at(running) == pytest.approx(STEP_TIME.at(running), rel=0.02)
@@ -66,18 +70,21 @@ def test_a_profile_finds_the_step_time_that_an_engine_has() -> None:
 
 def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, capsys: Any) -> None:
     cells = tuple(profile.measure(endless_engine(8), profile.cells_for(8, 512, math.inf), 100, steps=8, repeats=1))
-    found = profile.Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here")
+    found = Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here")
     path = tmp_path / "profile.json"
     found.write(path)
-    assert profile.read(path) == found
-    assert profile.read(path).step_time().prefill_tokens_per_step == 2048
+    assert read(path) == found
+    assert read(path).step_time().prefill_tokens_per_step == 2048
     arguments = ["simulate", "--step-time", str(path), "--slots", "8", "--rollouts-per-update", "8"]
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
-    assert Simulate(step_time=str(path)).workload(2).weight_update_seconds == 0.1
-    assert Simulate(step_time=str(path), weight_update_seconds=0.0).workload(2).weight_update_seconds == 0.0
-    assert Bench(step_time=str(path)).workload(2).weight_update_seconds == 0.0  # it loads none
+    assert simulated_workload(SimulateSettings(step_time=str(path)), 2).weight_update_seconds == 0.1
+    assert (
+        simulated_workload(SimulateSettings(step_time=str(path), weight_update_seconds=0.0), 2).weight_update_seconds
+        == 0.0
+    )
+    assert bench_workload(BenchSettings(step_time=str(path))).weight_update_seconds == 0.0  # it loads none
     replace(found, cells=(replace(cells[0], step_seconds=0.0), *cells[1:])).write(path)
     assert main(arguments) == 2
     assert "an impossible time" in capsys.readouterr().err
@@ -185,13 +192,13 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     [("True", True), ("false", False), ("False", False), ("None", None), ("0.5", 0.5), ("dummy", "dummy")],
 )
 def test_options_of_an_engine_are_what_they_look_like(text: str, value: object) -> None:
-    assert Bench(engine="vllm", engine_options={"option": text}).resolved_engine_options() == {"option": value}
+    assert BenchSettings(engine="vllm", engine_options={"option": text}).resolved_engine_options() == {"option": value}
 
 
 def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
-    assert not Bench(engine="vllm").workload(1).reuse_kv_cache
-    assert Bench(engine="vllm", engine_options={"reuse_kv_cache": "True"}).workload(1).reuse_kv_cache
-    assert Simulate(reuse_kv_cache=True).workload(1).reuse_kv_cache
+    assert not bench_workload(BenchSettings(engine="vllm")).reuse_kv_cache
+    assert bench_workload(BenchSettings(engine="vllm", engine_options={"reuse_kv_cache": "True"})).reuse_kv_cache
+    assert simulated_workload(SimulateSettings(reuse_kv_cache=True), 1).reuse_kv_cache
 
 
 def test_bench_honours_the_settings_of_the_schedule() -> None:
@@ -217,7 +224,7 @@ class Seen(ForcedLengths):
 def test_no_measurement_finds_its_keys_in_a_cache() -> None:
     """No prompt begins as another one does, in the profile and in the limit, the warm-up included."""
     engine = Seen(12)
-    bench.warm_up(engine, 1000, 400)
+    warm_up(engine, 1000, 400)
     profile.measure(engine, profile.cells_for(12, 400, math.inf), 1000, steps=2, repeats=2)
     beginnings = [prompt[:8] for prompt in engine.prompts]
     assert len(set(beginnings)) == len(beginnings)

@@ -47,16 +47,16 @@ def test_the_users_threads_win() -> None:
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from sortedrl.config import Train
-    from sortedrl.training.trainer import set_threads
+    from sortedrl.training.build import set_threads
+    from sortedrl.training.settings import TrainSettings
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
     before = torch.get_num_threads()
     try:
-        set_threads(Train(threads=3, device="cpu"), model)
+        set_threads(TrainSettings(threads=3, device="cpu"), model)
         assert torch.get_num_threads() == 3
-        set_threads(Train(device="cpu"), model)
+        set_threads(TrainSettings(device="cpu"), model)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -18,10 +18,10 @@ import toy
 from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
-from sortedrl.config import Train
 from sortedrl.core import events
 from sortedrl.core.events import read_events, read_intact, without_rolled_back
 from sortedrl.training.run_dir import RunFolder
+from sortedrl.training.settings import TrainSettings
 
 SMALL = [
     *("--task", "toy:SayA", "--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "4"),
@@ -276,10 +276,10 @@ def test_two_runs_of_the_same_second_have_a_folder_each(tmp_path: Path, monkeypa
     """Both look for a free name before either makes its folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sortedrl.training.run_dir.time.strftime", lambda text: "now")
-    folders = [RunFolder.unused(Train()) for _ in range(2)]
+    folders = [RunFolder.unused(TrainSettings()) for _ in range(2)]
     for folder in folders:
-        folder.create(Train(), print)
-    later = RunFolder.unused(Train())
+        folder.create(TrainSettings(), print)
+    later = RunFolder.unused(TrainSettings())
     names = ["now-partial+elevator-seed0", "now-partial+elevator-seed0-2", "now-partial+elevator-seed0-3"]
     assert [folder.path.name for folder in (*folders, later)] == names
     assert folders[1].checkpoints.parent == folders[1].path

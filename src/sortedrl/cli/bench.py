@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 
 from sortedrl import __version__
-from sortedrl.bench_run import run_bench
 from sortedrl.cli.output import line_log, table_console
 from sortedrl.cli.workload import print_dry_run
-from sortedrl.config import Bench, as_json
+from sortedrl.settings.base import as_json
 from sortedrl.studies import tables
+from sortedrl.studies.bench import BenchSettings, bench_schedule, run_bench
 
-SETTINGS = Bench
+SETTINGS = BenchSettings
 
 
-def run(settings: Bench) -> int:
+def run(settings: BenchSettings) -> int:
     if settings.dry_run:
-        return print_dry_run(settings, settings.schedule(), settings.cohorts * settings.prompts_per_cohort)
+        return print_dry_run(settings, bench_schedule(settings), settings.cohorts * settings.prompts_per_cohort)
     found = run_bench(settings, line_log(settings))
     if settings.json_output:
         print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))

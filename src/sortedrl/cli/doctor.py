@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 
 from sortedrl.cli.output import print_settings, table_console
-from sortedrl.config import Settings
 from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.settings.base import Settings
 from sortedrl.studies import doctor
 
 

@@ -6,12 +6,13 @@ import json
 
 from sortedrl.cli import train_extra
 from sortedrl.cli.output import ProgressBar, line_log, print_settings
-from sortedrl.config import Evaluate, as_json
+from sortedrl.settings.base import as_json
+from sortedrl.training.settings import EvalSettings
 
-SETTINGS = Evaluate
+SETTINGS = EvalSettings
 
 
-def run(settings: Evaluate) -> int:
+def run(settings: EvalSettings) -> int:
     if settings.dry_run:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
         print_settings(as_json(settings), derived, as_object=settings.json_output)

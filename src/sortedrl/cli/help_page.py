@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from sortedrl.config import Settings
+from sortedrl.settings.base import Settings
 
 GROUPS = {
     "what to read": ("run", "runs"),
@@ -91,7 +91,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def _grouped(kind: type[Settings]) -> Iterator[tuple[str, list[str]]]:
-    shown = [key for key in kind.model_fields if key not in kind.file_only and key not in kind.not_for_this_command]
+    shown = [key for key in kind.model_fields if key not in kind.file_only]
     for title, members in GROUPS.items():
         keys = [key for key in members if key in shown]
         if keys:

@@ -18,7 +18,6 @@ VALUES = {
     "advantage_baseline": {"siblings": "group"},
     "off_policy_correction": {"plain": "ppo_clip", "truncated": "tis", "masked": "mask"},
 }
-ENGINE_OPTIONS = {"keep_old_keys": "reuse_kv_cache", "rests": "enable_sleep_mode"}
 
 
 def new_flag_for(old_key: str, known_keys: Container[str]) -> str | None:
@@ -45,13 +44,6 @@ def refuse_old_value(key: str, value: Any) -> None:
     new_value = _new_value(key, value)
     if new_value is not None:
         raise ConfigurationError(key, value, "this value was renamed", f"Use {new_value}.")
-
-
-def refuse_old_engine_options(options: Mapping[str, Any]) -> None:
-    for key in options:
-        if key in ENGINE_OPTIONS:
-            fix = f"Use {ENGINE_OPTIONS[key]} {options[key]}."
-            raise ConfigurationError("engine_options", f"{key} {options[key]}", "this option was renamed", fix)
 
 
 def _new_value(key: str | None, value: Any) -> str | None:

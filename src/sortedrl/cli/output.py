@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sortedrl.config import Settings
 from sortedrl.observe.console import RunConsole, run_console
+from sortedrl.settings.base import Settings
 
 
 def print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> None:

@@ -20,9 +20,10 @@ import tyro
 
 from sortedrl.cli import old_names
 from sortedrl.cli.help_page import flag_of, help_page, type_text
-from sortedrl.config import InvalidSettings, Settings, plain_reason, saved_settings
 from sortedrl.core.errors import UserError
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.settings.base import InvalidSettings, Settings, plain_reason
+from sortedrl.training.settings import saved_settings
 
 S = TypeVar("S", bound=Settings)
 _TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -96,6 +97,8 @@ def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
     new_flag = old_names.new_flag_for(flag.replace("-", "_"), kind.model_fields)
     if new_flag is not None:
         return f"--{flag} was renamed: use {new_flag}"
+    if flag.replace("-", "_") in kind.not_here:
+        return f"no such flag: --{flag}. Reason: {kind.not_here[flag.replace('-', '_')]}"
     known = [flag_of(key) for key in kind.model_fields if key not in kind.file_only]
     near = difflib.get_close_matches(flag, known, n=1)
     return f"no such flag: --{flag}. " + (f"Did you mean --{near[0]}?" if near else f"See {program} --help.")
@@ -166,6 +169,8 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
     old_names.refuse_old_keys(values, kind.model_fields)
     known = [name for name in kind.model_fields if name != "json_output"]
     for key, value in values.items():
+        if key in kind.not_here:
+            raise ConfigurationError(key, value, "no such key", f"Reason: {kind.not_here[key]}.")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."

@@ -8,20 +8,22 @@ from dataclasses import asdict, replace
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, table_console
 from sortedrl.cli.workload import print_dry_run, warn_of_cut_lengths, workload_line
-from sortedrl.config import PlanSettings, as_json
+from sortedrl.settings.base import as_json
 from sortedrl.studies import plan, tables
+from sortedrl.studies.plan import PlanSettings, allowed_by
+from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
 
 SETTINGS = PlanSettings
 
 
 def run(settings: PlanSettings) -> int:
-    schedule = settings.schedule()
-    workload = replace(settings.workload(settings.cohorts), expectation=settings.expectation)
+    schedule = simulated_schedule(settings)
+    workload = replace(simulated_workload(settings, settings.cohorts), expectation=settings.expectation)
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
     warn_of_cut_lengths(settings)
     with ProgressBar("planning", quiet=settings.json_output) as progress:
-        found = plan.plan(workload, schedule, settings.allowed(), settings.seeds, progress)
+        found = plan.plan(workload, schedule, allowed_by(settings), settings.seeds, progress)
     if settings.json_output:
         print(json.dumps({**asdict(found), "settings": as_json(settings), "version": __version__}))
         return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from sortedrl.bench_run import run_profile
 from sortedrl.cli.output import line_log, print_settings
-from sortedrl.config import ProfileSettings, as_json
+from sortedrl.settings.base import as_json
+from sortedrl.studies.profile import ProfileSettings, run_profile
 
 SETTINGS = ProfileSettings
 

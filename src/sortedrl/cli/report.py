@@ -13,11 +13,11 @@ from pydantic import Field
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, print_settings
 from sortedrl.cli.train import command_for
-from sortedrl.config import Settings, as_json
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs
+from sortedrl.settings.base import Settings, as_json
 
 
 class ReportSettings(Settings):

@@ -7,14 +7,16 @@ import json
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, table_console
 from sortedrl.cli.workload import print_dry_run, warn_of_cut_lengths, workload_line
-from sortedrl.config import Simulate, as_json
+from sortedrl.settings.base import as_json
 from sortedrl.studies import answer, simulate, tables
+from sortedrl.studies.simulate import SimulateSettings
+from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
 
-SETTINGS = Simulate
+SETTINGS = SimulateSettings
 
 
-def run(settings: Simulate) -> int:
-    workload, schedule = settings.workload(settings.cohorts), settings.schedule()
+def run(settings: SimulateSettings) -> int:
+    workload, schedule = simulated_workload(settings, settings.cohorts), simulated_schedule(settings)
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)

@@ -11,12 +11,12 @@ import tyro
 from pydantic import Field
 
 from sortedrl.cli.output import print_settings
-from sortedrl.config import Settings, as_json
 from sortedrl.core.atomic_write import atomic_writer
 from sortedrl.core.events import Event, Started, read_intact
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.trace import write_trace
+from sortedrl.settings.base import Settings, as_json
 
 
 class TraceSettings(Settings):

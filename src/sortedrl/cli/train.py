@@ -13,13 +13,14 @@ from typing import Any
 from sortedrl.cli import train_extra
 from sortedrl.cli.help_page import flag_of
 from sortedrl.cli.output import console_of_run, print_settings
-from sortedrl.config import InvalidSettings, Train, as_json
 from sortedrl.core.strategies.base import updates_left
+from sortedrl.settings.base import InvalidSettings, as_json
+from sortedrl.training.settings import TrainingSettings, TrainSettings
 
-SETTINGS = Train
+SETTINGS = TrainSettings
 
 
-def run(settings: Train) -> int:
+def run(settings: TrainSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings)
     trainer = train_extra.trainer()
@@ -30,7 +31,7 @@ def run(settings: Train) -> int:
     return 130 if summary["interrupted"] else 0
 
 
-def print_dry_run(settings: Train) -> int:
+def print_dry_run(settings: TrainingSettings) -> int:
     per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
     context_tokens = settings.max_prompt_tokens + settings.max_response_tokens
     derived = {
@@ -52,15 +53,15 @@ def command_for(saved: dict[str, Any]) -> str | None:
     It names every setting that is not the default, and always mode and seed. Settings without a flag go to a file.
     """
     try:
-        settings = as_json(Train.model_validate(saved))
+        settings = as_json(TrainSettings.model_validate(saved))
     except InvalidSettings:
         return None
-    usual = as_json(Train())
+    usual = as_json(TrainSettings())
     words, rare = ["sortedrl", "train"], []
     for key, value in settings.items():
         if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
             continue
-        if key in Train.file_only:
+        if key in TrainSettings.file_only:
             rare.append(f"{key} = {json.dumps(value)}")
         elif isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{flag_of(key)}")
@@ -74,7 +75,7 @@ def command_for(saved: dict[str, Any]) -> str | None:
     return f"{write_file} > run.toml && {shlex.join([*words, '--config', 'run.toml'])}"
 
 
-def _print_outcome(settings: Train, summary: dict[str, Any]) -> None:
+def _print_outcome(settings: TrainSettings, summary: dict[str, Any]) -> None:
     if settings.json_output:
         print(json.dumps(summary), flush=True)
     elif not summary["interrupted"]:

@@ -11,9 +11,9 @@ import tyro
 from pydantic import Field
 
 from sortedrl.cli.output import console_of_run, print_settings
-from sortedrl.config import Settings, as_json
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe import watch
+from sortedrl.settings.base import Settings, as_json
 
 
 class WatchSettings(Settings):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from sortedrl.cli.output import print_settings
-from sortedrl.config import WorkloadSettings, as_json
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import updates_left
+from sortedrl.settings.base import as_json
+from sortedrl.studies.workload_settings import LengthSettings, SimulatedSettings, WorkloadSettings, lengths_cut
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -25,13 +26,13 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
     return 0
 
 
-def warn_of_cut_lengths(settings: WorkloadSettings) -> None:
-    notice = settings.lengths_cut()
+def warn_of_cut_lengths(settings: LengthSettings) -> None:
+    notice = lengths_cut(settings)
     if notice:
         print(f"sortedrl: {notice}", file=sys.stderr)
 
 
-def workload_line(settings: WorkloadSettings) -> str:
+def workload_line(settings: SimulatedSettings) -> str:
     limit = settings.response_limit()
     lengths = (
         f"{settings.lengths}, limit {limit:,} tokens"

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
-AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
-TruncatedRollouts = Literal["keep", "masked", "zero", "soft_penalty"]
+from sortedrl.learner.settings import AdvantageBaseline, Algorithm, TruncatedRollouts
 
 # Previous cohorts are pooled, latest first, until they hold this many values: the standard error of the mean is then
 # 0.05 standard deviations. With cohorts of the usual size, the latest one is enough, which is closest to the policy.

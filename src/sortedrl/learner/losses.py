@@ -20,15 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled", "m2po"]
-RatioLevel = Literal["token", "sequence"]
-Aggregation = Literal["constant", "token_mean", "sequence_mean"]
+from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
 
 # exp(20) is beyond any meaningful ratio and still far from overflow.
 LARGEST_LOG_RATIO = 20.0

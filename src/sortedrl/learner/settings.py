@@ -1,15 +1,25 @@
-"""The learner's settings. Errors have a reason and a fix."""
+"""The learner's settings, and those of them that `sortedrl train` offers. Errors have a reason and a fix.
+
+This file does not need PyTorch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from sortedrl.core.schedule import Schedule
-from sortedrl.learner.advantages import AdvantageBaseline, Algorithm, TruncatedRollouts
-from sortedrl.learner.losses import Aggregation, OffPolicyCorrection, RatioLevel
+from pydantic import BaseModel, Field
+
+from sortedrl.core.schedule import ConfigurationError, Schedule
+
+Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
+AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
+TruncatedRollouts = Literal["keep", "masked", "zero", "soft_penalty"]
+OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled", "m2po"]
+RatioLevel = Literal["token", "sequence"]
+Aggregation = Literal["constant", "token_mean", "sequence_mean"]
 
 _DEFAULTS = Schedule()
 
@@ -148,6 +158,49 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "gamma": (0, 1, "it must be between 0 and 1"),
     "gae_lambda": (0, 1, "it must be between 0 and 1"),
 }
+
+
+class LearnerFlags(BaseModel):
+    """The learner's settings of `sortedrl train`, with defaults for the built-in model."""
+
+    algorithm: Annotated[Algorithm, Field(description="how advantages are computed")] = "grpo"
+    advantage_baseline: Annotated[
+        AdvantageBaseline | None,
+        Field(description="what is subtracted from a reward; default: the algorithm's own"),
+    ] = None
+    off_policy_correction: Annotated[
+        OffPolicyCorrection | None,
+        Field(description="how stale tokens are corrected; default: decoupled, or tis in on-policy modes"),
+    ] = None
+    learning_rate: Annotated[float, Field(gt=0, description="learning rate after warm-up")] = 3e-4
+    scale_learning_rate_by_ess: Annotated[
+        bool, Field(description="multiply it by the root of the rollouts' effective sample fraction, as in VCPO")
+    ] = False
+    warmup_updates: Annotated[int, Field(ge=0, description="updates of linear learning rate warm-up")] = 2
+    clip_low: Annotated[float, Field(gt=0, lt=1, description="lower clip range of the ratio; see docs/learner.md")] = (
+        0.2
+    )
+    clip_high: Annotated[float, Field(gt=0, description="upper clip range of the ratio")] = 0.28
+    kl_coefficient: Annotated[float, Field(ge=0, description="weight of the KL penalty")] = 0.0
+    entropy_coefficient: Annotated[float, Field(ge=0, description="weight of the entropy bonus")] = 0.0
+    steps_per_update: Annotated[int, Field(ge=1, description="optimizer steps per update")] = 1
+    tokens_per_micro_batch: Annotated[int, Field(ge=1, description="tokens per forward and backward pass")] = 16_384
+    gradient_cosine: Annotated[bool, Field(description="report the cosine of successive gradients")] = False
+    gradient_checkpointing: Annotated[bool, Field(description="less GPU memory, slower updates")] = False
+    lora_rank: Annotated[int, Field(ge=0, description="rank of LoRA adapters; 0: train all weights")] = 0
+
+    def wants_whole_groups(self) -> bool:
+        return (self.advantage_baseline or DEFAULT_ADVANTAGE_BASELINE[self.algorithm]) == "group"
+
+
+def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> LearnerSettings:
+    """The learner's settings for a schedule's mode. `derived` fields have no flag."""
+    given: dict[str, Any] = {name: getattr(flags, name) for name in LearnerFlags.model_fields}
+    given["off_policy_correction"] = flags.off_policy_correction or off_policy_correction_for(mode)
+    try:
+        return LearnerSettings(**given, **derived)
+    except ValueError as error:
+        raise ConfigurationError("algorithm", flags.algorithm, str(error), "See docs/learner.md.") from None
 
 
 def require(holds: bool, name: str, value: object, why: str) -> None:

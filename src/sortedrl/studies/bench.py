@@ -6,28 +6,46 @@ rollouts are prefilled again, as they would be after an update.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
+
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import Engine, Failed, Finished, Request
-from sortedrl.core.events import EventLog, Sink
+from sortedrl.core.events import EventLog, JsonLines, Sink
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import length_of_request
+from sortedrl.engines.settings import EngineSettings, Slots, check_engine
+from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import Metrics
+from sortedrl.settings.base import as_json
+from sortedrl.settings.schedule import Oversubscribe, PromptsPerCohort, RolloutsPerUpdate, schedule_from
 from sortedrl.studies import workload as simulated
+from sortedrl.studies.measurements import Log, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
+from sortedrl.studies.workload_settings import (
+    MedianLength,
+    PromptTokens,
+    WorkloadSettings,
+    check_context_fits,
+    kv_tokens_of,
+    length_of,
+    step_time_of,
+)
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
-
-FIRST_WORD = 10  # lower token ids are often special tokens
-WARM_UP_TOKENS = 48
+from sortedrl.training.engine_choice import bare_engine
 
 
 @dataclass(frozen=True)
@@ -60,27 +78,139 @@ class Case:
         return replace(with_mode(schedule, self.mode), oversubscribe=cap)
 
 
-def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[Prompt]:
-    """One prompt of `tokens` random tokens per place. All differ, so the prefix cache never hits."""
-    words = vocabulary - FIRST_WORD
-    return [
-        Prompt(str(place), [FIRST_WORD + derive_seed(place, i) % words for i in range(tokens)], place)
-        for place in places
-    ]
+class BenchSettings(WorkloadSettings, EngineSettings):
+    """Measure the throughput of each schedule on a real engine, with the same forced lengths for all.
+
+    The default sizes suit the built-in model. Set them for your own model.
+    """
+
+    default_response_limit: ClassVar[int] = 800
+    not_here: ClassVar[Mapping[str, str]] = {
+        "reuse_kv_cache": "in a bench it is an option of the engine: use --engine-options reuse_kv_cache True",
+        "seeds": "a bench runs each mode once: use --seed",
+    } | dict.fromkeys(
+        ("weight_update_seconds", "learner_seconds_per_update", "learner_seconds_per_token", "score_seconds"),
+        "a bench has no learner, no rewards and no weight updates; simulate has them",
+    )
+
+    model: Annotated[
+        str,
+        Field(
+            description="folder or hub name, or built-in; a config.json is enough for vllm with "
+            "--engine-options load_format dummy"
+        ),
+    ] = "built-in"
+    modes: Annotated[
+        tuple[str, ...],
+        Field(min_length=1, description="schedules to run, each as mode[@cold|warm|oracle][*OVERSUBSCRIBE]"),
+    ] = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
+    slots: Slots = 32
+    rollouts_per_update: RolloutsPerUpdate = 32
+    prompts_per_cohort: PromptsPerCohort = 128
+    oversubscribe: Oversubscribe = None
+    prompt_tokens: PromptTokens = 32
+    max_response_tokens: Annotated[
+        int | None, Field(ge=1, description="cut responses here; default: the longest in --lengths, else 800")
+    ] = None
+    median_length: MedianLength = 100.0
+    cohorts: Annotated[int, Field(ge=1, description="length of each run, in cohorts")] = 1
+    updates: Annotated[int | None, Field(ge=1, description="stop each mode after this many updates")] = None
+    limit: Annotated[
+        Literal["simulated", "measured", "none"],
+        Field(description="upper limit of throughput; simulated: from the step time; measured: on the engine"),
+    ] = "none"
+    step_time: Annotated[
+        str, Field(description="profile or preset to predict each mode with; default: no prediction")
+    ] = ""
+    seed: Annotated[int, Field(description="seed of lengths and data order")] = 0
+    out: Annotated[Path | None, Field(description="JSON file, written after every mode")] = None
+    events: Annotated[Path | None, Field(description="folder for event logs, one per mode")] = None
+
+    def check(self) -> None:
+        for case in cases_of(self):
+            strategy_named(case.mode).check(case.schedule(bench_schedule(self)))
+        check_engine(self)
+        check_context_fits(self)
+        if self.prompt_tokens < 1:
+            raise ConfigurationError(
+                "prompt_tokens", self.prompt_tokens, "an engine needs at least one prompt token", "Use 1."
+            )
+        if self.limit == "simulated" and not self.step_time:
+            raise ConfigurationError(
+                "limit", "simulated", "there is no step time to simulate with", "Set --step-time FILE."
+            )
 
 
-def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
-    """Let the engine compile, capture and allocate before timing starts, within `max_length` tokens of context."""
-    tokens = max(1, min(WARM_UP_TOKENS, max_length // 2))
-    prompts = random_prompts(range(engine.slots), max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
-    forced = ForcedLengths(engine, lambda request: tokens)
-    forced.submit([Request(-1 - i, prompt, (), tokens, i) for i, prompt in enumerate(prompts)])
-    left = engine.slots
-    while left:
-        for change in forced.poll():
-            if isinstance(change, Failed):
-                raise RuntimeError(f"the first request to the engine failed: {change.reason}")
-            left -= isinstance(change, Finished)
+def cases_of(settings: BenchSettings) -> list[Case]:
+    return [Case.parsed(text) for text in settings.modes]
+
+
+def bench_schedule(settings: BenchSettings) -> Schedule:
+    return schedule_from(settings, max_response_tokens=settings.response_limit())
+
+
+def bench_workload(settings: BenchSettings, cohorts: int | None = None) -> Workload:
+    """What the simulator predicts with. The KV cache follows the option of the engine."""
+    return Workload(
+        lengths=length_of(settings),
+        step_time=step_time_of(settings) if settings.step_time else PRESETS["memory-bound"],
+        slots=settings.slots,
+        prompts=(cohorts or settings.cohorts) * settings.prompts_per_cohort,
+        prompt_tokens=settings.prompt_tokens,
+        kv_tokens=kv_tokens_of(settings),
+        reuse_kv_cache=bool(settings.resolved_engine_options().get("reuse_kv_cache")),
+    )
+
+
+def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
+    cases, schedule = cases_of(settings), bench_schedule(settings)
+    workload = bench_workload(settings)
+    max_length = settings.prompt_tokens + settings.response_limit()
+    if settings.out is not None:
+        make_folder("out", settings.out.parent)
+    if settings.events is not None:
+        make_folder("events", settings.events)
+    engine, vocabulary = bare_engine(settings, max_length)
+    log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    warm_up(engine, vocabulary, max_length)
+    limit = None
+    if settings.limit == "measured":
+        limit = measured_limit(engine, workload, schedule, vocabulary)
+    elif settings.limit == "simulated":
+        limit = simulated.limit(workload, schedule)
+    found: dict[str, Any] = {"machine": machine(), "engine": settings.engine, "limit": limit, "modes": {}}
+    found["kv_tokens"] = getattr(engine, "kv_tokens", None)
+    began = time.perf_counter()
+
+    def on_update(case: Case, done: int) -> None:
+        log(f"{case.name}: update {done} after {time.perf_counter() - began:.0f} s")
+
+    with ExitStack() as files:
+
+        def sinks(case: Case) -> list[Sink]:
+            if settings.events is None:
+                return []
+            path = settings.events / f"{case.name}.jsonl"
+            return [JsonLines(files.enter_context(path.open("w", encoding="utf-8")))]
+
+        for name, run_metrics in bench(
+            engine,
+            cases,
+            workload,
+            schedule,
+            vocabulary,
+            limit=limit,
+            predict=bool(settings.step_time),
+            max_updates=settings.updates,
+            sinks=sinks,
+            on_update=on_update,
+        ):
+            found["modes"][name] = run_metrics
+            if settings.out is not None:
+                written = {**found, "settings": as_json(settings)}
+                write_atomically(settings.out, json.dumps(written, indent=1) + "\n")
+            log(f"{name}: kept {run_metrics['kept']:,.0f} tok/s, bubble {run_metrics['bubble']:.1%}")
+    return found
 
 
 def run(

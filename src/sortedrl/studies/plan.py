@@ -8,13 +8,16 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies.simulate import Case, compare
 from sortedrl.studies.workload import Workload, with_mode
+from sortedrl.studies.workload_settings import Expectation, SimulatedSettings, check_context_fits, simulated_schedule
 
 CLOSE = 0.02  # of the limit
 BASELINES = ("baseline", "baseline+longest-first")
@@ -35,6 +38,30 @@ class Allowed:
     length_bias: float = 0.02
     staleness_mean: float | None = None
     cohort_updates: int = 4  # the paper found 8 harmful
+
+
+class PlanSettings(SimulatedSettings):
+    """Recommend a mode, cohort size and oversubscription for a workload, or none if you do not need one."""
+
+    not_here: ClassVar[Mapping[str, str]] = {"oversubscribe": "plan tries its own caps; simulate has it"}
+
+    expectation: Annotated[Expectation, Field(description="how well lengths are known in advance")] = "cold"
+    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 5
+    max_cohort_updates: Annotated[
+        int, Field(ge=1, description="largest cohort allowed, in updates; the paper found 8 harmful")
+    ] = 4
+    max_length_bias: Annotated[float, Field(ge=0, description="largest relative bias allowed in trained lengths")] = (
+        0.02
+    )
+    max_staleness_mean: Annotated[float | None, Field(ge=0, description="largest mean staleness of a token")] = None
+
+    def check(self) -> None:
+        simulated_schedule(self)
+        check_context_fits(self)
+
+
+def allowed_by(settings: PlanSettings) -> Allowed:
+    return Allowed(settings.max_length_bias, settings.max_staleness_mean, settings.max_cohort_updates)
 
 
 @dataclass(frozen=True)

@@ -9,67 +9,131 @@ prefill. The remaining requests are aborted. This works with any engine, even if
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from sortedrl.core.atomic_write import write_atomically
+from pydantic import Field
+
 from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.step_time import Point, StepTime, fit_levels
-from sortedrl.studies.bench import random_prompts
+from sortedrl.engines.settings import EngineSettings, Slots, check_engine
+from sortedrl.models import model_named
+from sortedrl.settings.base import Settings
+from sortedrl.studies.measurements import Log, machine, make_folder, random_prompts, warm_up
+from sortedrl.studies.profile_file import Cell, Profile
+from sortedrl.training.engine_choice import bare_engine
 
 _LEAD_TOKENS = 8  # until the batch is in steady state
 _SMALLEST_PREFILL_STEP = 512  # tokens that every engine can prefill in one step
 SHORT_CONTEXT = 32
 
 
-@dataclass(frozen=True)
-class Cell:
-    running: int
-    context: int
-    cached_tokens: float  # total of all running requests, in the middle of the interval
-    step_seconds: float
-    prefill_seconds_per_token: float
+class ProfileSettings(Settings, EngineSettings):
+    """Measure an engine's step time, prefill, KV cache capacity and weight update, for `simulate --step-time FILE`."""
+
+    model: Annotated[
+        str,
+        Field(description="as in bench; for a server, the folder that it serves, whose weights are sent again"),
+    ] = "built-in"
+    slots: Annotated[Slots, Field(ge=3)] = 64
+    max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt and response in all")] = 1024
+    steps: Annotated[int, Field(ge=1, description="decode steps per measurement")] = 48
+    repeats: Annotated[int, Field(ge=1, description="repeats of each measurement; the median is used")] = 3
+    out: Annotated[Path, Field(description="file to write")] = Path("profile.json")
+
+    def check(self) -> None:
+        check_engine(self)
+        cells = cells_for(self.slots, self.max_context_tokens, math.inf, self.steps)
+        if len({running for running, _ in cells}) < 2 or len({context for _, context in cells}) < 2:
+            raise ConfigurationError(
+                "max_context_tokens",
+                self.max_context_tokens,
+                f"measurements of {self.steps} steps at two context lengths and two batch sizes do not fit in it",
+                "Set it higher, or --steps or --slots lower.",
+            )
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The measurements, as written to the file that `--step-time` reads."""
+def run_profile(settings: ProfileSettings, log: Log) -> Profile:
+    make_folder("out", settings.out.parent)
+    engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
+    log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    warm_up(engine, vocabulary, settings.max_context_tokens)
+    kv_tokens = getattr(engine, "kv_tokens", None)
+    room = kv_tokens or engine.slots * settings.max_context_tokens
+    cells = measure(
+        engine,
+        cells_for(engine.slots, settings.max_context_tokens, room, settings.steps),
+        vocabulary,
+        steps=settings.steps,
+        repeats=settings.repeats,
+        on_cell=lambda cell: log(
+            f"{cell.running:4d} running, contexts of {cell.context:5d}: {1e3 * cell.step_seconds:8.3f} ms per step, "
+            f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us per token"
+        ),
+    )
+    weight_update_seconds = _measured_weight_update(engine, settings, log)
+    found = Profile(
+        engine=settings.engine,
+        model=settings.model,
+        slots=engine.slots,
+        cells=tuple(cells),
+        prefill_seconds_per_token=prefill_of(cells),
+        prefill_tokens_per_step=getattr(engine, "prefill_tokens_per_step", None),
+        kv_tokens=kv_tokens,
+        weight_update_seconds=weight_update_seconds,
+        machine=machine(),
+    )
+    found.write(settings.out)
+    fitted = found.step_time()
+    log(
+        f"fit: {1e3 * fitted.at(1):.3f} ms with 1 running, {1e3 * fitted.at(engine.slots):.3f} ms with all, "
+        f"{1e9 * fitted.per_cached_token:.3g} ns a cached token, worst error {found.fit_error():.1%}"
+    )
+    return found
 
-    engine: str
-    model: str
-    slots: int
-    cells: tuple[Cell, ...]
-    prefill_seconds_per_token: float
-    prefill_tokens_per_step: int | None
-    kv_tokens: int | None
-    weight_update_seconds: float | None
-    machine: str
 
-    def step_time(self) -> StepTime:
-        points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in self.cells]
-        fitted = fit_levels(
-            points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}"
-        )
-        return replace(fitted, prefill_tokens_per_step=self.prefill_tokens_per_step)
+def _measured_weight_update(engine: Any, settings: ProfileSettings, log: Log) -> float | None:
+    """Seconds to load new weights, the second time: the first one allocates. None where there is nothing to load."""
+    for version in (1, 2):
+        if (weights := _weights_for(settings)) is None:
+            return None
+        engine.update_weights(weights, version)
+    log(f"weights load in {engine.weight_update_seconds:.2f} s")
+    return float(engine.weight_update_seconds)
 
-    def fit_error(self) -> float:
-        """The largest relative error of the fitted step time over the measured cells."""
-        fitted = self.step_time()
-        return max(
-            abs((fitted.at(cell.running) + fitted.per_cached_token * cell.cached_tokens) / cell.step_seconds - 1)
-            for cell in self.cells
-        )
 
-    def write(self, path: Path) -> None:
-        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+def _weights_for(settings: ProfileSettings) -> Any:
+    """What a learner would hand over: on the engine's device in process, and to a server the weights that it serves.
+
+    The embedded engine runs the learner's own module, and a server's folder must have been named: it keeps them.
+    """
+    if settings.engine == "vllm":
+        return _zeros(model_named(settings.model))
+    files = sorted(Path(settings.model).glob("*.safetensors"))
+    if settings.engine == "embedded" or not files:
+        return None
+    from safetensors.torch import load_file
+
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+def _zeros(model: str) -> Iterator[tuple[str, Any]]:
+    """A weight of each of the model's shapes, under its Hugging Face name, made when it is asked for."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, shape in shapes.items():
+        yield name, torch.zeros(shape.shape, dtype=shape.dtype, device=device)
 
 
 def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float, steps: int = 48) -> list[tuple[int, int]]:
@@ -141,23 +205,3 @@ def prefill_of(cells: Sequence[Cell]) -> float:
     """From the cells with the most prefill tokens: in the others, fixed costs dominate."""
     heaviest = sorted(cells, key=lambda cell: -cell.running * cell.context)[:3]
     return median(cell.prefill_seconds_per_token for cell in heaviest)
-
-
-def read(path: Path) -> Profile:
-    try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
-        times_are_right = (
-            all(0 < cell.step_seconds < math.inf for cell in found.cells)
-            and 0 <= found.prefill_seconds_per_token < math.inf
-            and 0 <= (found.weight_update_seconds or 0.0) < math.inf
-        )
-        if not (found.kv_tokens is None or found.kv_tokens > 0):
-            raise TypeError(f"kv_tokens = {found.kv_tokens}")
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a profile ({error}): create one with sortedrl profile") from None
-    if not times_are_right:
-        raise ValueError(
-            f"{path} contains an impossible time, such as a step of 0 s: create it again with sortedrl profile"
-        )
-    return found

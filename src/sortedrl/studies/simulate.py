@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+from pydantic import Field
 
 from sortedrl.core.events import Event, Updated
-from sortedrl.core.schedule import Schedule
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.observe.metrics import RunMetrics
+from sortedrl.settings.schedule import Oversubscribe
 from sortedrl.studies.workload import Workload, limit, run, with_mode
+from sortedrl.studies.workload_settings import Expectation, SimulatedSettings, check_context_fits, simulated_schedule
 
 DECIDING_MODES = (  # the modes that matter for a choice; `MODES` has all
     "baseline",
@@ -47,6 +53,33 @@ USES_EXPECTATION = frozenset(
         "partial+elevator",
     }
 )
+
+
+class SimulateSettings(SimulatedSettings):
+    """Compare schedules on one simulated workload: what would I gain on my lengths?"""
+
+    oversubscribe: Oversubscribe = None
+    modes: Annotated[tuple[str, ...], Field(min_length=1, description="schedules to compare")] = DECIDING_MODES
+    all_modes: Annotated[
+        bool, tyro.conf.arg(name="all"), Field(description="every mode, each with cold, warm and oracle lengths")
+    ] = False
+    details: Annotated[bool, Field(description="more tables: parts of the bubble, staleness, waiting, prefill")] = False
+    expectations: Annotated[
+        tuple[Expectation, ...],
+        Field(min_length=1, description="how well lengths are known in advance; the first one has the plain mode name"),
+    ] = ("cold", "warm")
+    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 6
+    updates: Annotated[int | None, Field(ge=1, description="stop after this many updates")] = None
+
+    def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:
+        return (MODES, ("cold", "warm", "oracle")) if self.all_modes else (self.modes, self.expectations)
+
+    def check(self) -> None:
+        if self.all_modes and self.modes != DECIDING_MODES:
+            raise ConfigurationError("modes", self.modes, "--all has every mode", "Leave out --all or --modes.")
+        for mode in self.modes_and_expectations()[0]:
+            strategy_named(mode).check(with_mode(simulated_schedule(self), mode))
+        check_context_fits(self)
 
 
 @dataclass(frozen=True)

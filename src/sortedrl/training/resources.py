@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from sortedrl.config import ModelSettings
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import encode
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.task import Task
+from sortedrl.training.build import device_of, dtype_of
+from sortedrl.training.settings import ModelSettings
 
 Log = Callable[[str], None]
 
@@ -56,7 +57,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=settings.torch_dtype())
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype_of(settings))
     except (OSError, ValueError) as error:
         raise unreadable_model(settings.model, error) from None
     if tokenizer.eos_token_id is None:
@@ -64,7 +65,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
             "model", settings.model, "its tokenizer has no EOS token, so no response could end",
             "Set eos_token in its tokenizer_config.json.",
         )  # fmt: skip
-    return tokenizer, model.to(settings.torch_device()).eval()  # type: ignore[arg-type]
+    return tokenizer, model.to(device_of(settings)).eval()  # type: ignore[arg-type]
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sortedrl.config import ModelSettings
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError
@@ -14,6 +13,7 @@ from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_functi
 from sortedrl.tasks.task import Reward
 from sortedrl.tasks.workers import WorkerError, WorkerPool
 from sortedrl.training.resources import Resources
+from sortedrl.training.settings import ModelSettings
 
 Scoring = Literal["at-once", "background"]
 THREADS = 4  # for rewards in this process

@@ -24,14 +24,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from sortedrl.config import EXTENDING_KEYS, Train, as_json, saved_settings
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.errors import UserError
 from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_file
 from sortedrl.core.events import RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
+from sortedrl.training.settings import EXTENDING_KEYS, TrainSettings, saved_settings
 
 Log = Callable[[str], None]
 
@@ -53,7 +54,7 @@ class RunFolder:
         self._lock: FolderLock | None = None
 
     @classmethod
-    def unused(cls, settings: Train) -> RunFolder:
+    def unused(cls, settings: TrainSettings) -> RunFolder:
         """The folder that the settings name, not made yet."""
         path = settings.out or _next_free(_default_path(settings))
         if path.exists():
@@ -61,7 +62,7 @@ class RunFolder:
             raise _exists_already(path)
         return cls(path)
 
-    def create(self, settings: Train, log: Log) -> None:
+    def create(self, settings: TrainSettings, log: Log) -> None:
         """Make the folder. A default name that another run took in the meantime gets a number."""
         try:
             self._make(takes_next_free=settings.out is None)
@@ -85,7 +86,7 @@ class RunFolder:
             self.path = _next_free(self.path)
             self.checkpoints = self.path / "checkpoints"
 
-    def open_to_resume(self, settings: Train, log: Log) -> None:
+    def open_to_resume(self, settings: TrainSettings, log: Log) -> None:
         """Take the lock, remove what a killed run left half-written, and write down the settings, which may extend
         those of the run."""
         self._take_lock(log)
@@ -254,7 +255,7 @@ def cannot_write(path: Path, error: Exception) -> RunFolderError:
     )
 
 
-def refuse_changes(settings: Train, folder: RunFolder, log: Log) -> None:
+def refuse_changes(settings: TrainSettings, folder: RunFolder, log: Log) -> None:
     """A resumed run keeps its settings, except for those that only extend it."""
     saved, notice = saved_settings(folder.path)
     if notice:
@@ -272,7 +273,7 @@ def refuse_changes(settings: Train, folder: RunFolder, log: Log) -> None:
     folder.write("config.json", as_json(settings))
 
 
-def _default_path(settings: Train) -> Path:
+def _default_path(settings: TrainSettings) -> Path:
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
 
 

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.config import SERVERS, Compare, Evaluate, ModelSettings, Train, as_json
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.errors import UserError
@@ -35,6 +33,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
 from sortedrl.engines.embedded.engine import EmbeddedEngine, copy_weights
+from sortedrl.engines.settings import SERVERS
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.models import response_logprobs
@@ -47,12 +46,14 @@ from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers, open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.observe.watch import kept_readable
+from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
-from sortedrl.training.cpu_threads import threads_here
+from sortedrl.training.build import dtype_of, learner_settings_of, set_threads
 from sortedrl.training.engine_choice import server_engine, vllm_engine
 from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
 from sortedrl.training.rewards import EvaluationScores, Rewards, unscored_notice
-from sortedrl.training.run_dir import RunFolder, cannot_write, locked
+from sortedrl.training.run_dir import RunFolder, cannot_write
+from sortedrl.training.settings import EvalSettings, ModelSettings, TrainSettings, schedule_of
 
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
 EVALUATION_WORTH = 64  # `sortedrl eval` stops if a reward function fails on this many responses and scores none
@@ -119,7 +120,7 @@ def engine_for(settings: ModelSettings, resources: Resources, model: PreTrainedM
         eos_token_ids=ends,
         max_length=settings.max_prompt_tokens + settings.max_response_tokens,
         tokenizer=resources.tokenizer,
-        dtype=str(settings.torch_dtype()).removeprefix("torch."),
+        dtype=str(dtype_of(settings)).removeprefix("torch."),
         **vllm_defaults,
     )
     return engine
@@ -160,7 +161,7 @@ class NothingLearnt(UserError, RuntimeError):
 
 
 class TrainingRun:
-    def __init__(self, settings: Train, folder: RunFolder, resources: Resources, console: RunConsole) -> None:
+    def __init__(self, settings: TrainSettings, folder: RunFolder, resources: Resources, console: RunConsole) -> None:
         self.settings = settings
         self.folder = folder
         self.resources = resources
@@ -172,7 +173,7 @@ class TrainingRun:
         self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
         self.engine_shares_model = embedded and not self.has_plain_copy
         self.plain_model = copy.deepcopy(resources.model) if self.has_plain_copy else resources.model
-        self.learner = Learner(resources.model, settings.learner_settings())
+        self.learner = Learner(resources.model, learner_settings_of(settings))
         self.engine = self._engine()
         self.rewards.require_ready()
         self.scorer = self._scorer()
@@ -183,7 +184,7 @@ class TrainingRun:
             self.engine,
             Prompts(resources.train, epochs=settings.epochs, seed=settings.seed),
             self.scorer,
-            settings.schedule(),
+            schedule_of(settings),
             sampling=self.sampling,
             log=self.log,
             max_updates=settings.updates,
@@ -571,15 +572,7 @@ def _interruptible(controller: Controller) -> Iterator[_Signals]:
 # The commands
 
 
-def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
-    """As set; otherwise, on the CPU, chosen by model size and machine load."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    elif settings.torch_device() == "cpu":
-        torch.set_num_threads(threads_here(model.num_parameters()))
-
-
-def train(settings: Train, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
+def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one, there is one log line per update."""
     torch.manual_seed(settings.seed)
     folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
@@ -587,7 +580,7 @@ def train(settings: Train, log: Log, console: RunConsole | None = None) -> dict[
         return _train_in(folder, settings, log, console or PlainConsole(log))
 
 
-def _train_in(folder: RunFolder, settings: Train, log: Log, console: RunConsole) -> dict[str, Any]:
+def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: RunConsole) -> dict[str, Any]:
     resumed: checkpoint.Checkpoint | None = None
     if settings.resume is not None:
         folder.open_to_resume(settings, log)
@@ -614,22 +607,8 @@ def _train_in(folder: RunFolder, settings: Train, log: Log, console: RunConsole)
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
 
 
-def compare(settings: Compare, log: Log, console: RunConsole | None = None) -> list[dict[str, Any]]:
-    """One run per mode and seed; modes alternate, so that a slowdown of the machine affects all of them."""
-    folder = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
-    summaries = []
-    with locked(folder, log):
-        for seed in settings.seeds:
-            for mode in settings.modes:
-                log(f"--- {mode}, seed {seed}")
-                summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), log, console))
-                if summaries[-1]["interrupted"]:
-                    raise KeyboardInterrupt
-    return summaries
-
-
 def evaluate_model(
-    settings: Evaluate, log: Log, on_progress: Callable[[int, int], None] = lambda done, total: None
+    settings: EvalSettings, log: Log, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
     resources = read_resources(settings, log)
     set_threads(settings, resources.model)

@@ -1,0 +1,65 @@
+"""The base class of a command's settings: one typed, flat model, read from flags and files by cli/parse.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+import pydantic
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class InvalidSettings(Exception):
+    """Carries a validation error past tyro, which would print it itself."""
+
+    def __init__(self, error: pydantic.ValidationError) -> None:
+        self.error = error
+
+
+class Settings(BaseModel):
+    """What all commands share."""
+
+    file_only: ClassVar[frozenset[str]] = frozenset()  # rare settings: no flag, only a key of the TOML file
+    positional: ClassVar[tuple[str, ...]] = ()
+    not_here: ClassVar[Mapping[str, str]] = {}  # settings of similar commands: why this one does not have them
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _refuse(cls, values: Any, validate: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(values)
+        except pydantic.ValidationError as error:
+            raise InvalidSettings(error) from None
+
+    config: Annotated[Path | None, Field(description="TOML file with settings; flags win over it")] = None
+    json_output: Annotated[
+        bool, tyro.conf.arg(name="json"), Field(alias="json", description="print one JSON object instead of tables")
+    ] = False
+    dry_run: Annotated[bool, Field(description="print the resolved settings and derived values, and run nothing")] = (
+        False
+    )
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together, with a ConfigurationError."""
+
+
+def as_json(settings: Settings) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(settings.model_dump_json(exclude={"config", "json_output", "dry_run"}))
+    return plain
+
+
+def literal(text: str) -> Any:
+    """A value in JSON or Python notation; any other text stays text."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text
+
+
+def plain_reason(error: Exception) -> str:
+    return f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,0 +1,50 @@
+"""The settings of a schedule, for all commands that have one. core/schedule.py has what they mean and their rules."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from sortedrl.core.schedule import Schedule
+
+RolloutsPerUpdate = Annotated[int, Field(ge=1, description="rollouts that one update trains on")]
+PromptsPerCohort = Annotated[
+    int, Field(ge=1, description="prompts that are loaded together and trained on before the next ones are loaded")
+]
+RolloutsPerPrompt = Annotated[int, Field(ge=1, description="responses per prompt: the group of GRPO and RLOO")]
+Oversubscribe = Annotated[
+    float | None,
+    Field(description="cap on started rollouts, as a multiple of what the update needs; default: the mode's own"),
+]
+
+
+class ScheduleSettings(BaseModel):
+    """A command may set other defaults, with the types above."""
+
+    rollouts_per_update: RolloutsPerUpdate = 128
+    prompts_per_cohort: PromptsPerCohort = 512
+    rollouts_per_prompt: RolloutsPerPrompt = 1
+    max_staleness: Annotated[
+        int | None,
+        Field(description="bound on staleness in versions, for partial modes; the scheduler waits to keep it"),
+    ] = None
+    overlap: Annotated[
+        bool,
+        Field(
+            description="the engine keeps generating while the learner steps; partial modes only, and on real engines "
+            "servers with GPUs of their own"
+        ),
+    ] = False
+
+
+def schedule_from(settings: BaseModel, **derived: Any) -> Schedule:
+    """The schedule with every setting that has the name of one of its fields. `derived` fields win."""
+    names = {field.name for field in fields(Schedule)} & type(settings).model_fields.keys()
+    return Schedule(**({name: getattr(settings, name) for name in names} | derived))
+
+
+def score_wait_seconds(seconds_per_score: float) -> float:
+    """How long a schedule waits for scores: the default, or longer if a score may take longer."""
+    return max(Schedule().score_wait_seconds, 2 * seconds_per_score)

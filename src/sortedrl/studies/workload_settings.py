@@ -1,0 +1,205 @@
+"""The settings of a workload and the schedules to try on it, for simulate, plan and bench."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, Field
+
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
+from sortedrl.engines.settings import Slots
+from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
+from sortedrl.settings.base import Settings, plain_reason
+from sortedrl.settings.schedule import ScheduleSettings, schedule_from, score_wait_seconds
+from sortedrl.studies import profile_file
+from sortedrl.studies.workload import Workload
+
+Expectation = Literal["cold", "warm", "oracle"]
+Read = TypeVar("Read")
+_LENGTHS_FIX = 'Write one number per line, or objects such as {"prompt": "id", "length": 812}.'
+MedianLength = Annotated[
+    float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
+]
+PromptTokens = Annotated[int, Field(ge=0, description="tokens per prompt")]
+
+
+class LengthSettings(BaseModel):
+    """How long prompts and responses are."""
+
+    default_response_limit: ClassVar[int] = 8192
+
+    lengths: Annotated[
+        Path | None, Field(description="JSONL file of your own response lengths; default: drawn from a lognormal")
+    ] = None
+    median_length: MedianLength = 1273.7
+    length_sd_between: Annotated[
+        float, Field(ge=0, le=10, description="standard deviation of log length between prompts")
+    ] = 0.8
+    length_sd_within: Annotated[
+        float, Field(ge=0, le=10, description="standard deviation of log length within a prompt")
+    ] = 0.6
+    prompt_tokens: PromptTokens = 128
+    max_response_tokens: Annotated[
+        int | None, Field(ge=1, description="cut responses here; default: the longest in --lengths, else 8192")
+    ] = None
+
+    @cached_property
+    def replayed_lengths(self) -> ReplayedLengths | None:
+        if self.lengths is None:
+            return None
+        try:
+            return read_lengths(self.lengths)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError("lengths", str(self.lengths), plain_reason(error), _LENGTHS_FIX) from None
+
+    def response_limit(self) -> int:
+        """As set, or the longest response in the file of lengths, so that none of them is cut by default."""
+        if self.max_response_tokens is not None:
+            return self.max_response_tokens
+        return self.default_response_limit if self.replayed_lengths is None else self.replayed_lengths.longest
+
+
+class StepTimeSettings(BaseModel):
+    """How fast the engine is, and how much it can cache."""
+
+    step_time: Annotated[
+        str,
+        Field(
+            description=f"{', '.join(PRESETS)}, a file from sortedrl profile, or a CSV of running,cached_tokens,seconds"
+        ),
+    ] = "h200-8b"
+    prefill_seconds_per_token: Annotated[float | None, Field(ge=0, description="default: part of the step time")] = None
+    kv_tokens: Annotated[
+        int | None, Field(ge=1, description="KV cache capacity in tokens; requests beyond it are preempted")
+    ] = None
+
+
+class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSettings):
+    """A workload and the schedules to try on it."""
+
+    slots: Slots = 128
+    whole_groups: Annotated[bool, Field(description="update on whole groups, as GRPO and RLOO need")] = False
+    keep_seed: Annotated[
+        bool, Field(description="a regenerated rollout draws the same length as the attempt that was aborted")
+    ] = False
+
+
+class SimulatedSettings(WorkloadSettings):
+    """A simulated workload: also what the learner, the rewards and the weight updates cost."""
+
+    reuse_kv_cache: Annotated[
+        bool, Field(description="keep the KV cache across weight updates (stale KV): resumed rollouts need no prefill")
+    ] = False
+    weight_update_seconds: Annotated[
+        float | None, Field(ge=0, description="seconds per weight update; default: as measured by the profile, or 0")
+    ] = None
+    learner_seconds_per_update: Annotated[float, Field(ge=0, description="fixed part of a learner step")] = 0.0
+    learner_seconds_per_token: Annotated[float, Field(ge=0, description="learner time per trained token")] = 0.0
+    score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
+    seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one simulated run per seed")] = (0,)
+
+    def resolved_weight_update_seconds(self) -> float:
+        """As set, or as measured by the profile."""
+        if self.weight_update_seconds is not None:
+            return self.weight_update_seconds
+        profile = _profile(self)
+        return (profile.weight_update_seconds if profile is not None else None) or 0.0
+
+
+def simulated_schedule(settings: SimulatedSettings) -> Schedule:
+    """The schedule as set; `with_mode` adapts it to another mode and drops what that mode cannot honor."""
+    return schedule_from(
+        settings,
+        max_response_tokens=settings.response_limit(),
+        score_wait_seconds=score_wait_seconds(settings.score_seconds),
+        seed=settings.seeds[0],
+    )
+
+
+def simulated_workload(settings: SimulatedSettings, cohorts: int) -> Workload:
+    return Workload(
+        lengths=length_of(settings),
+        step_time=step_time_of(settings),
+        slots=settings.slots,
+        prompts=cohorts * settings.prompts_per_cohort,
+        prompt_tokens=settings.prompt_tokens,
+        kv_tokens=kv_tokens_of(settings),
+        reuse_kv_cache=settings.reuse_kv_cache,
+        weight_update_seconds=settings.resolved_weight_update_seconds(),
+        learner_seconds_per_update=settings.learner_seconds_per_update,
+        learner_seconds_per_token=settings.learner_seconds_per_token,
+        score_seconds=settings.score_seconds,
+    )
+
+
+def length_of(settings: LengthSettings) -> LengthOf:
+    if settings.replayed_lengths is not None:
+        return settings.replayed_lengths
+    return LognormalLengths(
+        mu=math.log(settings.median_length),
+        between=settings.length_sd_between,
+        within=settings.length_sd_within,
+        limit=settings.response_limit(),
+    )
+
+
+def lengths_cut(settings: LengthSettings) -> str | None:
+    """A notice if the response limit cuts responses of the file of lengths."""
+    replayed, limit = settings.replayed_lengths, settings.response_limit()
+    if replayed is None or not (cut := replayed.longer_than(limit)):
+        return None
+    return (
+        f"max_response_tokens = {limit} cuts {cut:,} of {replayed.count:,} responses ({cut / replayed.count:.1%}) in "
+        f"{settings.lengths}; the longest has {replayed.longest:,} tokens. Leave it out to cut none."
+    )
+
+
+def step_time_of(settings: StepTimeSettings) -> StepTime:
+    found = PRESETS.get(settings.step_time) or _from_step_time_file(settings, _fitted)
+    if settings.prefill_seconds_per_token is not None:
+        found = found.scaled(per_prefill_token=settings.prefill_seconds_per_token)
+    return found
+
+
+def kv_tokens_of(settings: StepTimeSettings) -> int | None:
+    """As set, or as measured by the profile."""
+    profile = _profile(settings)
+    return profile.kv_tokens if settings.kv_tokens is None and profile is not None else settings.kv_tokens
+
+
+def check_context_fits(settings: WorkloadSettings) -> None:
+    longest, kv_tokens = settings.prompt_tokens + settings.response_limit(), kv_tokens_of(settings)
+    if kv_tokens is not None and longest + 1 > kv_tokens:
+        raise ConfigurationError(
+            "kv_tokens",
+            kv_tokens,
+            f"one response at the limit needs {settings.prompt_tokens} + {settings.response_limit()} tokens",
+            f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
+        )
+
+
+def _profile(settings: StepTimeSettings) -> profile_file.Profile | None:
+    return _from_step_time_file(settings, profile_file.read) if settings.step_time.endswith(".json") else None
+
+
+def _fitted(path: Path) -> StepTime:
+    if path.suffix == ".json":
+        return profile_file.read(path).step_time()
+    return fit(read_points(path), source=f"fit to {path}")
+
+
+def _from_step_time_file(settings: StepTimeSettings, read: Callable[[Path], Read]) -> Read:
+    try:
+        return read(Path(settings.step_time))
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(settings.step_time, PRESETS, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigurationError(
+            "step_time", settings.step_time, plain_reason(error), f"{hint}Presets: {', '.join(PRESETS)}."
+        ) from None

@@ -1,0 +1,41 @@
+"""From settings to what PyTorch and the learner need."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.learner.settings import LearnerSettings, learner_settings_from
+from sortedrl.training.cpu_threads import threads_here
+from sortedrl.training.settings import ModelSettings, TrainSettings
+
+
+def device_of(settings: ModelSettings) -> str:
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device", "cuda", "PyTorch finds no CUDA device", "Leave it out.")
+    return settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(settings: ModelSettings) -> torch.dtype:
+    if settings.dtype == "auto":
+        return torch.bfloat16 if device_of(settings) == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
+
+
+def learner_settings_of(settings: TrainSettings) -> LearnerSettings:
+    return learner_settings_from(
+        settings,
+        settings.mode,
+        normalizer_tokens=settings.rollouts_per_update * settings.max_response_tokens,
+        temperature=settings.temperature,
+        bf16=dtype_of(settings).itemsize == 2,
+    )
+
+
+def set_threads(settings: ModelSettings, model: PreTrainedModel) -> None:
+    """As set; otherwise, on the CPU, chosen by model size and machine load."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif device_of(settings) == "cpu":
+        torch.set_num_threads(threads_here(model.num_parameters()))

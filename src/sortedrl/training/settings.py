@@ -1,0 +1,208 @@
+"""The settings of `sortedrl train` and `sortedrl eval`: a model, a task, sampling, and for training the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.engines.settings import SERVERS, EngineSettings, check_engine
+from sortedrl.learner.settings import LearnerFlags
+from sortedrl.observe.trackers import require_packages
+from sortedrl.settings.base import Settings, literal, plain_reason
+from sortedrl.settings.schedule import (
+    Oversubscribe,
+    PromptsPerCohort,
+    RolloutsPerPrompt,
+    ScheduleSettings,
+    schedule_from,
+    score_wait_seconds,
+)
+
+# Settings that may change when a run is resumed: they only extend it or name a place.
+EXTENDING_KEYS = frozenset(
+    {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
+    | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
+)
+
+
+class ModelSettings(Settings, EngineSettings):
+    """A model, a task, and how responses are sampled and scored."""
+
+    model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
+    task: Annotated[
+        str, Field(description="knights_and_knaves[:small], math:PRESET, reasoning_gym:NAME, or your.module:name")
+    ] = "knights_and_knaves:small"
+    task_options: Annotated[dict[str, str], Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
+    data: Annotated[Path | None, Field(description="data file or folder of the task, if it reads one")] = None
+    max_prompt_tokens: Annotated[int, Field(ge=1, description="longer prompts are skipped and counted")] = 256
+    max_response_tokens: Annotated[int, Field(ge=1, description="responses are cut here")] = 320
+    temperature: Annotated[float, Field(ge=0, description="sampling temperature")] = 1.0
+    eval_problems: Annotated[int, Field(ge=1, description="held-out problems per evaluation")] = 500
+    eval_samples: Annotated[int, Field(ge=1, description="samples per problem, for mean@k and pass@k")] = 1
+    eval_seed: Annotated[int, Field(description="sampling seed of evaluations")] = 12345
+    reward_workers: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1024,
+            description="processes for your own reward function; 0: in this process, where it can block the run",
+        ),
+    ] = 2
+    score_limit_seconds: Annotated[
+        float, Field(gt=0, description="time limit of your own reward function; its process is killed after that")
+    ] = 30.0
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda if there is one")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
+    threads: Annotated[
+        int, Field(ge=0, le=1024, description="CPU threads of PyTorch; 0: chosen by model size and load")
+    ] = 0
+
+    def resolved_task_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {key: literal(value) for key, value in self.task_options.items()}
+        return options | ({"data": self.data} if self.data is not None else {})
+
+    def check(self) -> None:
+        """Reading the model and the task finds the other mistakes."""
+        check_engine(self)
+
+
+class EvalSettings(ModelSettings):
+    """Score a model on held-out problems of a task: mean@k and pass@k with confidence intervals."""
+
+
+class TrainingSettings(ModelSettings, ScheduleSettings, LearnerFlags):
+    """What one training run and a comparison of several share."""
+
+    file_only: ClassVar[frozenset[str]] = frozenset(
+        {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient", "warmup_updates", "steps_per_update"}
+        | {"tokens_per_micro_batch", "eval_samples", "eval_seed", "keep_checkpoints", "save_rollouts", "device"}
+        | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
+        | {"scale_learning_rate_by_ess", "gradient_cosine"}
+    )
+
+    prompts_per_cohort: PromptsPerCohort = 64
+    rollouts_per_prompt: RolloutsPerPrompt = 8
+    oversubscribe: Oversubscribe = None
+    updates: Annotated[int | None, Field(ge=1, description="stop after this many updates; None: train all epochs")] = 60
+    epochs: Annotated[int, Field(ge=1, description="passes over the prompts")] = 100
+    eval_every: Annotated[
+        int, Field(ge=0, description="updates between evaluations; 0: only before and after training")
+    ] = 0
+    checkpoint_every: Annotated[
+        int, Field(ge=0, description="updates between checkpoints; 0: only before and after training")
+    ] = 20
+    keep_checkpoints: Annotated[int, Field(ge=1, description="checkpoints to keep; the best one is kept too")] = 2
+    save_rollouts: Annotated[int, Field(ge=0, description="responses per update to write to rollouts.jsonl")] = 8
+    scoring: Annotated[
+        Literal["at-once", "background"] | None,
+        Field(
+            description="background: while the engine generates; at-once: the run waits, so that it can be repeated "
+            "exactly; default: at-once for built-in tasks, background for your own"
+        ),
+    ] = None
+    max_rejected_fraction: Annotated[
+        float,
+        Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was rejected"),
+    ] = 0.5
+    shuffle_rewards: Annotated[
+        bool, Field(description="control experiment: rewards are shuffled, so the score must not rise")
+    ] = False
+    tracker: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        Field(description="also send metrics there; metrics.jsonl is always written"),
+    ] = ()
+    prometheus_port: Annotated[
+        int | None,
+        Field(ge=0, le=65535, description="serve metrics for Prometheus on this port of localhost; 0: any free port"),
+    ] = None
+    out: Annotated[Path | None, Field(description="run folder; default: runs/TIME-MODE-SEED")] = None
+
+    def updates_per_cohort(self) -> int:
+        return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
+
+
+class TrainSettings(TrainingSettings):
+    """Train a model with RL on one machine, with any schedule."""
+
+    mode: Annotated[str, Field(description="schedule; `sortedrl simulate` and `sortedrl plan` compare them")] = (
+        "partial+elevator"
+    )
+    seed: Annotated[int, Field(description="seed of data order and sampling")] = 0
+    resume: Annotated[Path | None, Field(description="run folder of an interrupted run to continue")] = None
+
+    def check(self) -> None:
+        super().check()
+        strategy_named(self.mode).check(schedule_of(self))
+        if self.overlap:
+            _check_overlap(self)
+        if self.wants_whole_groups() and self.rollouts_per_prompt < 2:
+            raise ConfigurationError(
+                "rollouts_per_prompt",
+                self.rollouts_per_prompt,
+                "rewards are compared within a group, and a group of one has nothing to compare",
+                "Set it to 2 or more, or use --algorithm reinforce++.",
+            )
+        if self.temperature == 0:
+            raise ConfigurationError(
+                "temperature", 0, "greedy responses of a group are all equal, so there is nothing to learn", "Use 1.0."
+            )
+        require_packages(self.tracker)
+
+
+def schedule_of(settings: TrainSettings) -> Schedule:
+    return schedule_from(
+        settings,
+        whole_groups=settings.wants_whole_groups(),
+        max_prompt_tokens=None,  # longer prompts are skipped when the task is read
+        score_wait_seconds=score_wait_seconds(settings.score_limit_seconds),
+    )
+
+
+def _check_overlap(settings: TrainSettings) -> None:
+    if settings.engine not in SERVERS:
+        raise ConfigurationError(
+            "overlap",
+            settings.overlap,
+            f"engine {settings.engine} runs in this process and would share the device with the learner",
+            f"Use --engine {' or '.join(SERVERS)}, or leave it out.",
+        )
+    if settings.max_staleness is None:
+        raise ConfigurationError(
+            "overlap",
+            settings.overlap,
+            "if the learner is slower than the engine, finished rollouts would go stale without bound",
+            "Set --max-staleness too, for example 4.",
+        )
+
+
+def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """The settings of a run, and a notice if they come from a checkpoint because config.json is damaged."""
+    path = folder / "config.json"
+    try:
+        return _read_object(path), None
+    except (OSError, ValueError) as error:
+        damage = error
+    states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name)
+    for state in reversed(states):
+        try:
+            settings = _read_object(state)["notes"]["settings"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(settings, dict):
+            return settings, f"{path} cannot be read ({plain_reason(damage)}): settings taken from {state.parent.name}"
+    raise ConfigurationError(
+        "resume", str(folder), f"no run can be read there ({path.name}: {plain_reason(damage)})",
+        "Name a run folder, as in runs/NAME.",
+    )  # fmt: skip
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
