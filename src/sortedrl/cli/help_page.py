@@ -66,6 +66,12 @@ def help_page(kind: type[Settings], program: str) -> str:
     return "\n".join(lines)
 
 
+def help_position(key: str) -> int:
+    """Where a setting is in the help; settings without a flag are last."""
+    keys = [key for members in GROUPS.values() for key in members]
+    return keys.index(key) if key in keys else len(keys)
+
+
 def flag_of(key: str) -> str:
     return _FLAGS.get(key, key.replace("_", "-"))
 

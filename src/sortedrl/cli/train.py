@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from sortedrl.cli import train_extra
-from sortedrl.cli.help_page import flag_of
+from sortedrl.cli.help_page import flag_of, help_position
 from sortedrl.cli.output import console_of_run, print_settings
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
@@ -58,7 +58,8 @@ def command_for(saved: dict[str, Any]) -> str | None:
         return None
     usual = as_json(TrainSettings())
     words, rare = ["sortedrl", "train"], []
-    for key, value in settings.items():
+    for key in sorted(settings, key=help_position):
+        value = settings[key]
         if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
             continue
         if key in TrainSettings.file_only:
