@@ -30,7 +30,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from update_rows import PARTS, Row, UpdateRows, summary
 
-from sortedrl.bench_run import machine
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import EventLog
@@ -47,6 +46,7 @@ from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
 from sortedrl.studies import bench, profile
 from sortedrl.studies import workload as simulated
+from sortedrl.studies.measurements import machine
 from sortedrl.studies.workload import Workload, expectation_for
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
