@@ -44,9 +44,9 @@ from sortedrl.engines.lengths import LognormalLengths, length_of_request
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
-from sortedrl.studies import bench, profile
+from sortedrl.studies import bench, profile, profile_file
 from sortedrl.studies import workload as simulated
-from sortedrl.studies.measurements import machine
+from sortedrl.studies.measurements import machine, random_prompts, warm_up
 from sortedrl.studies.workload import Workload, expectation_for
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
@@ -268,11 +268,11 @@ class Bench:
             bf16=self.on_gpu,
         )
         self.learner = Learner(model, settings)
-        probes = [prompt.tokens for prompt in bench.random_prompts((-1, -2), 24, self.engine.vocabulary)]
+        probes = [prompt.tokens for prompt in random_prompts((-1, -2), 24, self.engine.vocabulary)]
         self.checked = CheckedWeights(self.engine, self.learner.logprobs_of, probes)
         self.checked.update_weights(self.learner.weights(), 1)
         self.log(f"learner started, its weights are in the engine ({self.checked.last_difference:.3g} nats apart)")
-        bench.warm_up(self.engine, self.engine.vocabulary, self.max_length)
+        warm_up(self.engine, self.engine.vocabulary, self.max_length)
         self.log(f"engine warmed up; {self.memory()}")
 
     def memory(self) -> str:
@@ -323,7 +323,7 @@ class Bench:
         shape, vocabulary = self.shape, self.engine.vocabulary
         lengths = LognormalLengths(mu=math.log(shape.median_length), limit=shape.max_response_tokens, seed=99)
         source = random.Random(count)
-        prompts = bench.random_prompts(range(count), shape.prompt_tokens, vocabulary)
+        prompts = random_prompts(range(count), shape.prompt_tokens, vocabulary)
         out = []
         for i in range(count):
             prompt = prompts[i // shape.rollouts_per_prompt]
@@ -354,7 +354,7 @@ class Bench:
         controller = Controller(
             ForcedLengths(self.checked, length_of_request(workload.lengths)),
             Prompts(
-                bench.random_prompts(range(workload.prompts), workload.prompt_tokens, engine.vocabulary),
+                random_prompts(range(workload.prompts), workload.prompt_tokens, engine.vocabulary),
                 epochs=1,
                 seed=schedule.seed,
             ),
@@ -427,7 +427,7 @@ def main() -> int:
     options = arguments()
     shape, modes = settings_of(options), [Mode.parsed(text) for text in options.modes]
     run = Bench(options, shape)
-    known = profile.read(shape.profile) if shape.profile is not None else None
+    known = profile_file.read(shape.profile) if shape.profile is not None else None
     speed = shape.learner_tokens_per_second
     if not options.calibrate and (known is None or speed is None):
         raise SystemExit(f"--shape {options.shape} has no earlier measurement to predict from. Add --calibrate.")

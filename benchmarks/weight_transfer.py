@@ -32,11 +32,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sortedrl.bench_run import machine
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.learner.models import response_logprobs
-from sortedrl.studies.bench import random_prompts
+from sortedrl.studies.measurements import machine, random_prompts
 
 HERE = Path(__file__).parent
 SHAPES = {"8b": "llama-3.1-8b", "1.5b": "qwen2.5-1.5b", "tiny": "tiny"}
