@@ -1,6 +1,7 @@
 """Random schedules with random faults, each checked against the invariants (docs/design.md).
 
     python benchmarks/random_schedules.py --schedules 10000
+    python benchmarks/random_schedules.py --schedules 10000 --turns  # rollouts of several turns
     python benchmarks/random_schedules.py --reproduce 1234567        # one schedule again, with its settings
 
 Each schedule has its own seed, derived from the printed one. Faults are engine deaths, interrupts, restores, lost
@@ -31,23 +32,25 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--seed", type=int, help="seed of all schedules; default: random")
     parser.add_argument("--reproduce", type=int, metavar="SEED", help="run the schedule with this seed again")
+    parser.add_argument("--turns", action="store_true", help="rollouts of several turns, with environments that fail")
     arguments = parser.parse_args()
     if arguments.reproduce is not None:
-        case = case_of(arguments.reproduce)
+        case = case_of(arguments.reproduce, with_turns=arguments.turns)
         print(case)
         check_outcome(play(case))
         print("all rules hold")
         return 0
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.schedules} schedules", flush=True)
-    return Campaign(seed, arguments.schedules).run()
+    return Campaign(seed, arguments.schedules, with_turns=arguments.turns).run()
 
 
 class Campaign:
     """All schedules of one seed, and what happened in them."""
 
-    def __init__(self, seed: int, schedules: int) -> None:
+    def __init__(self, seed: int, schedules: int, *, with_turns: bool) -> None:
         self.seed = seed
+        self.with_turns = with_turns
         self.schedules = schedules
         self.modes: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()  # schedules that have this
@@ -59,7 +62,7 @@ class Campaign:
     def run(self) -> int:
         began = printed = time.monotonic()
         for done in range(self.schedules):
-            self._run_one(case_of(derive_seed(self.seed, done)))
+            self._run_one(case_of(derive_seed(self.seed, done), with_turns=self.with_turns))
             if self.failures == MAX_FAILURES:
                 break
             now = time.monotonic()
@@ -80,7 +83,8 @@ class Campaign:
         except Exception as error:  # any exception is a finding
             self.failures += 1
             print(f"FAILED in mode {case.scenario.schedule.mode}: {type(error).__name__}: {error}")
-            print(f"    python benchmarks/random_schedules.py --reproduce {case.seed}", flush=True)
+            turns = " --turns" if self.with_turns else ""
+            print(f"    python benchmarks/random_schedules.py{turns} --reproduce {case.seed}", flush=True)
             return
         self.faults.update(outcome.faults)
         self.hit.update(+Counter({kind: min(count, 1) for kind, count in outcome.faults.items()}))

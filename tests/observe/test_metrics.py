@@ -33,7 +33,8 @@ from sortedrl.core.events import (
     without_rolled_back,
 )
 from sortedrl.engines.step_time import linear
-from sortedrl.observe.metrics import Metrics, RunMetrics, rank_correlation
+from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.sortedness import rank_correlation
 
 
 def run_metrics(*log: Event, slots: int = 2) -> RunMetrics:
@@ -76,6 +77,7 @@ def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
         "drain": (2 + 2 * 5) / 20,
         "queued": 0.0,
         "kv_limited": 0.0,
+        "environment": 0.0,
     }
     assert result.bubble == pytest.approx(16 / 20)
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from hypothesis import HealthCheck, settings
 
 from scenarios import Run, Scenario
+from schedule_rules import check_tokens
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
 from sortedrl.core.events import decode
 from sortedrl.observe.metrics import Metrics, RunMetrics
@@ -26,15 +27,9 @@ def examples(count: int) -> settings:
 
 
 def check_rollout(rollout: Rollout, scenario: Scenario) -> None:
-    length = len(rollout)
-    assert rollout.tokens == list(range(length))
-    assert rollout.logprobs == [-(position + 1) for position in range(length)]
-    assert rollout.mask == [1] * length
-    assert len(rollout.versions) == length
+    check_tokens(rollout, scenario)
     assert rollout.versions == sorted(rollout.versions)
-    assert length == scenario.final_length(rollout)
-    assert length <= scenario.schedule.max_response_tokens
-    assert rollout.reward == length
+    assert rollout.reward == len(rollout)
     assert len(rollout.prompt.tokens) <= (scenario.schedule.max_prompt_tokens or 0)
 
 
@@ -51,8 +46,16 @@ def check_counts(run: Run) -> None:
     buffer = run.controller.buffer
     states = Counter(str(rollout.state) for rollout in buffer.live.values())
     assert states == +Counter(
-        waiting=buffer.waiting, running=len(buffer.running), finished=buffer.finished, ready=buffer.ready
+        waiting=buffer.waiting,
+        running=len(buffer.running),
+        environment=len(buffer.in_environment),
+        returning=len(buffer.returning),
+        finished=buffer.finished,
+        ready=buffer.ready,
     )
+    assert not (buffer.running.keys() & buffer.in_environment.keys())
+    if run.environments is not None:
+        assert run.environments.pending == len(buffer.in_environment)
     assert buffer.loaded == sum(states.values()) + buffer.trained + buffer.rejected
     never_started = sum(r.state == "waiting" and not r.segments and not r.attempt for r in buffer.live.values())
     assert buffer.never_started == never_started
@@ -146,7 +149,9 @@ def check_log(run: Run, log: list[Event]) -> None:
                 slot_of[event.rollout] = event.slot
             case events.Preempted():
                 del slot_of[event.rollout]
-            case events.Finished():
+            case events.TurnEnded():
+                del slot_of[event.rollout]
+            case events.Finished() if event.made or not run.scenario.turns:
                 del slot_of[event.rollout]
             case events.Aborted() | events.Failed():
                 slot_of.pop(event.rollout, None)
@@ -162,11 +167,11 @@ def check_figures(run: Run, run_metrics: RunMetrics, batches: list[Batch]) -> No
         run_metrics.generated_tokens
         == run_metrics.trained_tokens + run_metrics.dropped_tokens + run_metrics.cached_tokens
     )
-    assert run_metrics.cached_tokens == sum(map(len, run.controller.live.values()))
-    assert run_metrics.trained_tokens == sum(batch.tokens for batch in batches)
+    assert run_metrics.cached_tokens == sum(rollout.policy_length for rollout in run.controller.live.values())
+    assert run_metrics.trained_tokens == sum(rollout.policy_length for batch in batches for rollout in batch)
     assert sum(run_metrics.staleness_histogram.values()) == run_metrics.trained_tokens
     assert run_metrics.updates == len(batches)
-    ages = [b.version - v for b in batches for r in b for v in r.versions]
+    ages = [b.version - v for b in batches for r in b for v, bit in zip(r.versions, r.mask, strict=True) if bit]
     assert run_metrics.staleness_max == max(ages, default=0)
     assert math.isclose(run_metrics.staleness_mean, sum(ages) / len(ages) if ages else 0.0, abs_tol=EPSILON)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from scenarios import MODES, NEVER, STEP_TIMES, Run, Scenario, WatchedEngine
+from scenarios import MODES, NEVER, STEP_TIMES, EnvironmentCall, Run, Scenario, WatchedEngine
 from sortedrl.core import STRATEGIES, Batch, Event, Schedule, events
 from sortedrl.core.engine import EngineDied
 
@@ -51,6 +51,7 @@ class Case:
             "overlap": schedule.overlap,
             "publishes not every update": bool(scenario.silent_updates),
             "ends early": scenario.max_updates is not None,
+            "several turns": bool(scenario.turns),
         }
         return [kind for kind, holds in has.items() if holds]
 
@@ -98,11 +99,13 @@ class MortalEngine(WatchedEngine):
         super().update_weights(weights, version)
 
 
-def case_of(seed: int) -> Case:
+def case_of(seed: int, *, with_turns: bool = False) -> Case:
     rng = random.Random(seed)
     mode = rng.choice(MODES)
     troubled = rng.random() < 0.8
     scenario = _scenario(rng, _schedule(rng, mode), troubled)
+    if with_turns:
+        scenario = _with_turns(rng, scenario, troubled)
     lives = rng.choice((0, 1, 1, 2, 3)) if troubled else 0
     endings = tuple(
         Ending(rng.choice((rng.randint(1, 30), rng.randint(20, 200))), dies=rng.random() < 0.7) for _ in range(lives)
@@ -162,6 +165,31 @@ def _scenario(rng: random.Random, schedule: Schedule, troubled: bool) -> Scenari
             "silent_updates": frozenset(rng.sample(range(9), rng.choice((0, 0, 2, 4)))),
         }
     return Scenario(**scenario)
+
+
+def _with_turns(rng: random.Random, scenario: Scenario, troubled: bool) -> Scenario:
+    def some(choices: Sequence[T]) -> tuple[T, ...]:
+        return tuple(rng.choice(choices) for _ in range(rng.randint(1, 4)))
+
+    schedule = replace(
+        scenario.schedule,
+        max_turns=rng.choice((None, None, 1, 2, 3)),
+        max_context_tokens=rng.choice((None, rng.randint(1, 30))),
+        max_environment_seconds=rng.choice((3.0, 20.0)),
+    )
+    seconds = (0.0, 0.3, 2.0, 9.0, *((NEVER, 25.0) if troubled else ()))  # 25.0: later than every deadline
+    calls = [
+        EnvironmentCall(seconds=rng.choice(seconds), fails=troubled and rng.random() < 0.2, rewards=rng.random() < 0.7)
+        for _ in range(rng.randint(1, 5))
+    ]
+    return replace(
+        scenario,
+        schedule=schedule,
+        turns=some((1, 2, 3, 5)),
+        observations=some((1, 2, 4)),
+        calls=tuple(calls),
+        bring_back=rng.choice(("replay", "replay", "state", "never")),
+    )
 
 
 class Player:
@@ -240,6 +268,8 @@ _REASONS = {
     "unfinished members of its group": "unfinished group, regenerated",
     "prompt of": "prompt too long",
     "failed": "retries used up",
+    "between two turns": "between two turns, regenerated",
+    "its environment cannot": "turns not brought back, regenerated",
 }
 
 
@@ -251,6 +281,11 @@ def _count_faults(outcome: Outcome) -> None:
                 outcome.faults["request lost by the engine"] += 1
             case events.Preempted():
                 outcome.faults["preempted"] += 1
+            case events.EnvironmentFailed():
+                kind = "hung" if event.reason.startswith("no answer") else "failed"
+                outcome.faults[f"environment {kind}"] += 1
+            case events.Observed():
+                outcome.faults["environment answered"] += 1
             case events.Finished():
                 finished[event.rollout] = event.at
             case events.Scored() if event.at > finished[event.rollout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from sortedrl.core import (
     STRATEGIES,
+    Answer,
     Batch,
     Controller,
     Event,
@@ -25,6 +27,7 @@ from sortedrl.core import (
 )
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated_environments import SimulatedEnvironments, Step, place_of
 from sortedrl.engines.step_time import StepTime, linear
 from sortedrl.observe.metrics import Metrics, RunMetrics
 
@@ -42,6 +45,15 @@ PATIENCE = 5_000  # waits and events after which a small run counts as endless
 
 class Endless(AssertionError):
     """The schedule makes no progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentCall:
+    """How an environment handles a call."""
+
+    seconds: float = 0.0  # NEVER: it hangs
+    fails: bool = False
+    rewards: bool = True  # at the end of the episode; otherwise the scorer does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +76,10 @@ class Scenario:
     lost_after: tuple[int | None, ...] = (None,)  # tokens after which the engine loses a request
     max_updates: int | None = None
     silent_updates: frozenset[int] = frozenset()  # after these the learner publishes nothing
+    turns: tuple[int, ...] = ()  # of prompt i; empty: no environments
+    observations: tuple[int, ...] = (2,)  # tokens of an environment's answer to turn i
+    calls: tuple[EnvironmentCall, ...] = (EnvironmentCall(),)
+    bring_back: str = "replay"  # the turns of a closed instance; or "state", from a checkpoint only; or "never"
 
     def length_of(self, prompt: Prompt, seed: int) -> int:
         number: int = prompt.payload
@@ -71,13 +87,46 @@ class Scenario:
 
     def final_length(self, rollout: Rollout) -> int:
         """What the rollout's present attempt must end at."""
-        seed = rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
-        return min(self.length_of(rollout.prompt, seed), self.schedule.max_response_tokens)
+        return sum(tokens for _, tokens in self.shape(rollout))
+
+    def seed_of(self, rollout: Rollout) -> int:
+        return rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
+
+    def turns_of(self, prompt: Prompt) -> int:
+        return self.turns[prompt.payload % len(self.turns)] if self.turns else 1
+
+    def turn_length(self, prompt: Prompt, seed: int, turn: int) -> int:
+        return self.length_of(prompt, seed + turn)
+
+    def observation_of(self, turn: int) -> int:
+        return self.observations[turn % len(self.observations)]
+
+    def shape(self, rollout: Rollout) -> list[tuple[bool, int]]:
+        """The runs of policy (True) and environment tokens that the rollout's present attempt must consist of."""
+        schedule, seed, prompt = self.schedule, self.seed_of(rollout), rollout.prompt
+        left = schedule.max_response_tokens
+        context = (schedule.max_context_tokens or 10**9) - len(prompt.tokens)
+        runs: list[tuple[bool, int]] = []
+        for turn in range(self.turns_of(prompt)):
+            wanted, room = self.turn_length(prompt, seed, turn), min(left, context)
+            runs.append((True, min(wanted, room)))
+            left, context = left - runs[-1][1], context - runs[-1][1]
+            observed = self.observation_of(turn)
+            is_last = turn + 1 >= min(self.turns_of(prompt), schedule.max_turns or 10**9)
+            if wanted >= room or is_last or context <= observed:
+                break
+            runs.append((False, observed))
+            context -= observed
+        return runs
+
+    def end_of_turn(self, request: Request) -> int:
+        turn, start = place_of(request.prefix)
+        return start + self.turn_length(request.prompt, request.seed, turn)
 
     def loss_of(self, request: Request) -> int | None:
         """A request that would end by then is not lost."""
         lost = self.lost_after[derive_seed(request.seed, request.prefix_length) % len(self.lost_after)]
-        left = min(self.length_of(request.prompt, request.seed) - request.prefix_length, request.max_new_tokens)
+        left = min(self.end_of_turn(request) - request.prefix_length, request.max_new_tokens)
         return lost if lost is not None and lost < left else None
 
     def dataset(self) -> list[Prompt]:
@@ -93,6 +142,68 @@ class WatchedEngine(SimulatedEngine):
     def submit(self, requests: Any) -> None:
         self.requests = [*getattr(self, "requests", []), *requests]
         super().submit(requests)
+
+
+class WatchedEnvironments(SimulatedEnvironments):
+    """Instances that see each turn once, of rollouts that have no slot. An answer to a canceled call still arrives."""
+
+    def __init__(self, engine: SimulatedEngine, scenario: Scenario) -> None:
+        super().__init__(engine, self._step)
+        self._scenario = scenario
+        self.instances: dict[int, int] = {}  # turns that they have seen, by rollout id
+        self.waits = 0
+
+    def submit(self, rollout: Rollout, call: int) -> None:
+        id, before = rollout.id, rollout.observations
+        assert id not in self._engine._running and all(id != run.request.id for run in self._engine._queue)
+        assert id not in self._call_of, "asked twice at a time"
+        if id not in self.instances and before and self._scenario.bring_back != "replay":
+            self._call_of[id] = call
+            heapq.heappush(self._due, (self._engine.now(), call, Answer(id, call, is_lost=True)))
+            return
+        seen = self.instances.setdefault(id, before)
+        assert seen == before, f"an instance saw {seen} turns, and the rollout has {before} answers"
+        self.instances[id] = seen + 1
+        super().submit(rollout, call)
+
+    def collect(self) -> list[Answer]:
+        done = []
+        while self._due and self._due[0][0] <= self._engine.now():
+            done.append(heapq.heappop(self._due)[2])
+            if self._call_of.get(done[-1].rollout_id) == done[-1].call:
+                del self._call_of[done[-1].rollout_id]
+        return done
+
+    def cancel(self, rollout_id: int) -> None:
+        self.instances.pop(rollout_id, None)
+        super().cancel(rollout_id)
+
+    def wait(self, timeout_seconds: float) -> None:
+        self.waits += 1
+        if self.waits > PATIENCE:
+            raise Endless("the controller waits for environments and nothing else happens")
+        super().wait(timeout_seconds)
+
+    def state(self, rollout_id: int) -> Any:
+        return {"id": rollout_id} if self._scenario.bring_back == "state" and rollout_id in self.instances else None
+
+    def restore(self, rollout: Rollout, state: Any) -> bool:
+        if state is not None:
+            assert state == {"id": rollout.id}
+            self.instances[rollout.id] = rollout.observations
+        return state is not None or self._scenario.bring_back == "replay"
+
+    def _step(self, rollout: Rollout) -> Step:
+        scenario, turn = self._scenario, rollout.observations
+        draw = derive_seed(scenario.seed_of(rollout), turn, rollout.failures)
+        call = scenario.calls[draw % len(scenario.calls)]
+        is_last = turn + 1 >= scenario.turns_of(rollout.prompt)
+        return Step(
+            call.seconds,
+            None if is_last else scenario.observation_of(turn),
+            "the tool broke" if call.fails else None,
+            float(len(rollout)) if is_last and call.rewards else None,
+        )
 
 
 class WatchedScorer(SimulatedScorer):
@@ -126,17 +237,20 @@ class Run:
         self.engine = engine_type(
             slots=scenario.slots,
             step_time=scenario.step_time,
-            length_of=lambda request: scenario.length_of(request.prompt, request.seed),
+            length_of=scenario.end_of_turn,
             kv_tokens=scenario.kv_tokens,
             weight_update_seconds=scenario.weight_update_seconds,
             lost_after=scenario.loss_of,
+            prefix_cache=bool(scenario.turns),
         )
+        self.environments = WatchedEnvironments(self.engine, scenario) if scenario.turns else None
         self.scorer = WatchedScorer(self.engine, seconds_of=self._score_seconds, reward_of=self._reward)
         self.controller = Controller(
             self.engine,
             Prompts(scenario.dataset(), epochs=scenario.epochs, seed=scenario.schedule.seed, shuffle=scenario.shuffle),
             self.scorer,
             scenario.schedule,
+            environments=self.environments,
             strategy=strategy,
             expectation=expectation,
             log=EventLog(self._keep, self.metrics),
@@ -204,7 +318,7 @@ class Run:
 
     def _keep(self, event: Event) -> None:
         self.events.append(event)
-        if len(self.events) > PATIENCE:
+        if len(self.events) > PATIENCE * (10 if self.scenario.turns else 1):
             raise Endless("more events than a small run can need")
 
     def _score_seconds(self, rollout: Rollout) -> float:

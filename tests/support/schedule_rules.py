@@ -6,17 +6,20 @@ fails at the first event that cannot follow the ones before it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from random_runs import Outcome
 from scenarios import Scenario
-from sortedrl.core import STRATEGIES, Batch, Event, events
+from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
 from sortedrl.core.events import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+ENVIRONMENT, RETURNING = "environment", "returning"
+NOT_SAMPLED = -1  # in place of a version
 READY, TRAINED, REJECTED = "ready", "trained", "rejected"
 EPSILON = 1e-9
 
@@ -55,12 +58,17 @@ class Known:
     kept: int = 0  # tokens when it was last submitted
     attempt: int = 0
     failures: int = 0
+    environment_failures: int = 0
     reward: float | None = None
     slot: int | None = None
 
     @property
     def length(self) -> int:
         return sum(count for _, count in self.segments)
+
+    @property
+    def sampled(self) -> int:
+        return sum(count for version, count in self.segments if version != NOT_SAMPLED)
 
     def grow(self, count: int) -> None:
         if count and self.segments and self.segments[-1][0] == self.sampled_under:
@@ -70,7 +78,7 @@ class Known:
 
     def drop(self, dropped: int) -> None:
         """Either all tokens or none are dropped; a rollout that lost tokens is at its next attempt."""
-        assert dropped in (0, self.length), f"{dropped} of {self.length} tokens dropped"
+        assert dropped in (0, self.sampled), f"{dropped} of {self.sampled} tokens dropped"
         if dropped:
             self.segments.clear()
             self.attempt += 1
@@ -97,19 +105,30 @@ class Replay:
                 self._start(event)
             case events.Preempted():
                 self._running(event.rollout).slot = None
-            case events.Finished() | events.Aborted() | events.Failed():
+            case events.Observed():
+                self._observe(event)
+            case events.EnvironmentFailed():
+                rollout = self._in_state(event.rollout, ENVIRONMENT)
+                rollout.environment_failures += 1
+                assert rollout.environment_failures <= 2 * self.schedule.max_retries + 2 and event.reason
+            case events.Finished() if self.rollouts[event.rollout].state == ENVIRONMENT:
+                rollout = self.rollouts[event.rollout]
+                assert (event.made, event.length) == (0, rollout.length)
+                rollout.state = FINISHED
+            case events.TurnEnded() | events.Finished() | events.Aborted() | events.Failed():
                 self._leave_engine(event)
             case events.Scored():
                 rollout = self._in_state(event.rollout, FINISHED)
                 rollout.state, rollout.reward = READY, event.reward
             case events.Regenerated():
-                rollout = self._in_state(event.rollout, FINISHED, READY)
-                assert event.dropped == rollout.length and event.reason
+                waits = (WAITING,) if self.scenario.turns else ()  # resumed, and its environment lost its turns
+                rollout = self._in_state(event.rollout, FINISHED, READY, ENVIRONMENT, RETURNING, *waits)
+                assert event.dropped == rollout.sampled and event.reason
                 rollout.drop(event.dropped)
                 rollout.state, rollout.reward = WAITING, None
             case events.Rejected():
-                rollout = self._in_state(event.rollout, WAITING, FINISHED)
-                assert event.dropped == rollout.length and event.reason
+                rollout = self._in_state(event.rollout, WAITING, FINISHED, ENVIRONMENT)
+                assert event.dropped == rollout.sampled and event.reason
                 rollout.state = REJECTED
             case events.Published():
                 assert event.version == self.version + 1
@@ -138,8 +157,11 @@ class Replay:
             self.groups += 1
 
     def _submit(self, event: events.Submitted) -> None:
-        rollout = self._in_state(event.rollout, WAITING)
-        assert event.prefix == rollout.length < self.schedule.max_response_tokens, "no budget is left"
+        rollout = self._in_state(event.rollout, WAITING, RETURNING)
+        first = next((r for r in self.rollouts.values() if r.state == RETURNING), rollout)
+        assert first.state == rollout.state, "started before a rollout that came back from its environment"
+        assert event.prefix == rollout.length and rollout.sampled < self.schedule.max_response_tokens
+        assert event.prompt_tokens + event.prefix < (self.schedule.max_context_tokens or math.inf), "no room is left"
         assert event.attempt == rollout.attempt
         assert event.prompt_tokens <= (self.schedule.max_prompt_tokens or event.prompt_tokens)
         rollout.state, rollout.kept, rollout.sampled_under = RUNNING, event.prefix, self.version
@@ -150,12 +172,24 @@ class Replay:
         assert all(other.slot != event.slot for other in self.rollouts.values()), "two rollouts in a slot"
         rollout.slot = event.slot
 
-    def _leave_engine(self, event: events.Finished | events.Aborted | events.Failed) -> None:
+    def _observe(self, event: events.Observed) -> None:
+        rollout = self._in_state(event.rollout, ENVIRONMENT)
+        assert rollout.slot is None, "a slot is held while the environment works"
+        rollout.segments.append((NOT_SAMPLED, event.tokens))
+        assert event.tokens > 0 and event.length == rollout.length
+        rollout.state = RETURNING
+
+    def _leave_engine(self, event: events.TurnEnded | events.Finished | events.Aborted | events.Failed) -> None:
         rollout = self._in_state(event.rollout, RUNNING)
-        assert event.made == 0 or rollout.slot is not None or not isinstance(event, events.Finished)
+        assert event.made == 0 or rollout.slot is not None or isinstance(event, events.Aborted | events.Failed)
         rollout.grow(event.made)
         rollout.slot = None
-        assert rollout.length == rollout.kept + event.made <= self.schedule.max_response_tokens, "over its budget"
+        assert rollout.length == rollout.kept + event.made, "over its budget"
+        assert rollout.sampled <= self.schedule.max_response_tokens, "over its budget"
+        if isinstance(event, events.TurnEnded):
+            assert event.length == rollout.length > 0 and self.scenario.turns
+            rollout.state = ENVIRONMENT
+            return
         if isinstance(event, events.Finished):
             assert event.length == rollout.length > 0
             rollout.state = FINISHED
@@ -165,7 +199,7 @@ class Replay:
         else:
             rollout.failures += 1
             assert rollout.failures <= self.schedule.max_retries + 1 and event.reason
-        assert event.dropped == (0 if self.strategy.keeps_tokens else rollout.length)
+        assert event.dropped == (0 if self.strategy.keeps_tokens else rollout.sampled)
         rollout.drop(event.dropped)
         rollout.state = WAITING
 
@@ -178,9 +212,12 @@ class Replay:
         ):
             rollout = self._in_state(id, READY)
             assert (length, reward, segments) == (rollout.length, rollout.reward, tuple(rollout.segments))
-            assert 0 < length <= self.schedule.max_response_tokens
-            versions = [version for version, _ in segments]
-            assert versions == sorted(set(versions)) and versions[-1] <= self.version
+            assert 0 < rollout.sampled <= self.schedule.max_response_tokens
+            turns = [[v for v, _ in turn] for n, turn in groupby(segments, lambda s: s[0] == NOT_SAMPLED) if not n]
+            versions = [version for turn in turns for version in turn]
+            assert versions == sorted(versions) and versions[-1] <= self.version
+            assert all(turn == sorted(set(turn)) for turn in turns), "neighbors of one version are one segment"
+            assert len(turns) <= (self.schedule.max_turns or math.inf)
             assert bound is None or self.version - versions[0] <= bound, "too stale"
             rollout.state = TRAINED
         self.trained += event.rollouts
@@ -228,11 +265,8 @@ def check_batches(outcome: Outcome, replay: Replay) -> None:
 def _check_rollouts(batch: Batch, scenario: Scenario, replay: Replay) -> None:
     of_group: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for rollout in batch:
-        length, known = len(rollout), replay.rollouts[rollout.id]
-        assert length == scenario.final_length(rollout) <= scenario.schedule.max_response_tokens
-        assert rollout.tokens == list(range(length))
-        assert rollout.logprobs == [-(position + 1) for position in range(length)]
-        assert rollout.mask == [1] * length and len(rollout.versions) == length
+        known = replay.rollouts[rollout.id]
+        check_tokens(rollout, scenario)
         assert (rollout.prompt.id, rollout.index_in_group, rollout.cohort) == (
             known.prompt,
             known.index_in_group,
@@ -243,6 +277,15 @@ def _check_rollouts(batch: Batch, scenario: Scenario, replay: Replay) -> None:
     assert len({rollout.group for rollout in batch}) == len(of_group), "two readings of a prompt are merged"
     for members in of_group.values():  # one reading of one prompt, each sibling once
         assert len({prompt for prompt, _ in members}) == 1 and len(set(members)) == len(members)
+
+
+def check_tokens(rollout: Rollout, scenario: Scenario) -> None:
+    """Its tokens are those of its turns and its environment's answers, in order, each with what belongs to it."""
+    mask = [bit for is_policy, count in scenario.shape(rollout) for bit in [int(is_policy)] * count]
+    assert rollout.mask == mask and len(rollout) == len(mask) == len(rollout.versions)
+    assert rollout.policy_length == sum(mask) <= scenario.schedule.max_response_tokens
+    assert rollout.tokens == list(range(len(mask)))
+    assert rollout.logprobs == [-(position + 1) * bit for position, bit in enumerate(mask)]
 
 
 def check_epochs(scenario: Scenario, log: list[Event]) -> None:
@@ -264,4 +307,8 @@ def check_metrics(outcome: Outcome, counted: list[Event]) -> None:
     assert abs(sum(run_metrics.bubble_parts.values()) - run_metrics.bubble) < EPSILON
     assert abs(sum(run_metrics.idle_parts.values()) - run_metrics.idle) < EPSILON
     assert run_metrics.updates == len(outcome.batches)
-    assert run_metrics.trained_tokens == sum(batch.tokens for batch in outcome.batches)
+    rollouts = [rollout for batch in outcome.batches for rollout in batch]
+    assert run_metrics.trained_tokens == sum(rollout.policy_length for rollout in rollouts)
+    assert run_metrics.environment_tokens == sum(len(rollout) - rollout.policy_length for rollout in rollouts)
+    turns = sum(rollout.observations + 1 for rollout in rollouts)
+    assert run_metrics.turns_mean == (turns / len(rollouts) if rollouts else 0.0)

@@ -6,8 +6,14 @@ It owns all state changes:
                ^                   |                     |                  |
                +--- abort / fail --+----- regenerate ----+------------------+       any but TRAINED -> reject
 
-Invariants after every change: loaded = waiting + running + finished + ready + trained + rejected, and each rollout
-is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so it holds live rollouts only.
+Between two turns:  RUNNING -> end_turn -> ENVIRONMENT -> observe -> RETURNING -> resume -> RUNNING
+                                                |                        |
+                                                +-> finish               +-> regenerate (also from ENVIRONMENT)
+
+Invariants after every change: loaded = waiting + running + in_environment + returning + finished + ready + trained +
+rejected, and each rollout is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so it
+holds live rollouts only. Rollouts in their environments and returning ones were started and are not in the queue: no
+strategy starts them a second time, holds them back, or counts them as waiting.
 
 A harvest takes whole groups: all responses to a prompt with `whole_groups`, otherwise each rollout is a group of one.
 A group is ready when its last member is. Each group has a gate, the number of its cohort (0 for all groups if the
@@ -17,7 +23,7 @@ mode has no cohort gate): a harvest takes from the lowest gate that has untraine
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +58,8 @@ class Buffer:
     def __init__(self) -> None:
         self.live: dict[int, Rollout] = {}
         self.running: dict[int, Rollout] = {}
+        self.in_environment: dict[int, Rollout] = {}
+        self.returning: dict[int, Rollout] = {}  # first answered first
         self.loaded = 0
         self.trained = 0
         self.rejected = 0
@@ -79,7 +87,8 @@ class Buffer:
     @property
     def ready(self) -> int:
         """Ready rollouts, including those in incomplete groups."""
-        return len(self.live) - len(self._queue) - len(self.running) - len(self._finished)
+        between_turns = len(self.in_environment) + len(self.returning)
+        return len(self.live) - len(self._queue) - len(self.running) - between_turns - len(self._finished)
 
     @property
     def untrained(self) -> int:
@@ -162,20 +171,39 @@ class Buffer:
         self.running[rollout.id] = rollout
         return rollout, key
 
+    def end_turn(self, rollout: Rollout) -> None:
+        del self.running[rollout.id]
+        rollout.state = State.ENVIRONMENT
+        self.in_environment[rollout.id] = rollout
+
+    def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
+        del self.in_environment[rollout.id]
+        rollout.observe(tokens)
+        rollout.state = State.RETURNING
+        self.returning[rollout.id] = rollout
+
+    def resume(self) -> Rollout:
+        """Take the first of the returning rollouts."""
+        rollout = self.returning.pop(next(iter(self.returning)))
+        rollout.state = State.RUNNING
+        self.running[rollout.id] = rollout
+        return rollout
+
     def finish(self, rollout: Rollout, *, truncated: bool) -> None:
-        self._leave_engine(rollout)
+        """From the engine, or from its environment."""
+        self._leave(rollout)
         rollout.truncated = truncated
         rollout.state = State.FINISHED
         self._finished[rollout.id] = rollout
 
     def put_back(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
         """Back to waiting, with or without its tokens; returns how many were dropped."""
-        self._leave_engine(rollout)
+        self._leave(rollout)
         return self._wait_again(rollout, keep=keep, key=key)
 
     def regenerate(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
-        """Drop the tokens of a finished or ready rollout, which waits again; returns how many were dropped."""
-        self._unfinish(rollout)
+        """Drop the tokens of a rollout that is not in the engine; it waits again. Returns how many were dropped."""
+        self._leave(rollout)
         return self._wait_again(rollout, keep=False, key=key)
 
     def awaiting_score(self, rollout_id: int, attempt: int) -> Rollout | None:
@@ -202,14 +230,7 @@ class Buffer:
     def reject(self, rollout: Rollout) -> int:
         """Remove the rollout for good; its group continues without it. Returns how many tokens were dropped."""
         group = self._groups[rollout.id]
-        if rollout.state is State.RUNNING:
-            self._leave_engine(rollout)
-        elif rollout.state is State.WAITING:
-            self._queue = [entry for entry in self._queue if entry[2] is not rollout]
-            heapq.heapify(self._queue)
-            self._count_waiting(rollout, -1)
-        else:
-            self._unfinish(rollout)
+        self._leave(rollout)
         rollout.state = State.REJECTED
         self._started[group.gate] -= not group.waiting
         self._release(rollout, group.gate)
@@ -220,11 +241,24 @@ class Buffer:
             self._note_if_complete(group)
         return rollout.drop_tokens()
 
-    def _leave_engine(self, rollout: Rollout) -> None:
-        del self.running[rollout.id]
+    def _leave(self, rollout: Rollout) -> None:
+        """The place where its state puts it."""
+        match rollout.state:
+            case State.RUNNING:
+                del self.running[rollout.id]
+            case State.WAITING:
+                self._queue = [entry for entry in self._queue if entry[2] is not rollout]
+                heapq.heapify(self._queue)
+                self._count_waiting(rollout, -1)
+            case State.ENVIRONMENT:
+                del self.in_environment[rollout.id]
+            case State.RETURNING:
+                del self.returning[rollout.id]
+            case _:
+                self._unfinish(rollout)
 
     def _wait_again(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
-        rollout.reached = max(rollout.reached, len(rollout))
+        rollout.reached = max(rollout.reached, rollout.policy_length)
         dropped = 0 if keep else rollout.drop_tokens()
         rollout.attempt += dropped > 0
         self._enqueue(rollout, key(rollout))
@@ -264,6 +298,7 @@ class Buffer:
             "counts": [self.loaded, self.trained, self.rejected],
             "groups": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.groups()],
             "ready": [group_id for groups in self._ready.values() for group_id in groups],
+            "returning": list(self.returning),
         }
 
     def restore(self, state: dict[str, Any], prompts: dict[str, Prompt], key: Callable[[Rollout], Key]) -> None:
@@ -281,9 +316,14 @@ class Buffer:
                 self._groups[rollout.id] = group
                 if rollout.state is State.FINISHED:
                     self._finished[rollout.id] = rollout
+                elif rollout.state is State.ENVIRONMENT:
+                    self.in_environment[rollout.id] = rollout
         self.gate = next(iter(self._untrained), None)
         for group_id in state["ready"]:
             self._note_if_complete(by_id[group_id])
+        for rollout_id in state["returning"]:
+            if self.live[rollout_id].state is State.RETURNING:  # otherwise its tokens were invalid
+                self.returning[rollout_id] = self.live[rollout_id]
         for rollout in self.live.values():  # after all groups exist: keys depend on other members
             if rollout.state is State.WAITING:
                 self._enqueue(rollout, key(rollout))
@@ -307,6 +347,7 @@ _PLAIN_FIELDS = (
     "reward",
     "detail",
     "expected",
+    "ended_by",
 )
 
 
@@ -335,6 +376,12 @@ def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
         is_valid = False
     if not is_valid:
         return replace(
-            rollout, state=State.WAITING, attempt=rollout.attempt + 1, truncated=False, reward=None, detail=None
+            rollout,
+            state=State.WAITING,
+            attempt=rollout.attempt + 1,
+            truncated=False,
+            ended_by="",
+            reward=None,
+            detail=None,
         )
     return replace(rollout, segments=segments)

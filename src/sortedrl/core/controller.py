@@ -10,6 +10,8 @@ One harvest:
                         ^                  |
                         +----- abort ------+     tokens kept (partial) or dropped (on-policy)
 
+With environments, a response has several turns; between two of them it holds no slot (core/turns.py).
+
 Guarantees for every strategy:
 - every rollout of a loaded prompt is in exactly one batch or rejected with a reason;
 - a batch holds no token older than the mode allows: `StaleTokens` is raised instead;
@@ -28,6 +30,7 @@ from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.engine_reports import EngineReports
+from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.late_scores import LateScores
@@ -42,6 +45,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy, overdue_and_unfinished
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.turns import Turns
 
 __all__ = ["Batch", "Controller", "StaleTokens"]
 
@@ -58,6 +62,7 @@ class Controller:
         scorer: Scorer,
         schedule: Schedule,
         *,
+        environments: Environments | None = None,  # for rollouts of several turns
         strategy: Strategy | None = None,  # your own instead of `schedule.mode`
         expectation: Expectation | None = None,
         sampling: Sampling | None = None,
@@ -80,9 +85,13 @@ class Controller:
             expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
         )
         self._clock = SlotClock(engine)
-        self._moves = RolloutMoves(self._state, self.strategy, self._clock, self.log)
+        release = environments.cancel if environments is not None else None
+        self._moves = RolloutMoves(self._state, self.strategy, self._clock, self.log, release)
         self._loader = PromptLoader(self._moves, self.strategy, self._clock, self.log)
-        self._reports = EngineReports(engine, self._moves, self._clock, self.log, finished=self._submit_for_scoring)
+        self._reports = EngineReports(engine, self._moves, self._clock, self.log, ended=self._response_ended)
+        self._turns: Turns | None = None
+        if environments is not None:
+            self._turns = Turns(environments, self._moves, self._clock, engine.now, self._submit_for_scoring)
         self._late_scores = LateScores(self._moves, self._clock)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._batches_left = 0  # of the last harvest, not yet handed out
@@ -141,7 +150,9 @@ class Controller:
 
     def __iter__(self) -> Iterator[Batch]:
         self._start_run()
-        self._collect_scores()  # of rollouts that `restore` submitted to the scorer
+        if self._turns is not None:
+            self._turns.ask_again()
+        self._collect()  # what `restore` submitted
         while self._has_more():
             batches = self._harvest()
             for place, groups in enumerate(batches, start=1):
@@ -262,6 +273,9 @@ class Controller:
         requests: list[Request] = []
         gate = OPEN
         while len(self.buffer.running) < self._state.slots:
+            if self.buffer.returning:
+                requests.append(self._request(self._moves.resume()))
+                continue
             loaded = self._loader.load()
             head = self.buffer.head()
             if head is None:
@@ -283,15 +297,19 @@ class Controller:
             id=rollout.id,
             prompt=rollout.prompt,
             prefix=tuple([segment.copy() for segment in rollout.segments]),  # the rollout's own segments grow
-            max_new_tokens=self.schedule.max_response_tokens - len(rollout),
+            max_new_tokens=self.schedule.room_for(rollout),
             seed=rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt),
             sampling=self.sampling,
         )
 
     def _advance(self, until: float | None = None) -> None:
-        """Wait for the engine, or for a score if nothing runs."""
-        if self.buffer.running:
+        """Wait for the engine, or for an answer of an environment or a score if nothing runs."""
+        between_turns = self._turns if self.buffer.in_environment else None
+        if self.buffer.running or (between_turns and self.scorer.pending):
+            until = between_turns.poll_until(until) if between_turns else until
             self._reports.apply(self.engine.poll(poll_deadline(self.scorer, self.engine.now, until)))
+        elif between_turns:
+            between_turns.wait(until)
         elif self.scorer.pending:
             wait_briefly(self.scorer, self.schedule.score_wait_seconds if until is None else until - self.engine.now())
         elif until is not None:
@@ -301,6 +319,21 @@ class Controller:
                 f"mode {self.strategy.name}: no rollout is running or being scored, and the strategy starts none "
                 f"of the {self.buffer.untrained} that are left"
             )
+        self._collect()
+
+    def _response_ended(self, rollout: Rollout, at: float, truncated: bool) -> None:
+        if self._turns is not None and not truncated:
+            self._turns.end_turn(rollout, at)
+            return
+        if truncated:
+            has_room = rollout.policy_length < self.schedule.max_response_tokens
+            rollout.ended_by = "max_context_tokens" if has_room else "max_response_tokens"
+        self._moves.finish(rollout, at, truncated=truncated)
+        self._submit_for_scoring(rollout)
+
+    def _collect(self) -> None:
+        if self._turns is not None:
+            self._turns.collect()
         self._collect_scores()
 
     def _submit_for_scoring(self, rollout: Rollout) -> None:
@@ -312,12 +345,14 @@ class Controller:
             self._moves.score(scored)
 
     def _abort_running(self) -> None:
-        if not self.buffer.running:
-            return
-        self._reports.apply(self.engine.abort(list(self.buffer.running)))
-        now = self._clock.now()
-        for rollout in list(self.buffer.running.values()):
-            self._moves.abort(rollout, now)
+        """Abort all that run. Modes that keep no tokens drop rollouts between two turns as well."""
+        if self.buffer.running:
+            self._reports.apply(self.engine.abort(list(self.buffer.running)))
+            now = self._clock.now()
+            for rollout in list(self.buffer.running.values()):
+                self._moves.abort(rollout, now)
+        if self._turns is not None and not self.strategy.keeps_tokens:
+            self._turns.drop()
 
     def _wait_for_scores(self) -> None:
         """Finished rollouts without a score: partial modes keep them for later, on-policy modes wait, then regenerate
@@ -383,6 +418,7 @@ class Controller:
             "mode": self.strategy.name,
             **self._state.state(),
             **self._loader.state(),
+            "environments": self._turns.state() if self._turns is not None else {},
             "events": self.log.count,
         }
 
@@ -398,5 +434,7 @@ class Controller:
         self._has_started = True
         self._loader.restore(state)
         self._state.restore(state, self._moves.key)
+        if self._turns is not None:
+            self._turns.restore(state["environments"])
         for rollout in self.buffer.unscored():
             self.scorer.submit(rollout)

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineReports:
-    """Applies changes to the running rollouts.
+    """Applies changes to the running rollouts. `ended(rollout, at, truncated)` takes those that the engine ended.
 
     A change that breaks the protocol costs its rollout, not the run: the request is aborted, and the rollout fails
     without its tokens. A change about a request that is not running is ignored and counted.
@@ -29,13 +29,13 @@ class EngineReports:
         moves: RolloutMoves,
         clock: SlotClock,
         log: EventLog,
-        finished: Callable[[Rollout], None],
+        ended: Callable[[Rollout, float, bool], None],
     ) -> None:
         self._engine = engine
         self._moves = moves
         self._clock = clock
         self._event_log = log
-        self._finished = finished
+        self._ended = ended
         self._running = moves.state.buffer.running
         self._max_tokens = moves.state.schedule.max_response_tokens
         self.ignored = 0
@@ -67,8 +67,7 @@ class EngineReports:
         elif isinstance(change, engine_changes.Started):
             return self._start(rollout, change, at)
         elif isinstance(change, engine_changes.Finished):
-            self._moves.finish(rollout, at, truncated=change.truncated)
-            self._finished(rollout)
+            self._ended(rollout, at, change.truncated)
         elif isinstance(change, engine_changes.Preempted):
             if self._clock.slot_of(rollout) is None:
                 self._ignore(change, "it has no slot")
@@ -91,10 +90,11 @@ class EngineReports:
 
     def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
         """Why this segment cannot be part of this rollout; None if it can."""
-        if len(rollout) + len(segment) > self._max_tokens:
-            return f"{len(rollout) + len(segment)} tokens, and max_response_tokens is {self._max_tokens}"
-        if rollout.segments and segment.version < rollout.segments[-1].version:
-            return f"tokens of version {segment.version} after tokens of version {rollout.segments[-1].version}"
+        if rollout.policy_length + len(segment) > self._max_tokens:
+            return f"{rollout.policy_length + len(segment)} tokens, and max_response_tokens is {self._max_tokens}"
+        newest = rollout.newest_version
+        if newest is not None and segment.version < newest:
+            return f"tokens of version {segment.version} after tokens of version {newest}"
         return segment.fault
 
     def _ignore(self, change: Change, reason: str) -> None:

@@ -1,8 +1,12 @@
 """The append-only event log. Every metric, report and trace is computed from these events and nothing else.
 
 Times are seconds on the engine's clock. Events that count are ordered by time; a `RolledBack` may go back in time, to
-the last event that counts. Slot-time can be computed exactly: `Started` takes a slot; `Preempted`, `Finished`,
-`Aborted` and `Failed` free it, if the rollout had one.
+the last event that counts. Slot-time can be computed exactly: `Started` takes a slot; `Preempted`, `TurnEnded`,
+`Finished`, `Aborted` and `Failed` free it, if the rollout had one.
+
+`length` counts all tokens of a response. `made` and `dropped` count what the policy sampled. A rollout is in its
+environment from `TurnEnded` until `Observed` (it waits for a slot, with its tokens), `Finished`, `Regenerated` or
+`Rejected`.
 """
 
 from __future__ import annotations
@@ -84,8 +88,36 @@ class Preempted(NamedTuple):
     recompute: int
 
 
+class TurnEnded(NamedTuple):
+    """The policy's turn ended: the rollout left its slot for its environment. `made`: tokens since it was submitted."""
+
+    at: float
+    rollout: int
+    made: int
+    length: int
+
+
+class Observed(NamedTuple):
+    """Its environment answered with `tokens` tokens; `length` includes them."""
+
+    at: float
+    rollout: int
+    tokens: int
+    length: int
+
+
+class EnvironmentFailed(NamedTuple):
+    """Its environment raised an error or did not answer in time. A new instance is asked, unless `Rejected` or
+    `Regenerated` follows."""
+
+    at: float
+    rollout: int
+    reason: str
+
+
 class Finished(NamedTuple):
-    """`made`: tokens since it was submitted; `length`: tokens of the whole response."""
+    """`made`: tokens since it was submitted (0 if its environment ended it); `length`: tokens of the whole response.
+    `truncated`: a limit ended it."""
 
     at: float
     rollout: int
@@ -113,7 +145,7 @@ class Failed(NamedTuple):
 
 
 class Regenerated(NamedTuple):
-    """The tokens of a finished rollout were discarded, and it waits again."""
+    """The tokens of a rollout that is not in the engine were discarded, and it waits again."""
 
     at: float
     rollout: int
@@ -137,7 +169,8 @@ class Rejected(NamedTuple):
 class Updated(NamedTuple):
     """A batch went to the learner, which held `version`. Columns are parallel, one entry per rollout.
 
-    `segments`: per rollout, its segments as (version, tokens). `waited`: updates since it was loaded.
+    `segments`: per rollout, its segments as (version, tokens); version -1: from its environment, not trained on.
+    `waited`: updates since it was loaded.
     """
 
     at: float
@@ -179,6 +212,9 @@ Event = (
     | Gate
     | Started
     | Preempted
+    | TurnEnded
+    | Observed
+    | EnvironmentFailed
     | Finished
     | Aborted
     | Failed
@@ -203,6 +239,9 @@ _TYPES: dict[str, type] = {
         Gate,
         Started,
         Preempted,
+        TurnEnded,
+        Observed,
+        EnvironmentFailed,
         Finished,
         Aborted,
         Failed,
@@ -223,7 +262,7 @@ def _template(kind: type) -> str:
     return f'{{"event":"{kind.__name__}",{fields}}}\n'
 
 
-_OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Aborted)}
+_OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Aborted, TurnEnded, Observed)}
 _SCORED = _template(Scored)
 _FINISHED = _template(Finished).removesuffix("%r}\n")
 

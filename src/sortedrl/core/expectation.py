@@ -36,7 +36,7 @@ class Expectation(Protocol):
 
 def expected_length(rollout: Rollout, expectation: Expectation) -> float:
     estimate = expectation.estimate(rollout)
-    reached = max(rollout.reached, len(rollout))
+    reached = max(rollout.reached, rollout.policy_length)
     return max(estimate, BEYOND_REACHED * reached) if reached else estimate
 
 
@@ -69,7 +69,7 @@ class SensedLengths:
         return known.mean if known.seen else self.median
 
     def observe(self, rollout: Rollout) -> None:
-        length = len(rollout)
+        length = rollout.policy_length
         last_epoch, group, mean, seen = self._by_prompt.get(rollout.prompt.id, (None, rollout.group, 0.0, 0))
         if group != rollout.group:
             last_epoch, mean, seen = mean if seen else last_epoch, 0.0, 0

@@ -47,7 +47,7 @@ class LateScores:
         s, buffer = self._state, self._state.buffer
         if s.ready >= wanted:
             return [r for r in buffer.unscored() if buffer.group_of(r).id in s.must_finish]
-        if not buffer.running:
+        if not (buffer.running or buffer.in_environment):
             return [r for r in buffer.unscored() if buffer.group_of(r).gate == buffer.gate]
         return []
 

@@ -59,10 +59,19 @@ class PromptLoader:
         self._next_id += len(members)
         gate = cohort if self._strategy.gated else 0
         s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._moves.key)
-        limit = schedule.max_prompt_tokens
-        if limit is not None and len(prompt.tokens) > limit:
+        limit = self._limit_exceeded_by(len(prompt.tokens))
+        if limit:
             for rollout in list(members):  # a copy: the group's own list shrinks with each rejection
-                self._moves.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, max_prompt_tokens is {limit}")
+                self._moves.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, {limit}")
+
+    def _limit_exceeded_by(self, prompt_tokens: int) -> str:
+        """Empty if the prompt is short enough."""
+        longest, context = self._state.schedule.max_prompt_tokens, self._state.schedule.max_context_tokens
+        if longest is not None and prompt_tokens > longest:
+            return f"max_prompt_tokens is {longest}"
+        if context is not None and prompt_tokens >= context:
+            return f"max_context_tokens is {context}, for prompt and response together"
+        return ""
 
     def state(self) -> dict[str, Any]:
         return {

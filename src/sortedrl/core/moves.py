@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sortedrl.core import events
 from sortedrl.core.batch import Batch
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.events import EventLog
 from sortedrl.core.rejections import NO_REWARD
-from sortedrl.core.rollout import Rollout
+from sortedrl.core.rollout import Rollout, State
 from sortedrl.core.scoring import Scored, as_reward
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 
 
 class RolloutMoves:
-    """Invariant: the buffer, the slot clock and the event log agree after every call."""
+    """Invariant: the buffer, the slot clock and the event log agree after every call.
 
-    def __init__(self, state: SchedulerState, strategy: Strategy, clock: SlotClock, log: EventLog) -> None:
+    `release(rollout id)` is called when a rollout needs its environment no longer: it has a reward, its tokens were
+    dropped, or it was rejected.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        strategy: Strategy,
+        clock: SlotClock,
+        log: EventLog,
+        release: Callable[[int], None] | None = None,
+    ) -> None:
         self.state = state
         self._strategy = strategy
         self._clock = clock
         self._log = log
+        self._release = release
 
     def key(self, rollout: Rollout) -> Key:
         """The rollout's place in the queue of waiting rollouts."""
@@ -35,7 +47,14 @@ class RolloutMoves:
         s = self.state
         rollout, key = s.buffer.start()
         self._strategy.started(rollout, key, s)
-        rollout.expected = s.expected(rollout)
+        return self._submit(rollout)
+
+    def resume(self) -> Rollout:
+        """The rollout whose environment answered first goes back to the engine. No strategy decides on it."""
+        return self._submit(self.state.buffer.resume())
+
+    def _submit(self, rollout: Rollout) -> Rollout:
+        rollout.expected = self.state.expected(rollout)
         self._clock.submit(rollout)
         self._log.append(
             events.Submitted(
@@ -49,8 +68,15 @@ class RolloutMoves:
         )
         return rollout
 
-    def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
+    def end_turn(self, rollout: Rollout, at: float) -> None:
+        """It leaves its slot and goes to its environment."""
         made = self._clock.leave(rollout)
+        self.state.buffer.end_turn(rollout)
+        self._log.append(events.TurnEnded(at, rollout.id, made, len(rollout)))
+
+    def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
+        """It ended in the engine, or in its environment."""
+        made = self._clock.leave(rollout) if rollout.state is State.RUNNING else 0
         self.state.buffer.finish(rollout, truncated=truncated)
         self._log.append(events.Finished(at, rollout.id, made, len(rollout), truncated))
         self.state.expectation.observe(rollout)
@@ -60,17 +86,42 @@ class RolloutMoves:
         made, length = self._clock.leave(rollout), len(rollout)
         dropped = self.state.buffer.put_back(rollout, keep=self._strategy.keeps_tokens, key=self.key)
         self._log.append(events.Aborted(at, rollout.id, made, length, dropped))
+        if dropped:
+            self._release_environment(rollout)
 
     def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool = True) -> None:
         """The engine lost it: it waits again, or is rejected after `max_retries`. `keep`: its tokens are valid."""
         schedule = self.state.schedule
         made = self._clock.leave(rollout)
         rollout.failures += 1
-        can_resume = keep and self._strategy.keeps_tokens and len(rollout) < schedule.max_response_tokens
+        can_resume = keep and self._strategy.keeps_tokens and schedule.room_for(rollout) > 0
         dropped = self.state.buffer.put_back(rollout, keep=can_resume, key=self.key)
         self._log.append(events.Failed(at, rollout.id, made, dropped, reason))
+        if dropped:
+            self._release_environment(rollout)
         if rollout.failures > schedule.max_retries:
             self.reject(rollout, f"failed {rollout.failures} times, last: {reason}")
+
+    # In its environment
+
+    def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
+        """Its environment answered: it waits for a slot."""
+        self.state.buffer.observe(rollout, tokens)
+        self._log.append(events.Observed(self._clock.now(), rollout.id, len(tokens), len(rollout)))
+
+    def fail_environment(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
+        """Its environment failed. Whether it may be asked again: after `max_retries` failures it is rejected."""
+        rollout.failures += counts
+        self._log.append(events.EnvironmentFailed(self._clock.now(), rollout.id, reason))
+        self._release_environment(rollout)
+        if rollout.failures <= self.state.schedule.max_retries:
+            return True
+        self.reject(rollout, f"failed {rollout.failures} times, last: {reason}")
+        return False
+
+    def _release_environment(self, rollout: Rollout) -> None:
+        if self._release is not None:
+            self._release(rollout.id)
 
     # After the engine
 
@@ -89,18 +140,21 @@ class RolloutMoves:
             return
         buffer.score(rollout, reward, scored.detail)
         self._log.append(events.Scored(self._clock.now(), rollout.id, reward))
+        self._release_environment(rollout)
         self._note_if_complete(buffer.group_of(rollout))
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:
-        """Drop the tokens of a finished rollout; it waits again."""
+        """Drop the tokens of a rollout that is not in the engine; it waits again."""
         dropped = self.state.buffer.regenerate(rollout, self.key)
         self._log.append(events.Regenerated(self._clock.now(), rollout.id, dropped, reason))
+        self._release_environment(rollout)
 
     def reject(self, rollout: Rollout, reason: str) -> None:
         """For good."""
         group = self.state.buffer.group_of(rollout)
         dropped = self.state.buffer.reject(rollout)
         self._log.append(events.Rejected(self._clock.now(), rollout.id, dropped, reason))
+        self._release_environment(rollout)
         self._note_if_complete(group)
 
     def train(self, batch: Batch, groups: Sequence[Group]) -> None:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from sortedrl.core.errors import UserError
-from sortedrl.core.events import Event, Failed, Finished, Regenerated, Rejected, Scored
+from sortedrl.core.events import EnvironmentFailed, Event, Failed, Finished, Regenerated, Rejected, Scored
 
 MIN_FIRST = 8  # a few rejections are no reason to stop, even with tiny updates
 MIN_WINDOW = 32
@@ -91,7 +91,7 @@ class RejectionWatch:
         self.rejected = 0
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Finished | Failed | EnvironmentFailed):
             self._ended.add(event.rollout)
         elif isinstance(event, Regenerated):
             self._ended.discard(event.rollout)

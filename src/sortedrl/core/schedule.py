@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from sortedrl.core.errors import UserError
+from sortedrl.core.rollout import Rollout
 
 
 class ConfigurationError(UserError, ValueError):
@@ -32,6 +33,9 @@ class Schedule:
     max_staleness: int | None = None  # in versions
     max_response_tokens: int = 8192
     max_prompt_tokens: int | None = None  # a longer prompt is rejected at load
+    max_turns: int | None = None  # of the policy in one rollout
+    max_context_tokens: int | None = None  # of prompt and response together, with the environment's tokens
+    max_environment_seconds: float = 300.0  # an environment that answers later has failed
     max_wait_updates: int | None = None  # elevator: a rollout that waited this long is started next
     keep_seed: bool = False  # regenerate with the seed of the aborted attempt
     overlap: bool = False  # the engine generates while the learner steps
@@ -68,8 +72,22 @@ class Schedule:
             _at_least("max_staleness", self.max_staleness, 1, hint=" For 0 use mode = on-policy.")
         if self.max_wait_updates is not None:
             _at_least("max_wait_updates", self.max_wait_updates, 1)
+        for key in ("max_turns", "max_context_tokens"):
+            if getattr(self, key) is not None:
+                _at_least(key, getattr(self, key), 1)
+        if not self.max_environment_seconds > 0:
+            raise ConfigurationError(
+                "max_environment_seconds", self.max_environment_seconds, "must be above 0", "Set the seconds per call."
+            )
         if self.score_wait_seconds < 0:
             raise ConfigurationError("score_wait_seconds", self.score_wait_seconds, "negative", "Use 0 or more.")
+
+    def room_for(self, rollout: Rollout) -> int:
+        """How many more tokens the policy may sample for it."""
+        left = self.max_response_tokens - rollout.policy_length
+        if self.max_context_tokens is None:
+            return left
+        return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - len(rollout))
 
     @property
     def rollouts_per_cohort(self) -> int | None:

@@ -46,21 +46,30 @@ class Scorer(Protocol):
         """Block until something can be collected or the time is up."""
 
 
-def poll_deadline(scorer: Scorer, now: Callable[[], float], until: float | None) -> float | None:
-    """Until when to poll the engine, at most `until`: only briefly while a score may complete the update."""
-    if not scorer.pending or _wakes_engine(scorer):
+class Awaited(Protocol):
+    """A scorer or the environments: work that goes on beside generation."""
+
+    @property
+    def pending(self) -> int: ...
+
+    def wait(self, timeout_seconds: float) -> None: ...
+
+
+def poll_deadline(awaited: Awaited, now: Callable[[], float], until: float | None) -> float | None:
+    """Until when to poll the engine, at most `until`: only briefly while something may arrive meanwhile."""
+    if not awaited.pending or _wakes_engine(awaited):
         return until
     soon = now() + SCORE_CHECK_SECONDS
     return soon if until is None else min(soon, until)
 
 
-def wait_briefly(scorer: Scorer, seconds: float) -> None:
-    """Wait for a score, in steps that are short enough to notice an interrupt."""
-    scorer.wait(seconds if _wakes_engine(scorer) else min(seconds, SCORE_WAIT_STEP_SECONDS))
+def wait_briefly(awaited: Awaited, seconds: float) -> None:
+    """Wait for something to arrive, in steps that are short enough to notice an interrupt."""
+    awaited.wait(seconds if _wakes_engine(awaited) else min(seconds, SCORE_WAIT_STEP_SECONDS))
 
 
-def _wakes_engine(scorer: Scorer) -> bool:
-    return bool(getattr(scorer, "wakes_engine", False))
+def _wakes_engine(awaited: Awaited) -> bool:
+    return bool(getattr(awaited, "wakes_engine", False))
 
 
 class ScoreAtOnce:

@@ -7,6 +7,10 @@ A token is its position in the response, and its log-probability is -(position +
 the scheduler shows as a wrong token. With a limit on KV cache tokens, the request that started last is preempted when
 memory is full, and pays for the prefill of all its tokens when it restarts. With `reuse_kv_cache` a resumed request
 finds the KV cache of its prefix and pays nothing.
+
+With `prefix_cache` the KV cache of a finished turn stays until the next weight update (across updates with
+`reuse_kv_cache`), so that the next turn prefills only what is new. It takes KV cache memory, and the oldest goes first
+when memory is needed: before a request waits for memory or is preempted.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class SimulatedEngine:
         kv_tokens: int | None = None,
         weight_update_seconds: float = 0.0,
         reuse_kv_cache: bool = False,
+        prefix_cache: bool = False,
         lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it fails
     ) -> None:
         if slots < 1:
@@ -62,6 +67,8 @@ class SimulatedEngine:
         self._kv_tokens = kv_tokens
         self._weight_update_seconds = weight_update_seconds
         self._reuse_kv_cache = reuse_kv_cache
+        self._prefix_cache = prefix_cache
+        self._turns = _CachedTurns()
         self._lost_after = lost_after
         self.tokens_made = 0  # by all requests
         self._version = 0
@@ -131,6 +138,8 @@ class SimulatedEngine:
         if self._running or self._queue:
             raise RuntimeError("weight update while requests are in the engine: abort them first")
         self._version = version
+        if not self._reuse_kv_cache:
+            self._turns.clear()
         self.pass_time(self._weight_update_seconds)
 
     def _handed_over(self) -> list[Change]:
@@ -159,10 +168,11 @@ class SimulatedEngine:
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self._step
         if self._kv_tokens is not None:
-            room = (self._kv_tokens - self._cached) // running
+            room = (self._kv_tokens - self._cached - self._turns.tokens) // running
             if room < steps:
                 if room == 0:
-                    self._make_room()
+                    if not self._turns.evict_oldest():
+                        self._make_room()
                     return True
                 steps = room
         end = self._clock + self._seconds(steps)
@@ -217,7 +227,7 @@ class SimulatedEngine:
         while self._queue and len(self._running) < self.slots:
             run = self._queue[0]
             context = run.size + run.made
-            if self._kv_tokens is not None and not self._fits(context, self._kv_tokens):
+            if self._kv_tokens is not None and not self._makes_room_for(run, self._kv_tokens):
                 if self._running:
                     break
                 self._queue.popleft()
@@ -226,8 +236,7 @@ class SimulatedEngine:
                 continue
             self._queue.popleft()
             self._start(run, at + self._prefill_wait(prefill))
-            is_cached = self._reuse_kv_cache and run.first > 0 and run.made == 0  # made > 0: it was preempted
-            prefill += 0 if is_cached else context
+            prefill += self._uncached(run, context)
         self._clock += prefill * self._step_time.per_prefill_token
 
     def _prefill_wait(self, ahead: int) -> float:
@@ -237,9 +246,25 @@ class SimulatedEngine:
             return 0.0
         return ahead // at_once * at_once * self._step_time.per_prefill_token
 
-    def _fits(self, context: int, kv_tokens: int) -> bool:
+    def _uncached(self, run: _Run, context: int) -> int:
+        """Tokens to prefill when the run starts."""
+        id = run.request.id
+        was_evicted = id in self._turns.evicted
+        cached = self._turns.take(id)
+        if run.made:  # it was preempted
+            return context
+        if self._reuse_kv_cache and run.first and not cached and not was_evicted:
+            return 0
+        return context - cached
+
+    def _makes_room_for(self, run: _Run, kv_tokens: int) -> bool:
+        """Whether the run fits into memory, if need be after dropping cached turns of others."""
         spare = kv_tokens * WATERMARK if self._running else 0
-        return self._cached + context + 1 + spare <= kv_tokens
+        needed = self._cached + run.size + run.made + 1 + spare
+        while needed + self._turns.tokens - self._turns.of(run.request.id) > kv_tokens:
+            if not self._turns.evict_oldest(but=run.request.id):
+                return False
+        return True
 
     def _too_large(self, context: int) -> str:
         return f"a context of {context} tokens does not fit into the KV cache of {self._kv_tokens} tokens"
@@ -279,6 +304,8 @@ class SimulatedEngine:
             del self._running[id]
             made = self._made(run)
             self._cached -= run.size + made
+            if self._prefix_cache:
+                self._turns.keep(id, run.size + made)
             self._deliver(run, made, at, self._undelivered)
             lost = self._lost_after(run.request) if self._lost_after else None
             if lost is not None and made >= lost:
@@ -298,6 +325,43 @@ class SimulatedEngine:
         if made:
             tokens, logprobs = range(first, first + made), range(-first - 1, -first - made - 1, -1)
             changes.append(Tokens(run.request.id, at, Segment(tokens, logprobs, self._version)))
+
+
+class _CachedTurns:
+    """KV cache of requests that finished, by request id, oldest first: a later turn of the same rollout may use it."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.evicted: set[int] = set()
+        self._of: dict[int, int] = {}
+
+    def of(self, id: int) -> int:
+        return self._of.get(id, 0)
+
+    def keep(self, id: int, tokens: int) -> None:
+        self._of[id] = tokens
+        self.tokens += tokens
+
+    def take(self, id: int) -> int:
+        """The request starts again: its cached tokens are its own from now on."""
+        self.evicted.discard(id)
+        tokens = self._of.pop(id, 0)
+        self.tokens -= tokens
+        return tokens
+
+    def evict_oldest(self, but: int | None = None) -> bool:
+        """Drop the oldest, but not that of request `but`; False if there is none."""
+        oldest = next((id for id in self._of if id != but), None)
+        if oldest is None:
+            return False
+        self.take(oldest)
+        self.evicted.add(oldest)
+        return True
+
+    def clear(self) -> None:
+        self.tokens = 0
+        self._of.clear()
+        self.evicted.clear()
 
 
 class SimulatedScorer:

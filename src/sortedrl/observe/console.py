@@ -219,8 +219,8 @@ def _slot_parts(running: int, slots: int, width: int, ascii_only: bool) -> list[
 def _places_shown(places: dict[str, int]) -> list[tuple[str, int]]:
     """Waiting rollouts by state; rare states only while they are in use. Unscored ones have a row of their own."""
     always = ("waiting", "resumable", "ready")
-    order = ("waiting", "resumable", "ready", "queued")
-    names = {"queued": "queued in the engine"}
+    order = ("waiting", "resumable", "ready", "queued", "environment")
+    names = {"queued": "queued in the engine", "environment": "in environments"}
     return [(names.get(name, name), places[name]) for name in order if name in always or places[name]]
 
 

@@ -6,22 +6,24 @@ here: 0 <= bubble <= idle <= 1, and the parts of bubble and idle add up to them.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.core.rejections import Reasons
+from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.observe.sortedness import UpdateLengths, rank_correlation, sortedness
+from sortedrl.observe.turn_tally import TurnTally
 from sortedrl.observe.uncut_length import Attempts
 from sortedrl.observe.wall_clock import Moment, WallClock
 
 HARVEST = "harvest"
-BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back")
+BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back", "environment")
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
@@ -89,6 +91,10 @@ class RunMetrics:
     expectation_quality: float | None
     longest_wait_updates: int
     mean_reward: float
+    turns_mean: float  # of trained rollouts
+    environment_seconds: float  # of all rollouts in their environments, added up
+    environment_tokens: int  # of trained rollouts; `trained_tokens` are the policy's
+    environment_failures: int
 
 
 class Metrics:
@@ -112,7 +118,7 @@ class Metrics:
         self._count: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
-        self._updates: list[_UpdateLengths] = []
+        self._updates: list[UpdateLengths] = []
         self._reward_sum = 0.0
         self._longest_wait = 0
         self._expected_lengths = array("d")
@@ -120,6 +126,7 @@ class Metrics:
         self._attempts = Attempts()
         self._reasons = Reasons()  # of rejections
         self._wall_clock = WallClock()
+        self._turns = TurnTally()
         self._rollouts_per_prompt = 1
         self._trains_whole_groups = self._keeps_seeds = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -131,6 +138,9 @@ class Metrics:
             events.Gate: self._on_gate,
             events.Started: self._on_started,
             events.Preempted: self._on_preempted,
+            events.TurnEnded: self._on_turn_ended,
+            events.Observed: self._turns.observe,
+            events.EnvironmentFailed: self._on_environment_failed,
             events.Finished: self._on_finished,
             events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
@@ -178,7 +188,10 @@ class Metrics:
             part = "kv_limited" if self._memory_is_short else "queued"
             self._empty[part] += (submitted - self._running) * seconds
         if submitted < self.slots:
-            self._empty[_PART_OF_GATE[self._gate]] += (self.slots - submitted) * seconds
+            free = self.slots - submitted
+            in_environment = min(free, self._turns.in_environment) if self._gate != "open" else 0
+            self._empty["environment"] += in_environment * seconds
+            self._empty[_PART_OF_GATE[self._gate]] += (free - in_environment) * seconds
 
     def _now(self) -> Moment:
         return Moment(self._time, sum(self._empty.values()) / (self.slots or 1))
@@ -214,7 +227,9 @@ class Metrics:
         rollout = event.rollout
         self._live += 1
         prefilled_before = event.prefix or event.attempt or rollout in self._first_expected
-        self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.prefix
+        new = self._turns.submit(rollout) if prefilled_before else event.prompt_tokens + event.prefix
+        self._count["prefill"] += new
+        self._count["re_prefill"] += event.prompt_tokens + event.prefix - new
         if not prefilled_before:
             self._first_expected[rollout] = event.expected
 
@@ -229,12 +244,23 @@ class Metrics:
         self._count["preemptions"] += 1
         self._count["re_prefill"] += event.recompute
 
-    def _on_finished(self, event: events.Finished) -> None:
+    def _on_turn_ended(self, event: events.TurnEnded) -> None:
         self._leave_engine(event.rollout, event.made)
-        self._length.pop(event.rollout, None)
+        self._length[event.rollout] = event.length
+        self._turns.end_turn(event)
+
+    def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
+        self._turns.failures += 1
+
+    def _on_finished(self, event: events.Finished) -> None:
+        rollout = event.rollout
+        if not self._turns.leave(rollout, event.at):
+            self._leave_engine(rollout, event.made)
+        self._length.pop(rollout, None)
         self._count["truncated"] += event.truncated
-        self._attempts.ended(event.rollout, self._group_of(event.rollout), event.length, finished=True)
-        self._wall_clock.finish(event.rollout, self._now())
+        sampled = event.length - self._turns.tokens_of(rollout)
+        self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
+        self._wall_clock.finish(rollout, self._now())
 
     def _on_scored(self, event: events.Scored) -> None:
         self._wall_clock.score(event.rollout, self._now())
@@ -252,6 +278,8 @@ class Metrics:
 
     def _on_regenerated(self, event: events.Regenerated) -> None:
         self._count["regenerated"] += 1
+        if self._turns.drop(event.rollout, event.at):  # cut in its environment
+            self._attempts.ended(event.rollout, self._group_of(event.rollout), event.dropped, finished=False)
         self._length[event.rollout] = 0
         self._count["dropped"] += event.dropped
         self._wall_clock.forget(event.rollout)
@@ -261,6 +289,7 @@ class Metrics:
         self._count["dropped"] += event.dropped
         self._reasons.add(event.reason)
         self._wall_clock.forget(event.rollout)
+        self._turns.drop(event.rollout, event.at)
         self._attempts.forget(event.rollout)
         self._forget(event.rollout)
 
@@ -268,6 +297,7 @@ class Metrics:
         if dropped:
             self._count["dropped"] += dropped
             self._length[rollout] = 0
+            self._turns.drop(rollout, self._time)
             self._attempts.ended(rollout, self._group_of(rollout), dropped, finished=False)
 
     def _leave_engine(self, rollout: int, made: int) -> None:
@@ -291,16 +321,18 @@ class Metrics:
 
     def _on_updated(self, event: events.Updated) -> None:
         self._wall_clock.update(self._now())
-        self._updates.append(_UpdateLengths.of(self._units(event)))
+        self._updates.append(UpdateLengths.of(self._units(event)))
+        lengths = self._turns.train(event)
         self._count["trained"] += len(event.rollouts)
-        self._count["trained_tokens"] += sum(event.lengths)
+        self._count["trained_tokens"] += sum(lengths)
         self._reward_sum += sum(event.rewards)
         self._longest_wait = max(self._longest_wait, *event.waited)
         for segments in event.segments:
-            self._segments[len(segments)] += 1
-            for version, tokens in segments:
+            sampled = [segment for segment in segments if segment[0] != ENVIRONMENT]
+            self._segments[len(sampled)] += 1
+            for version, tokens in sampled:
                 self._staleness[event.version - version] += tokens
-        for rollout, length in zip(event.rollouts, event.lengths, strict=True):
+        for rollout, length in zip(event.rollouts, lengths, strict=True):
             expected = self._first_expected.get(rollout)
             if expected is not None:
                 self._expected_lengths.append(expected)
@@ -394,13 +426,17 @@ class Metrics:
             staleness_max=now.staleness_max,
             staleness_histogram=dict(sorted(self._staleness.items())),
             segments_histogram=dict(sorted(self._segments.items())),
-            sortedness=_sortedness(self._updates),
+            sortedness=sortedness(self._updates),
             mean_length=mean_length,
             uncut_mean_length=uncut,
             length_bias=None if uncut is None else mean_length / uncut - 1 if uncut else 0.0,
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
             mean_reward=_ratio(self._reward_sum, count["trained"]),
+            turns_mean=_ratio(self._turns.trained_turns, count["trained"]),
+            environment_seconds=self._turns.seconds_at(self._time),
+            environment_tokens=self._turns.trained_tokens,
+            environment_failures=self._turns.failures,
         )
 
     def _bubble_per_harvest(self) -> tuple[float, ...]:
@@ -415,69 +451,6 @@ class Metrics:
         if self._keeps_seeds and self._attempts.was_any_cut:
             return None
         return self._attempts.mean_if_uncut()
-
-
-def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None if one side is constant."""
-    a, b = _ranks(list(first)), _ranks(list(second))
-    if len(a) < 2:
-        return None
-    mean = (len(a) - 1) / 2
-    covariance = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    spread = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
-    return covariance / spread if spread else None
-
-
-def _ranks(values: list[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    for end in range(1, len(order) + 1):
-        if end == len(order) or values[order[end]] != values[order[start]]:
-            for place in range(start, end):
-                ranks[order[place]] = (start + end - 1) / 2
-            start = end
-    return ranks
-
-
-class _UpdateLengths(NamedTuple):
-    """Sums over the log lengths of one update. A unit is trained on as a whole: a rollout, or a group."""
-
-    rollouts: int
-    units: int
-    total: float
-    squares: float
-    unit_squares: float  # sum over units of size x mean squared
-
-    @classmethod
-    def of(cls, units: Iterable[Sequence[int]]) -> _UpdateLengths:
-        logs = [[math.log(max(1, length)) for length in unit] for unit in units]
-        return cls(
-            rollouts=sum(map(len, logs)),
-            units=len(logs),
-            total=sum(map(sum, logs)),
-            squares=sum(x * x for unit in logs for x in unit),
-            unit_squares=sum(sum(unit) ** 2 / len(unit) for unit in logs),
-        )
-
-
-def _sortedness(updates: Sequence[_UpdateLengths]) -> float | None:
-    """1 minus the ratio of the variance of log length within updates to its expected value with random updates.
-
-    Randomly assigning units to updates of the same sizes leaves (units - updates) / (units - 1) of the variance between
-    units within the updates; the variance within units stays. So random updates score 0 on average for any update size
-    (units of one size), and a single result may be below 0. None if each update is one unit: every order would score
-    the same.
-    """
-    units = sum(u.units for u in updates)
-    if units < 2 or units == len(updates):
-        return None
-    rollouts, total = sum(u.rollouts for u in updates), sum(u.total for u in updates)
-    squares, unit_squares = sum(u.squares for u in updates), sum(u.unit_squares for u in updates)
-    within = sum(u.squares - u.total * u.total / u.rollouts for u in updates)
-    between_units = unit_squares - total * total / rollouts
-    at_random = squares - unit_squares + between_units * (units - len(updates)) / (units - 1)
-    return 1 - within / at_random if at_random > 1e-9 else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -21,7 +21,8 @@ from sortedrl.observe.metrics import Metrics, Snapshot
 
 REWARDS_SHOWN = 60  # updates
 
-WAITING, RESUMABLE, QUEUED, RUNNING, FINISHED, READY = "waiting", "resumable", "queued", "running", "finished", "ready"
+WAITING, RESUMABLE, QUEUED, RUNNING = "waiting", "resumable", "queued", "running"
+ENVIRONMENT, FINISHED, READY = "environment", "finished", "ready"
 
 
 class Lengths(NamedTuple):
@@ -36,9 +37,10 @@ class Places(NamedTuple):
     """Rollouts that are neither trained nor rejected, by where they are."""
 
     waiting: int = 0  # no tokens yet: never started, or dropped
-    resumable: int = 0  # aborted, tokens kept
+    resumable: int = 0  # aborted with its tokens kept, or back from its environment
     queued: int = 0  # in the engine, without a slot
     running: int = 0
+    environment: int = 0  # between two turns, without a slot
     finished: int = 0  # but not scored yet
     ready: int = 0
 
@@ -190,8 +192,10 @@ class RolloutPlaces:
             events.Submitted: self._on_submitted,
             events.Started: lambda event: self._move(event.rollout, RUNNING),
             events.Preempted: lambda event: self._move(event.rollout, QUEUED),
+            events.TurnEnded: lambda event: self._move(event.rollout, ENVIRONMENT),
+            events.Observed: lambda event: self._move(event.rollout, RESUMABLE),
             events.Finished: lambda event: self._move(event.rollout, FINISHED),
-            events.Aborted: lambda event: self._put_back(event.rollout, event.length - event.dropped),
+            events.Aborted: lambda event: self._put_back(event.rollout, 0 if event.dropped else event.length),
             events.Failed: self._on_failed,
             events.Regenerated: lambda event: self._move(event.rollout, WAITING),
             events.Scored: lambda event: self._move(event.rollout, READY),
@@ -210,7 +214,7 @@ class RolloutPlaces:
         self._move(event.rollout, QUEUED)
 
     def _on_failed(self, event: events.Failed) -> None:
-        self._put_back(event.rollout, self._kept.get(event.rollout, 0) + event.made - event.dropped)
+        self._put_back(event.rollout, 0 if event.dropped else self._kept.get(event.rollout, 0) + event.made)
 
     def _put_back(self, rollout: int, kept: int) -> None:
         self._move(rollout, RESUMABLE if kept else WAITING)

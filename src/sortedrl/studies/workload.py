@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.engine import Finished, Request
+from sortedrl.core.engine import Finished, Request, Tokens
+from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.rollout import ENVIRONMENT, Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated_environments import MultiTurn, place_of, simulated_environments
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.observe.metrics import Metrics, RunMetrics
 
@@ -45,7 +48,8 @@ class SimulatedPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    lengths: LengthOf = REFERENCE_LENGTHS
+    lengths: LengthOf = REFERENCE_LENGTHS  # of a response, or of one turn with `multi_turn`
+    multi_turn: MultiTurn | None = None
     step_time: StepTime = PRESETS["memory-bound"]
     slots: int = 128
     prompts: int = 20 * 512
@@ -61,6 +65,12 @@ class Workload:
 
     def learner_seconds(self, tokens: int) -> float:
         return self.learner_seconds_per_update + self.learner_seconds_per_token * tokens
+
+    def response_length(self, prompt: Prompt, seed: int) -> int:
+        """Policy tokens of a whole response."""
+        if self.multi_turn is None:
+            return self.lengths(prompt, seed)
+        return self.multi_turn.response_length(self.lengths, prompt, seed)
 
 
 class NoisyOracle:
@@ -92,25 +102,39 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
     if workload.expectation == "cold":
         return SensedLengths(first_guess=guess)
     if workload.expectation == "oracle":
-        return NoisyOracle(workload.lengths, schedule)
+        return NoisyOracle(workload.response_length, schedule)
     if workload.expectation != "warm":
         raise ValueError(f"expectation {workload.expectation!r}: use one of {', '.join(EXPECTATIONS)}")
     last_epoch = {
-        prompt.id: float(min(workload.lengths(prompt, derive_seed(schedule.seed, 99, i)), schedule.max_response_tokens))
+        prompt.id: float(
+            min(workload.response_length(prompt, derive_seed(schedule.seed, 99, i)), schedule.max_response_tokens)
+        )
         for i, prompt in enumerate(SimulatedPrompts(workload.prompts, 0))
     }
     return SensedLengths(last_epoch, first_guess=guess)
 
 
 def simulated_engine(workload: Workload) -> SimulatedEngine:
+    turns = workload.multi_turn
     return SimulatedEngine(
         slots=workload.slots,
         step_time=workload.step_time,
-        length_of=length_of_request(workload.lengths),
+        length_of=length_of_request(workload.lengths) if turns is None else turns.end_of_turn(workload.lengths),
         kv_tokens=workload.kv_tokens,
         weight_update_seconds=workload.weight_update_seconds,
         reuse_kv_cache=workload.reuse_kv_cache,
+        prefix_cache=turns is not None,
     )
+
+
+def environments_of(workload: Workload, schedule: Schedule, engine: SimulatedEngine) -> Environments | None:
+    if workload.multi_turn is None:
+        return None
+
+    def seed_of(rollout: Rollout) -> int:
+        return rollout.seed if schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
+
+    return simulated_environments(engine, workload.multi_turn, seed_of)
 
 
 class UncutLengths:
@@ -123,17 +147,23 @@ class UncutLengths:
 
     def add(self, batch: Batch) -> None:
         self._count += len(batch)
-        self._total += sum(len(rollout) if rollout.attempt == 0 else self._uncut(rollout) for rollout in batch)
+        self._total += sum(rollout.policy_length if rollout.attempt == 0 else self._uncut(rollout) for rollout in batch)
 
     def mean(self) -> float:
         return self._total / self._count if self._count else 0.0
 
     def _uncut(self, rollout: Rollout) -> int:
         seed = rollout.seed if self._schedule.keep_seed else derive_seed(rollout.seed, 0)
-        return min(self._workload.lengths(rollout.prompt, seed), self._schedule.max_response_tokens)
+        return min(self._workload.response_length(rollout.prompt, seed), self._schedule.max_response_tokens)
 
 
-def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> RunMetrics:
+def run(
+    workload: Workload,
+    schedule: Schedule,
+    *sinks: Sink,
+    strategy: Strategy | None = None,
+    max_updates: int | None = None,
+) -> RunMetrics:
     """One simulated run, from the first prompt to the last update."""
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     engine = simulated_engine(workload)
@@ -142,6 +172,8 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
         Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=workload.epochs, seed=schedule.seed),
         SimulatedScorer(engine, seconds_of=lambda rollout: workload.score_seconds),
         schedule,
+        environments=environments_of(workload, schedule, engine),
+        strategy=strategy,
         expectation=expectation_for(workload, schedule),
         log=EventLog(metrics, *sinks),
         max_updates=max_updates,
@@ -160,13 +192,15 @@ def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int |
 def limit(workload: Workload, schedule: Schedule) -> float:
     """The workload's upper bound in tokens per second: all slots full in steady state, each prompt prefilled once.
 
-    Measured from the moment when every slot has finished one request, until every slot has finished at least two more
-    and enough rollouts have passed for a stable result.
+    With several turns: every token of prompt and environment is prefilled once, environments answer immediately, and
+    only tokens of the policy count. Measured from the moment when every slot has finished one request, until every slot
+    has finished at least two more and enough rollouts have passed for a stable result.
     """
     engine = simulated_engine(workload)
     rollouts = max(workload.prompts * schedule.rollouts_per_prompt, STEADY_TURNOVERS * workload.slots)
     turnovers = [0] * workload.slots
     slot_of: dict[int, int] = {}
+    request_of: dict[int, Request] = {}
     next_id = 0
 
     def start(slot: int) -> None:
@@ -174,13 +208,33 @@ def limit(workload: Workload, schedule: Schedule) -> float:
         prompt = Prompt(str(next_id), range(workload.prompt_tokens), next_id % workload.prompts)
         seed = derive_seed(derive_seed(schedule.seed, next_id), 0)
         slot_of[next_id] = slot
-        engine.submit([Request(next_id, prompt, (), schedule.max_response_tokens, seed)])
+        request_of[next_id] = Request(next_id, prompt, (), schedule.max_response_tokens, seed)
+        engine.submit([request_of[next_id]])
         next_id += 1
+
+    def goes_on(id: int, made: int, *, truncated: bool) -> bool:
+        """Start the next turn in the same slot, if there is one."""
+        request, turns = request_of.pop(id), workload.multi_turn
+        if truncated or turns is None or place_of(request.prefix)[0] + 1 >= turns.turns:
+            return False
+        first, observed = request.prefix_length + made, turns.observation_tokens
+        turn = Segment(range(made), range(made), 0)
+        answer = Segment(range(first, first + observed), [0.0] * observed, ENVIRONMENT)
+        request_of[id] = request._replace(
+            prefix=(*request.prefix, turn, answer), max_new_tokens=request.max_new_tokens - made
+        )
+        engine.submit([request_of[id]])
+        return True
 
     def run_until(least_turnovers: int, least_rollouts: int) -> tuple[float, int]:
         while min(turnovers) < least_turnovers or next_id < least_rollouts:
+            made: dict[int, int] = {}  # by request that finished
             for change in engine.poll():
-                if isinstance(change, Finished):
+                if isinstance(change, Tokens):
+                    made[change.id] = len(change.segment)
+                elif isinstance(change, Finished) and not goes_on(
+                    change.id, made[change.id], truncated=change.truncated
+                ):
                     slot = slot_of.pop(change.id)
                     turnovers[slot] += 1
                     start(slot)

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
+from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.timeline import Slice
 
@@ -121,6 +122,7 @@ def update_points(log: Sequence[Event], most: int = MOST_POINTS) -> list[UpdateP
             for update in group
             for segments in update.segments
             for version, tokens in segments
+            if version != ENVIRONMENT
         ]
         done += len(group)
         rollouts += len(lengths)

@@ -52,6 +52,7 @@ class _Repairer:
         self._loaded = 0  # rollouts below this number are loaded
         self._cohort = -1
         self._kept: dict[int, int] = {}  # rollouts in the engine -> prefix tokens at submit
+        self._in_environment: dict[int, int] = {}  # rollouts in their environments -> tokens
         self._slot_of: dict[int, int] = {}
         self._holder: dict[int, int] = {}  # rollout by slot
         if log and not isinstance(log[0], events.RunBegan):
@@ -76,6 +77,10 @@ class _Repairer:
             self._load_up_to(event.rollout + 1, event.at)
             if event.rollout in self._kept:
                 self._end(event.rollout, event.at, event.prefix)
+            tokens = self._in_environment.pop(event.rollout, None)
+            if tokens is not None:
+                observed = max(1, event.prefix - tokens)
+                self._put_back(events.Observed(event.at, event.rollout, observed, event.prefix))
             self._kept[event.rollout] = event.prefix
         elif isinstance(event, events.Started):
             if event.rollout not in self._kept or event.rollout in self._slot_of:
@@ -89,12 +94,23 @@ class _Repairer:
                 self.left_out += 1
                 return
             del self._holder[self._slot_of.pop(event.rollout)]
-        elif isinstance(event, events.Finished | events.Aborted | events.Failed):
+        elif isinstance(event, events.Finished) and event.rollout in self._in_environment:
+            del self._in_environment[event.rollout]
+        elif isinstance(event, events.TurnEnded | events.Finished | events.Aborted | events.Failed):
             if event.rollout not in self._kept:
                 self.left_out += 1
                 return
             self._leave(event.rollout)
+            if isinstance(event, events.TurnEnded):
+                self._in_environment[event.rollout] = event.length
+        elif isinstance(event, events.Observed | events.EnvironmentFailed):
+            if event.rollout not in self._in_environment:
+                self.left_out += 1
+                return
+            if isinstance(event, events.Observed):
+                del self._in_environment[event.rollout]
         elif isinstance(event, events.Scored | events.Regenerated | events.Rejected):
+            self._in_environment.pop(event.rollout, None)
             self._load_up_to(event.rollout + 1, event.at)
         elif isinstance(event, events.Updated):
             self._load_up_to(1 + max(event.rollouts, default=-1), event.at)

@@ -1,0 +1,176 @@
+"""Rollouts of several turns: what happens between a turn of the policy and the next one.
+
+    engine: finished --> end_turn --> environment: observation --> returning, starts before every waiting rollout
+                                          |------ end -----------> scored, or to the scorer
+                                          |------ error, late ---> asked again, at last rejected
+                                          |------ lost ----------> regenerated
+
+A rollout in its environment holds no slot. It stays in hand: the strategy neither holds it back nor starts it again.
+Modes that keep tokens leave it there across weight updates. All other modes drop it at the harvest, because its tokens
+are those of the old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sortedrl.core.environment import Answer, Environments
+from sortedrl.core.moves import RolloutMoves
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.scoring import Scored, poll_deadline, wait_briefly
+from sortedrl.core.slot_clock import SlotClock
+
+CANNOT_BRING_BACK = "its environment cannot bring back the turns so far"
+
+
+class _Call(NamedTuple):
+    number: int
+    deadline: float  # on the engine's clock
+    is_retry: bool
+
+
+class Turns:
+    """Submits turns to the environments and takes in their answers.
+
+    Invariants: every rollout in its environment has exactly one call, and every call ends by its deadline. Only an
+    answer to that call counts.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        moves: RolloutMoves,
+        clock: SlotClock,
+        now: Callable[[], float],
+        score: Callable[[Rollout], None],
+    ) -> None:
+        self._environments = environments
+        self._moves = moves
+        self._buffer = moves.state.buffer
+        self._schedule = moves.state.schedule
+        self._clock = clock
+        self._now = now
+        self._score = score
+        self._calls: dict[int, _Call] = {}  # by rollout id; earliest deadline first, because all have the same time
+        self._last_call = 0
+        self._lost: list[Rollout] = []  # after `restore`: rollouts whose turns cannot be brought back
+
+    def end_turn(self, rollout: Rollout, at: float) -> None:
+        self._moves.end_turn(rollout, at)
+        self._submit(rollout)
+
+    def _submit(self, rollout: Rollout, *, is_retry: bool = False) -> None:
+        self._last_call += 1
+        deadline = self._now() + self._schedule.max_environment_seconds
+        self._calls[rollout.id] = _Call(self._last_call, deadline, is_retry)
+        self._environments.submit(rollout, self._last_call)
+
+    # Waiting, while calls are pending
+
+    def poll_until(self, until: float | None) -> float:
+        """Until when to poll the engine: at most the next deadline, and only briefly if no answer would end it."""
+        deadline = next(iter(self._calls.values())).deadline
+        until = deadline if until is None else min(until, deadline)
+        soon = poll_deadline(self._environments, self._now, until)
+        return until if soon is None else soon
+
+    def wait(self, until: float | None) -> None:
+        """Wait for an answer, at most until the next deadline."""
+        wait_briefly(self._environments, max(0.0, self.poll_until(until) - self._now()))
+
+    # Answers
+
+    def collect(self) -> None:
+        for answer in self._environments.collect():
+            call = self._calls.get(answer.rollout_id)
+            if call is not None and call.number == answer.call:  # otherwise it is the answer to an old call
+                del self._calls[answer.rollout_id]
+                self._take(answer, self._buffer.in_environment[answer.rollout_id], call)
+        while self._calls:
+            id, call = next(iter(self._calls.items()))
+            if self._now() < call.deadline:
+                break
+            del self._calls[id]
+            seconds = f"{self._schedule.max_environment_seconds:g}"
+            self._fail(self._buffer.in_environment[id], f"no answer within max_environment_seconds = {seconds}")
+
+    def _take(self, answer: Answer, rollout: Rollout, call: _Call) -> None:
+        fault = answer.error or _fault_of(answer)
+        if answer.is_lost:
+            if self._moves.fail_environment(rollout, CANNOT_BRING_BACK, counts=not call.is_retry):
+                self._moves.regenerate(rollout, CANNOT_BRING_BACK)
+        elif fault is not None:
+            self._fail(rollout, f"its environment: {fault}")
+        elif answer.observation is None:
+            self._end(rollout, answer)
+        else:
+            limit = self._limit_reached(rollout, len(answer.observation))
+            if limit:
+                rollout.ended_by = limit
+                self._moves.finish(rollout, self._clock.now(), truncated=True)
+                self._score(rollout)
+            else:
+                self._moves.observe(rollout, answer.observation)
+
+    def _fail(self, rollout: Rollout, reason: str) -> None:
+        if self._moves.fail_environment(rollout, reason):
+            self._submit(rollout, is_retry=True)
+
+    def _end(self, rollout: Rollout, answer: Answer) -> None:
+        self._moves.finish(rollout, self._clock.now(), truncated=False)
+        if answer.reward is None:
+            self._score(rollout)
+        else:
+            self._moves.score(Scored(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
+
+    def _limit_reached(self, rollout: Rollout, observed: int) -> str:
+        """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
+        turns, context = self._schedule.max_turns, self._schedule.max_context_tokens
+        if turns is not None and rollout.observations + 1 >= turns:
+            return "max_turns"
+        if rollout.policy_length >= self._schedule.max_response_tokens:
+            return "max_response_tokens"
+        if context is not None and len(rollout.prompt.tokens) + len(rollout) + observed >= context:
+            return "max_context_tokens"
+        return ""
+
+    # Harvests and checkpoints
+
+    def drop(self) -> None:
+        """Regenerate every rollout between two turns: the weights change, and the mode keeps no tokens."""
+        self._calls.clear()
+        for rollout in [*self._buffer.in_environment.values(), *self._buffer.returning.values()]:
+            self._moves.regenerate(rollout, "between two turns at the harvest")
+
+    def state(self) -> dict[str, Any]:
+        """The instances that a resumed run needs, by rollout id; JSON-ready."""
+        needed = [id for id, rollout in self._buffer.live.items() if rollout.observations and rollout.reward is None]
+        return {str(id): self._environments.state(id) for id in needed}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Call it after the buffer was restored, and `ask_again` when the log takes events."""
+        saved = [(self._buffer.live[int(id)], instance) for id, instance in state.items()]
+        self._lost = [rollout for rollout, instance in saved if not self._environments.restore(rollout, instance)]
+
+    def ask_again(self) -> None:
+        """Submit the rollouts that a checkpoint found in their environments, and regenerate what cannot be brought
+        back."""
+        for rollout in self._lost:
+            self._moves.regenerate(rollout, CANNOT_BRING_BACK)
+        self._lost.clear()
+        for id, rollout in self._buffer.in_environment.items():
+            if id not in self._calls:
+                self._submit(rollout)
+
+
+def _fault_of(answer: Answer) -> str | None:
+    """What is wrong with an observation; None if nothing is. A range comes from the simulator."""
+    tokens = answer.observation
+    if tokens is None or (type(tokens) is range and len(tokens)):
+        return None
+    if not isinstance(tokens, list | tuple) or not tokens:
+        return f"an observation is a list of token ids, got {type(tokens).__name__} of length {len(tokens)}"
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        return "an observation has a token id that is not an integer of 0 or more"
+    return None
