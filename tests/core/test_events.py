@@ -60,6 +60,22 @@ def test_an_event_is_the_same_after_a_trip_through_json(event: Event) -> None:
     assert type(back) is type(event)
 
 
+@pytest.mark.parametrize(("found", "age"), [(None, "an older"), (1, "an older"), (99, "a newer")])
+def test_a_log_of_another_format_is_refused_by_every_reader(found: int | None, age: str, tmp_path: Path) -> None:
+    fields = {"event": "RunBegan", "at": 0.0, "slots": 4, "mode": "partial", "settings": {}}
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(fields | ({} if found is None else {"format": found})) + "\n")
+    for read in (
+        lambda: list(read_events(path)),
+        lambda: events.read_intact(path),
+        lambda: events.counting_lines(path),
+    ):
+        with pytest.raises(events.UnknownFormat, match=rf"format {found or 1}, .* {age} .*or start a new run"):
+            read()
+    path.write_text(json.dumps(fields | {"format": events.FORMAT}) + "\n")
+    assert len(list(read_events(path))) == 1
+
+
 def test_a_log_file_is_read_back_up_to_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     whole = written(ONE_OF_EACH)

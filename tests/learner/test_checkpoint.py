@@ -58,6 +58,19 @@ def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["update-000001"]
 
 
+@pytest.mark.parametrize(("found", "age"), [(1, "an older"), (99, "a newer")])
+def test_a_checkpoint_of_another_format_is_refused_and_stays(
+    found: int, age: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "FORMAT", found)
+    save(tmp_path, 2)
+    monkeypatch.undo()
+    with pytest.raises(checkpoint.CheckpointError, match=rf"format {found}, .*{age} sortedrl; .*or start a new run"):
+        newest(tmp_path)
+    assert names(tmp_path) == ["update-000001", "update-000002"], "nothing is set aside"
+
+
 @pytest.mark.parametrize("manifest", ["", "{}", "[]", "null", '{"learner.pt": {}}', '{"learner.pt": 3}', "{\x00"])
 def test_a_checkpoint_with_a_damaged_manifest_is_not_intact(manifest: str, tmp_path: Path) -> None:
     path = save(tmp_path, 1)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import toy
+from sortedrl.cli import main
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
@@ -195,6 +196,14 @@ def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Pa
     damaged = watched(str(run))
     assert damaged.returncode == 1
     assert "line 10 of" in damaged.stderr and len(damaged.stderr.splitlines()) == 1
+
+
+def test_a_log_of_an_older_version_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event":"RunBegan","at":0.0,"slots":4,"mode":"partial","settings":{}}\n')
+    for command in ("watch", "report", "trace"):
+        assert main([command, str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "event log format 1, written by an older sortedrl" in error
 
 
 def test_the_newest_run_is_watched_where_none_is_named(killed: Path, tmp_path: Path) -> None:

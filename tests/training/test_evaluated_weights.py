@@ -102,6 +102,28 @@ def test_an_evaluation_answers_as_the_model_exported_at_that_update(
     assert [line["update"] for line in lines if "held_out" in line] == [0, 1, 2, 3]
 
 
+def test_a_lora_run_leaves_its_adapter_beside_the_merged_weights(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    train(model, run, "--lora-rank", "4", "--updates", "2", "--eval-problems", "1")
+    assert f"LoRA adapter in {run / 'adapter'} (peft format)" in capsys.readouterr().out
+    assert peft.PeftConfig.from_pretrained(run / "adapter").base_model_name_or_path == str(model)
+    base = AutoModelForCausalLM.from_pretrained(model).eval()
+    tokens = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        before = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, run / "adapter").eval()(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "model").eval()(tokens).logits
+    assert torch.allclose(adapted, merged, atol=1e-5)
+    assert (adapted - before).abs().max() > 1e-3, "the adapter has learned something"
+    train(model, tmp_path / "plain", "--updates", "1", "--eval-problems", "1")
+    assert not (tmp_path / "plain" / "adapter").exists()
+
+
 def test_a_server_is_evaluated_under_the_weights_of_the_update(
     model: Path, tmp_path: Path, evaluations: list[Answers]
 ) -> None:

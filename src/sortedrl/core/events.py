@@ -19,11 +19,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
 
+from sortedrl.core.errors import UserError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 GATES = ("open", "drain", "held back")
+FORMAT = 2  # of the log: changes with any change of the events; 1 was that of sortedrl 0.1
+
+
+class UnknownFormat(UserError, RuntimeError):
+    """The log was written by another version of sortedrl."""
 
 
 class RunBegan(NamedTuple):
@@ -31,6 +38,7 @@ class RunBegan(NamedTuple):
     slots: int
     mode: str
     settings: dict[str, Any]
+    format: int = FORMAT
 
 
 class Phase(NamedTuple):
@@ -340,8 +348,27 @@ def decode(line: str) -> Event:
     return event
 
 
+def require_known_format(path: Path) -> None:
+    """Raise `UnknownFormat` if another version wrote the log. A log whose first line is damaged passes."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(first, dict) or first.get("event") != RunBegan.__name__:
+        return
+    found = first.get("format", 1)
+    if found != FORMAT:
+        age = "an older" if type(found) is int and found < FORMAT else "a newer"
+        raise UnknownFormat(
+            f"{path} has event log format {found}, written by {age} sortedrl; this one reads format {FORMAT}. "
+            "Use the version that wrote it, or start a new run"
+        )
+
+
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a log file, including those that a rollback made void. Stops at a torn last line."""
+    require_known_format(path)
     with path.open(encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
@@ -406,6 +433,7 @@ def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
 
 def counting_lines(path: Path) -> list[Event | Damage]:
     """The log without void events; unreadable lines keep their places."""
+    require_known_format(path)
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
         kept: list[Event | Damage] = []

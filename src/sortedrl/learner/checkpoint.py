@@ -28,6 +28,7 @@ import torch
 
 from sortedrl.core.errors import UserError
 
+FORMAT = 2  # changes with the content of a checkpoint; 1 was that of sortedrl 0.1
 _MANIFEST = "manifest.json"
 _PREFIX = "update-"
 _WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", "damaged-"
@@ -166,9 +167,20 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
+def _require_known_format(path: Path, state: dict[str, Any]) -> None:
+    found = state.get("format", 1)
+    if found != FORMAT:
+        age = "an older" if type(found) is int and found < FORMAT else "a newer"
+        raise CheckpointError(
+            f"checkpoint {path} has format {found}, written by {age} sortedrl; this one reads format {FORMAT}. "
+            "Resume it with the version that wrote it, or start a new run"
+        )
+
+
 def _read(path: Path) -> Checkpoint:
-    learner = torch.load(path / "learner.pt", map_location="cpu", weights_only=True)
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    _require_known_format(path, state)
+    learner = torch.load(path / "learner.pt", map_location="cpu", weights_only=True)
     _restore_random(state["random"])
     return Checkpoint(path, learner, state["controller"], state["notes"])
 
@@ -183,7 +195,7 @@ def _set_aside(path: Path) -> Path:
 def _write_files(folder: Path, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> None:
     with (folder / "learner.pt").open("wb") as file:
         torch.save(learner, file)
-    state = {"controller": controller, "notes": notes, "random": _random_state()}
+    state = {"format": FORMAT, "controller": controller, "notes": notes, "random": _random_state()}
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     paths = [folder / name for name in _FILES]
     manifest = {path.name: {"size": path.stat().st_size, "sha256": _hash(path)} for path in paths}

@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -209,6 +210,12 @@ class Learner:
                 delta = layer.get_delta_weight(layer.active_adapters[0]).detach()
                 tensor = (tensor.float() + delta.float()).to(tensor.dtype)
             yield f"{owner}.{leaf}", tensor
+
+    def save_adapter(self, folder: Path, base_model: str) -> None:
+        """The LoRA adapter in peft format, to be loaded on top of `base_model`."""
+        config = self._adapted.peft_config[self._adapted.active_adapter]
+        config.base_model_name_or_path = base_model
+        self._adapted.save_pretrained(folder, save_embedding_layers=False)  # "auto" may ask the hub
 
     def logprobs_of(self, context: Sequence[int], response: Sequence[int]) -> list[float]:
         """The log-probability of each response token under the current policy, at temperature 1."""

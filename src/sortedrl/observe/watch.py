@@ -27,6 +27,7 @@ from sortedrl.core.events import (
     Sink,
     VoidTime,
     decoded_or_damage,
+    require_known_format,
     without_rolled_back,
 )
 from sortedrl.observe.console import PlainConsole, RunConsole
@@ -158,6 +159,7 @@ class Follower:
 
     def _read_all(self, *, announce_newest: bool = False) -> None:
         """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
+        require_known_format(self._event_file.path)
         self._metrics = Metrics()
         self._sink = self._console.begin(self._metrics, str(self._folder), _updates_in_settings(self._folder))
         self._phases = ["start"]  # since the latest harvest started or the run was resumed

@@ -7,6 +7,7 @@ runs/NAME/
   rollouts.jsonl    a sample of each update's responses, to read
   checkpoints/      update-000040/ ... each one complete
   model/            the trained model in Hugging Face format
+  adapter/          with LoRA: the adapter in peft format; it is merged into the model above
   summary.json      written at the end
   .lock             locked while a process writes here (training/run_lock.py)
 

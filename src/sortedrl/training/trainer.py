@@ -347,15 +347,28 @@ class TrainingRun:
         return summary
 
     def _export(self) -> None:
-        """The trained model in Hugging Face format; LoRA is merged, by way of the plain copy."""
+        """The trained model in Hugging Face format. LoRA is merged, by way of the plain copy; the adapter is beside
+        it."""
         if self.has_plain_copy:
             copy_weights(self.plain_model, dict(self.learner.weights()))
-        target = self.folder.path / "model"
+
+        def save_model(folder: Path) -> None:
+            self.plain_model.save_pretrained(folder)
+            self.resources.tokenizer.save_pretrained(folder)
+
+        self._put_in_place(self.folder.path / "model", save_model)
+        if self.settings.lora_rank:
+            adapter = self.folder.path / "adapter"
+            base = model_named(self.settings.model)
+            self._put_in_place(adapter, lambda folder: self.learner.save_adapter(folder, base))
+            self.console.log(f"LoRA adapter in {adapter} (peft format), merged weights in {self.folder.path / 'model'}")
+
+    def _put_in_place(self, target: Path, save: Callable[[Path], None]) -> None:
+        """Replace a folder in one step."""
         temporary = checkpoint.temporary_of(target)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            self.plain_model.save_pretrained(temporary)
-            self.resources.tokenizer.save_pretrained(temporary)
+            save(temporary)
             checkpoint.put_in_place(temporary, target)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
