@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
