@@ -34,6 +34,7 @@ from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
+from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
@@ -344,17 +345,8 @@ class VllmEngine:
     # Weights and memory
 
     def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """All weights, including a tied output layer, which vLLM's reload would not update."""
-        tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
-        named = False
-        embedding = None
-        for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
-            named = named or name == "lm_head.weight"
-            if name.endswith("embed_tokens.weight"):
-                embedding = weight
-            yield name, weight
-        if tied and not named and embedding is not None:
-            yield "lm_head.weight", embedding
+        is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
+        return with_output_layer(weights, is_tied=is_tied)
 
     def _wake(self, *, weights_only: bool = False) -> None:
         """Allocate the memory again: each part once, since vLLM fails if it is woken twice."""

@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
+from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
-from sortedrl.engines.servers.weight_files import WeightFiles, Weights, with_output_layer
+from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
 
@@ -153,7 +154,7 @@ class HttpEngine(ServerStreams):
         if weights is None or isinstance(weights, Path):
             self._update_from(weights, version)
         else:
-            self._send(with_output_layer(weights), version)
+            self._send(dict(with_output_layer(weights)), version)
         self.version = version
         self.weight_update_seconds = self.now() - began
 
