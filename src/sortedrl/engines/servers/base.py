@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, EngineDied, Request
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class HttpEngine(ServerStreams):
+class HttpEngine(ServerStreams, EngineBase):
     """See the docstrings of this module and of streams.py, which explains `silence_seconds` and `unavailable_seconds`.
 
     `tokenizer` is only needed for stop strings; `api_key`: see api_key.py. `vocabulary` is the vocabulary size of the
@@ -76,7 +77,6 @@ class HttpEngine(ServerStreams):
         self.url = url.rstrip("/")
         self.slots = slots
         self.version = 0
-        self.weight_update_seconds = 0.0  # of the last weight update
         self.max_length: int | None = None  # of prompt plus response, if the server reports it
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self.api_key = ApiKey(api_key)
