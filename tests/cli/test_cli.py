@@ -234,7 +234,10 @@ BAD_INPUT = {
     "text for a number": (["train", "--slots", "abc"], ["--slots abc: expected INT."]),
     "text for a number or nothing": (["train", "--updates", "abc"], ["--updates abc: expected INT."]),
     "a flag without its value": (["train", "--slots"], ["--slots needs a value: INT."]),
-    "an unknown choice": (["train", "--engine", "vlm"], ["engine = 'vlm'", "Did you mean vllm?", "your.module:factory"]),
+    "an unknown choice": (
+        ["train", "--engine", "vlm"],
+        ["Did you mean vllm?", "your.module:factory"],
+    ),
     "a key without its value": (["train", "--engine-options", "a"], ["expected KEY VALUE pairs"]),
     "a rare setting as a flag": (["train", "--clip-low", "0.1"], ["set clip_low in a TOML file with --config"]),
     "an old flag": (["train", "--stale-tokens", "plain"], ["use --off-policy-correction", "plain is now ppo_clip"]),
