@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from itertools import accumulate
@@ -31,6 +32,7 @@ from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
+from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.prometheus import Endpoint

@@ -411,16 +411,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             self.run.mark_phase("evaluation")
         engine.update_weights(self._weights(), self.run.version if training else 0)
         rank, step = self.accelerator.process_index, self.state.global_step
-        sampling = Sampling(temperature=self.temperature)
+        sampling, limit = Sampling(temperature=self.temperature), self.schedule.max_response_tokens
         requests = [
-            Request(
-                i,
-                Prompt(str(i), tuple(ids)),
-                (),
-                self.schedule.max_response_tokens,
-                derive_seed(self.args.seed, step, rank, i),
-                sampling,
-            )
+            Request(i, Prompt(str(i), tuple(ids)), (), limit, derive_seed(self.args.seed, step, rank, i), sampling)
             for i, ids in enumerate(prompt_ids)
         ]
         responses = generate(engine, requests)
