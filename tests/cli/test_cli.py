@@ -33,6 +33,17 @@ def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProces
     )
 
 
+def test_simulate_takes_several_turns() -> None:
+    words = ["--turns", "3", "--median-length", "60", "--environment-seconds", "4", "--step-time", "h200-8b"]
+    words += ["--cohorts", "1", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "32"]
+    done = sortedrl("simulate", "--json", "--modes", "baseline", "partial+elevator", *words)
+    assert done.returncode == 0, done.stderr
+    modes = json.loads(done.stdout)["modes"]
+    assert all(found["turns_mean"] == 3 for found in modes.values())
+    assert modes["baseline"]["bubble_parts"]["environment"] > 0
+    assert modes["baseline"]["goodput"] < modes["partial+elevator"]["goodput"]
+
+
 def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
     done = sortedrl("simulate", "--all", "--json", *SMALL)
     assert done.returncode == 0, done.stderr
