@@ -778,6 +778,7 @@ def test_sorting_after_the_fact_splits_a_cohort_by_length() -> None:
     lengths = [9, 1, 8, 2, 7, 3]
     assert run("cohort-at-once", lengths, rollouts_per_update=2).lengths == [[1, 9], [2, 8], [3, 7]]
     assert run("cohort-at-once+sorted", lengths, rollouts_per_update=2).lengths == [[1, 2], [3, 7], [8, 9]]
+    assert run("cohort-at-once+sorted-descending", lengths, rollouts_per_update=2).lengths == [[8, 9], [3, 7], [1, 2]]
 
 
 def test_without_a_cohort_gate_long_prompts_come_last() -> None:

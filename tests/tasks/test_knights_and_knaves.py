@@ -24,10 +24,10 @@ from sortedrl.tasks.knights_and_knaves import (
     fingerprint,
     holds,
     random_puzzle,
+    reward_function,
     solutions,
     warm_start_puzzle,
 )
-from sortedrl.tasks.knights_answers import reward_function
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, Flaws, phrases, worked_response
 
@@ -144,6 +144,10 @@ def test_warm_start_train_and_held_out_puzzles_share_no_fingerprint() -> None:
     small, other = KnightsAndKnaves.small(seed=0), KnightsAndKnaves.small(seed=1)
     train, held_out = ({problem.question for problem in side} for side in (small.train(), small.held_out()))
     assert len(train) == 1800 and len(held_out) == 600
+    mixed = KnightsAndKnaves.mixed()
+    questions = [{problem.question for problem in side} for side in (mixed.train(), mixed.held_out())]
+    assert [len(side) for side in questions] == [2100, 2100] and not questions[0] & questions[1]
+    assert not warm & (questions[0] | questions[1])
     assert not warm & (train | held_out)
     assert not train & (held_out | {problem.question for problem in other.held_out()})
 
@@ -269,7 +273,7 @@ def test_reasoning_without_flaws_ends_in_the_right_answer(characters: int, seed:
     assert reward_function(worked_response(puzzle, random.Random(seed), NO_FLAWS), answer).value == 3.0
 
 
-@pytest.mark.parametrize("flaws", [Flaws(guess=1.0), Flaws(overlook=0.5), Flaws(give_up=0.5)])
+@pytest.mark.parametrize("flaws", [Flaws(guess=1.0), Flaws(overlook=0.5), Flaws(give_up=0.5), Flaws(reject=0.3)])
 def test_each_flaw_costs_answers_and_never_the_format(flaws: Flaws) -> None:
     rng = random.Random(0)
     rewards = []

@@ -19,8 +19,7 @@ from sortedrl.core import events
 from sortedrl.core.engine import Change, Engine, Request, Tokens
 from sortedrl.core.events import read_events
 from sortedrl.engines.embedded.engine import EmbeddedEngine
-from sortedrl.training import evaluate as evaluating
-from sortedrl.training import trainer
+from sortedrl.training import trainer as app
 
 EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
 EVALUATED += ["--eval-problems", "12", "--threads", "1"]
@@ -57,7 +56,7 @@ class Recorded:
 def evaluations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answers]]:
     """What the engine answered in each evaluation so far."""
     found: list[Answers] = []
-    evaluate = evaluating.evaluate
+    evaluate = app.evaluate
 
     def recorded(engine: Engine, *args: Any, **options: Any) -> Any:
         recorder = Recorded(engine)
@@ -66,8 +65,7 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answers]]:
         return result
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(evaluating, "evaluate", recorded)
-    monkeypatch.setattr(trainer, "evaluate", recorded)
+    monkeypatch.setattr(app, "evaluate", recorded)
     yield found
     torch.set_num_threads(threads)
 

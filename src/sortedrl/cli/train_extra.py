@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from sortedrl.core.errors import UserError
@@ -14,10 +13,11 @@ class MissingPackage(UserError):
     """A package of an extra is not installed."""
 
 
-def module(name: str) -> Any:
-    """A module of `training`. PyTorch is imported here, with threads that sleep while they wait."""
+def trainer() -> Any:
+    """The module `training.trainer`. PyTorch is imported here, with threads that sleep while they wait."""
     let_waiting_threads_sleep()
     try:
-        return importlib.import_module(f"sortedrl.training.{name}")
+        from sortedrl.training import trainer as module
     except ImportError as error:
         raise MissingPackage(f"{error.name} is not installed: {install_hint('train')}") from None
+    return module

@@ -1,6 +1,6 @@
 """Tasks by name, as in flags and configuration files.
 
-    knights_and_knaves[:small]          math:<preset>, math          reasoning_gym:<dataset>          your.module:name
+    knights_and_knaves[:small|:mixed]   math:<preset>, math          reasoning_gym:<dataset>          your.module:name
 
 Dependencies of a task are imported only when it is used.
 """
@@ -35,10 +35,14 @@ def is_built_in(name: str) -> bool:
 def _knights_and_knaves(variant: str, options: dict[str, Any]) -> Task:
     from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
-    if variant not in ("", "small"):
-        raise ValueError(f"knights_and_knaves has no variant {variant!r}; the only one is small")
-    maker = KnightsAndKnaves.small if variant else KnightsAndKnaves
-    return make(maker, "knights_and_knaves", options)
+    makers: dict[str, Callable[..., KnightsAndKnaves]] = {
+        "": KnightsAndKnaves,
+        "small": KnightsAndKnaves.small,
+        "mixed": KnightsAndKnaves.mixed,
+    }
+    if variant not in makers:
+        raise ValueError(f"knights_and_knaves has no variant {variant!r}; use small or mixed, or leave it out")
+    return make(makers[variant], "knights_and_knaves", options)
 
 
 def _math(variant: str, options: dict[str, Any]) -> Task:

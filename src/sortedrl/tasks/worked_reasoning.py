@@ -36,6 +36,7 @@ class Flaws:
     guess: float = 0.0  # a response names an answer at random, without any search
     overlook: float = 0.0  # a claim that contradicts its speaker is accepted
     give_up: float = 0.0  # a refuted case is the last one; the answer is random
+    reject: float = 0.0  # a claim that fits its speaker is taken for a contradiction
 
 
 NO_FLAWS = Flaws()
@@ -81,7 +82,8 @@ def _seems_to_fit(puzzle: Puzzle, case: Sequence[bool], thought: list[str], rng:
     """Appends the check of a case to `thought`, up to the first contradiction."""
     for speaker, claim in enumerate(puzzle.claims):
         thought += [_speaker(speaker), *_called(claim, case)]
-        if holds(claim, case) != case[speaker] and rng.random() >= flaws.overlook:
+        fits = holds(claim, case) == case[speaker]
+        if rng.random() < (flaws.reject if fits else 1.0 - flaws.overlook):
             return False
     return True
 

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.engines.registry import SERVERS
-from sortedrl.engines.settings import EngineSettings, check_engine
+from sortedrl.engines.settings import SERVERS, EngineSettings, check_engine
 from sortedrl.learner.settings import LearnerFlags
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import Settings, literal, plain_reason
@@ -36,7 +35,7 @@ class ModelSettings(Settings, EngineSettings):
 
     model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
     task: Annotated[
-        str, Field(description="knights_and_knaves[:small], math:PRESET, reasoning_gym:NAME, or your.module:name")
+        str, Field(description="knights_and_knaves[:small|:mixed], math:PRESET, reasoning_gym:NAME, or your.module:name")
     ] = "knights_and_knaves:small"
     task_options: Annotated[dict[str, str], Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
     data: Annotated[Path | None, Field(description="data file or folder of the task, if it reads one")] = None
@@ -165,7 +164,7 @@ def schedule_of(settings: TrainSettings) -> Schedule:
 
 
 def _check_overlap(settings: TrainSettings) -> None:
-    if settings.engine in ("embedded", "vllm"):
+    if settings.engine not in SERVERS:
         raise ConfigurationError(
             "overlap",
             settings.overlap,

@@ -7,7 +7,7 @@ The cohort gate and the harvest, which they share, are in `Strategy`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
@@ -45,11 +45,12 @@ class Baseline(Strategy):
 class CohortAtOnce(Baseline):
     """Load a cohort, wait for all of it, then several updates: the later ones are stale.
 
-    `sort` splits the cohort by length instead of load order: the paper's "sorting after the fact".
+    `order` splits the cohort by length instead of load order: the paper's "sorting after the fact". The later a rollout
+    is trained on, the staler it is, so `ascending` ages long rollouts and `descending` short ones.
     """
 
     on_policy: ClassVar[bool] = False
-    sort: bool = False
+    order: Literal["load", "ascending", "descending"] = "load"
 
     def to_load(self, s: SchedulerState) -> int:
         return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
@@ -70,7 +71,10 @@ class CohortAtOnce(Baseline):
         return batches
 
     def _place(self, group: Group) -> float:
-        return max(map(len, group.members)) if self.sort else group.id
+        if self.order == "load":
+            return group.id
+        length = max(map(len, group.members))
+        return length if self.order == "ascending" else -length
 
 
 @dataclass(frozen=True)
