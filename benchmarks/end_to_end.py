@@ -69,6 +69,7 @@ class Shape:
     median_length: float = 636.85
     max_response_tokens: int = 4096
     tokens_per_micro_batch: int = 8192
+    kept_tokens: int = 0  # micro-batches up to this size keep their activations
     prefill_tokens_per_step: int = 2048  # as in the profile
     profile: Path | None = None
     learner_tokens_per_second: float | None = None
@@ -83,7 +84,7 @@ SHAPES = {
         profile=HERE / "measured" / "h200-8b" / "profile_second.json",
         learner_tokens_per_second=7552 * 7.07 / 7.50,
     ),
-    "1.5b": Shape("qwen2.5-1.5b", kv_gib=10.0, tokens_per_micro_batch=16_384),
+    "1.5b": Shape("qwen2.5-1.5b", kv_gib=10.0, kept_tokens=8192),
     "tiny": Shape(
         "tiny",
         kv_gib=0.05,
@@ -124,6 +125,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="of this engine and shape, from sortedrl profile")
     parser.add_argument("--learner-tokens-per-second", type=float, help="prompt and response tokens, as update_7b.py")
     parser.add_argument("--tokens-per-micro-batch", type=int)
+    parser.add_argument("--kept-tokens", type=int, help="recompute activations of larger micro-batches only")
+    parser.add_argument("--compile-layers", action="store_true", help="of the learner, with torch.compile")
     parser.add_argument("--kv-gib", type=float, help="size of the engine's KV cache")
     parser.add_argument("--sleep", action="store_true", help="free the engine's memory while the learner steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -140,6 +143,7 @@ def settings_of(options: argparse.Namespace) -> Shape:
         shape,
         kv_gib=options.kv_gib or shape.kv_gib,
         tokens_per_micro_batch=options.tokens_per_micro_batch or shape.tokens_per_micro_batch,
+        kept_tokens=shape.kept_tokens if options.kept_tokens is None else options.kept_tokens,
         profile=options.profile or shape.profile,
         learner_tokens_per_second=options.learner_tokens_per_second or shape.learner_tokens_per_second,
     )
@@ -196,13 +200,19 @@ def kv_bytes_per_token(config: PreTrainedConfig) -> int:
 
 
 def memory_arithmetic(config: PreTrainedConfig, weights: int, shape: Shape) -> dict[str, float]:
-    """GiB by part, before anything is allocated. Activations: one hidden state per layer, and the layer in work."""
+    """GiB by part, before anything is allocated. Activations: one hidden state per layer and the layer in work, or all
+    of the largest micro-batch that keeps them."""
     layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     tokens = max(shape.tokens_per_micro_batch, shape.max_response_tokens + shape.prompt_tokens)
     parts = {
         "learner_at_rest": 10 * weights / GIB,  # bf16 weight and first moment, fp32 second moment, 16 bits of remainder
         "gradients": 2 * weights / GIB,
-        "activations": tokens * (2 * layers * hidden + 24 * hidden + 16 * inner) / GIB + 2.0,  # 2: chunks of logits
+        "activations": 2.0  # chunks of logits
+        + max(
+            tokens * (2 * layers * hidden + 24 * hidden + 16 * inner),
+            shape.kept_tokens * layers * (38 * hidden + 8 * inner),
+        )
+        / GIB,
         "engine_weights": 2 * weights / GIB,
         "kv_cache": shape.kv_gib,
         "graphs_and_context": 5.0,
@@ -265,6 +275,8 @@ class Bench:
             normalizer_tokens=shape.rollouts_per_update * shape.max_response_tokens,
             tokens_per_micro_batch=shape.tokens_per_micro_batch,
             gradient_checkpointing=True,
+            recompute_above_tokens=shape.kept_tokens,
+            compile_layers=self.options.compile_layers,
             bf16=self.on_gpu,
         )
         self.learner = Learner(model, settings)

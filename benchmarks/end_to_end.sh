@@ -10,9 +10,10 @@
 #
 # MODES (in this order) and UPDATES per mode (the first is not counted) select the runs; no update starts later than
 # STOP_AFTER seconds. LEARNER_SPEED: tokens per second of benchmarks/update_7b.py for the prediction. SLEEP=1 frees the
-# engine's memory while the learner steps; it does not go with :reuse. Memory of the 8B shape, GiB of 139.8: learner 75
-# at rest, gradients 15, activations 6 with micro-batches of 8,192 tokens, engine weights 15, KV cache 20 (163,840
-# tokens), graphs and CUDA context 5. Results are written after every update, to OUT (default: h200).
+# engine's memory while the learner steps; it does not go with :reuse. MORE: further options of end_to_end.py.
+# Memory of the 8B shape, GiB of 139.8: learner 75 at rest, gradients 15, activations 6 with micro-batches of 8,192
+# tokens, engine weights 15, KV cache 20 (163,840 tokens), graphs and CUDA context 5.
+# Results are written after every update, to OUT (default: h200).
 set -euo pipefail -f # modes may contain a star
 shape=${1:?usage: end_to_end.sh SHAPE [OUT]}
 mkdir -p "${2:-h200}"
@@ -28,4 +29,4 @@ some=${MODES:-baseline partial+elevator:reuse partial+elevator on-policy on-poli
 # shellcheck disable=SC2086
 exec "${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \
   --out "$out" --stop-after "${STOP_AFTER:-550}" ${calibrate:+--calibrate} ${SLEEP:+--sleep} \
-  ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED}
+  ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED} ${MORE:-}

@@ -1,18 +1,23 @@
-"""One update of a model with 7B parameters on one GPU: peak memory and seconds, as one line of JSON.
+"""One update of a model with 7B parameters on one GPU: peak memory and seconds, as one line of JSON per variant.
 
     python benchmarks/update_7b.py --train full     all weights, the learner's own AdamW: 12 bytes per weight
                                                     (bf16 weight, gradient and first moment, fp32 second
                                                     moment, the 16 bits of the fp32 weight that bf16 lacks)
     python benchmarks/update_7b.py --train lora     bf16 base, fp32 adapters on all linear layers
     python benchmarks/update_7b.py --shape tiny --device cpu
+    python benchmarks/update_7b.py --shape llama-8b --rollouts 48 --max-response-tokens 4096 \
+        --variants recompute keep compile keep+compile          what makes the learner faster
 
 Weights and tokens are random; lengths are lognormal as in long reasoning, truncated at the limit. The first update is a
 warm-up, and the later ones are timed. If memory runs out, the result is `"fits": false` with the memory requested.
+Variants run in turn, each with a new model. `keep`: micro-batches of `--kept-tokens` keep their activations instead of
+recomputing them; longer rollouts are recomputed. `compile`: torch.compile of each layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -58,6 +63,8 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
 }
 
+VARIANTS = ("recompute", "keep", "compile", "keep+compile")
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,6 +79,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mean-response-tokens", type=int, default=1024)
     parser.add_argument("--max-response-tokens", type=int, default=8192)
     parser.add_argument("--tokens-per-micro-batch", type=int, default=16_384)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["recompute"])
+    parser.add_argument("--kept-tokens", type=int, default=4096)
     parser.add_argument("--timed-updates", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -107,7 +116,7 @@ def peak_gib(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
-def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
+def measured(options: argparse.Namespace, variant: str, result: dict[str, Any]) -> None:
     """Fills `result` step by step, so that measurements before running out of memory are kept."""
     config = SHAPES[options.shape]
     if options.layers:
@@ -118,13 +127,16 @@ def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
             config, dtype=torch.bfloat16
         )
     result["weights"] = sum(parameter.numel() for parameter in model.parameters())
+    keeps = "keep" in variant
     learner = Learner(
         model,
         LearnerSettings(
             algorithm=options.algorithm,
             kl_coefficient=options.kl_coefficient,
-            tokens_per_micro_batch=options.tokens_per_micro_batch,
+            tokens_per_micro_batch=options.kept_tokens if keeps else options.tokens_per_micro_batch,
             gradient_checkpointing=True,
+            recompute_above_tokens=options.kept_tokens if keeps else 0,
+            compile_layers="compile" in variant,
             bf16=True,
             lora_rank=options.lora_rank if options.train == "lora" else 0,
         ),
@@ -137,7 +149,9 @@ def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
         batch = rollouts(options, config.vocab_size, version)
         begin = time.perf_counter()
         metrics = learner.step(batch, version)  # it reads results back at the end, so the device has finished
-        if version:
+        if not version:
+            result["seconds_of_first_update"] = round(time.perf_counter() - begin, 2)
+        else:
             seconds += time.perf_counter() - begin
             tokens += sum(len(rollout) + len(rollout.prompt.tokens) for rollout in batch)
             trained += metrics["tokens_trained"]
@@ -158,18 +172,24 @@ def measured(options: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def main() -> int:
     options = arguments()
-    result: dict[str, Any] = {
-        **vars(options),
-        "torch": torch.__version__,
-        "optimizer_bytes_per_weight": 12 if options.train == "full" else 16,
-        "fits": True,
-    }
-    try:
-        measured(options, result)
-    except torch.OutOfMemoryError as failure:
-        result |= {"fits": False, "failure": str(failure).splitlines()[0]}
-    result["peak_gib"] = round(peak_gib(options.device), 2)
-    print(json.dumps(result))
+    for variant in options.variants:
+        result: dict[str, Any] = {
+            **vars(options),
+            "variant": variant,
+            "torch": torch.__version__,
+            "optimizer_bytes_per_weight": 12 if options.train == "full" else 16,
+            "fits": True,
+        }
+        try:
+            measured(options, variant, result)
+        except torch.OutOfMemoryError as failure:
+            result |= {"fits": False, "failure": str(failure).splitlines()[0]}
+        result["peak_gib"] = round(peak_gib(options.device), 2)
+        print(json.dumps(result), flush=True)
+        gc.collect()
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     return 0
 
 

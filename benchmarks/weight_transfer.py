@@ -58,7 +58,9 @@ def command(folder: Path, port: int, on_gpu: bool) -> list[str]:
     parts += ["--load-format", "dummy", "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
     parts += ["--logprobs-mode", "processed_logprobs", "--max-num-seqs", str(SLOTS), "--max-model-len", "1024"]
     parts += ["--enforce-eager", "--weight-transfer-config", '{"backend": "ipc"}']
-    return parts + (["--gpu-memory-utilization", "0.4", "--kv-cache-memory-bytes", str(2**31)] if on_gpu else [])
+    if on_gpu:
+        return [*parts, "--dtype", "bfloat16", "--gpu-memory-utilization", "0.4", "--kv-cache-memory-bytes", str(2**31)]
+    return [*parts, "--dtype", "float32"]
 
 
 @contextmanager
@@ -119,7 +121,9 @@ def main() -> int:
     with serving(folder, options.out / "weight_transfer_server.log", on_gpu) as url:
         torch.manual_seed(1)
         with torch.device("cuda" if on_gpu else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=torch.bfloat16 if on_gpu else torch.float32
+            ).eval()
         size = sum(weight.nbytes for weight in model.parameters())
         files = folder_with_room(size)
         vocabulary = int(config.vocab_size)

@@ -215,6 +215,24 @@ def test_gradient_checkpointing_changes_nothing_and_dropout_stays_off() -> None:
     assert any(layer.training for layer in model.model.layers)
 
 
+@pytest.mark.parametrize("above_tokens", [0, 30, 10**6])
+def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) -> None:
+    """Rollouts of different lengths, a few per micro-batch: with 30 some are recomputed and some are not."""
+    plain = gradients(Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=40)), random_rollouts())
+    settings = LearnerSettings(
+        tokens_per_micro_batch=40, gradient_checkpointing=True, recompute_above_tokens=above_tokens
+    )
+    learner = Learner(tiny_model(), settings)
+    sizes, layer_passes = [], []
+    trunk = learner.model.model
+    trunk.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
+    trunk.layers[0].input_layernorm.register_forward_pre_hook(lambda _, inputs: layer_passes.append(inputs[0].shape))
+    partly = gradients(learner, random_rollouts())
+    assert all(torch.equal(partly[name], plain[name]) for name in plain)
+    assert len(layer_passes) == len(sizes) + sum(size > above_tokens for size in sizes)
+    assert len(sizes) > 2 and (above_tokens != 30 or min(sizes) <= 30 < max(sizes))
+
+
 def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
     torch.manual_seed(0)
     config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=30.0)

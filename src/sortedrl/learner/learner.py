@@ -56,6 +56,7 @@ from sortedrl.learner.models import (
     TokenScorer,
     ValueModel,
     checkpoint_layers,
+    compile_layers,
     response_logprobs,
     scattered,
     with_adapters,
@@ -109,10 +110,11 @@ class Learner:
             self._adapted = with_adapters(model, settings.lora_rank).eval()
             if self.critic is not None:
                 with_adapters(self.critic.trunk, settings.lora_rank).eval()
-        if settings.gradient_checkpointing:
-            checkpoint_layers(model)
-            if self.critic is not None:
-                checkpoint_layers(self.critic.trunk)
+        for module in (model, self.critic.trunk if self.critic is not None else None):
+            if module is not None and settings.gradient_checkpointing:
+                checkpoint_layers(module, settings.recompute_above_tokens)
+            if module is not None and settings.compile_layers:
+                compile_layers(module)
         self._optimizer = AdamW(list(_trainable(model).values()), settings.weight_decay)
         self._critic_optimizer = (
             AdamW(list(_trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,13 +117,30 @@ def with_adapters(module: PreTrainedModel, rank: int) -> Any:
     )
 
 
-def checkpoint_layers(module: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass.
+def checkpoint_layers(module: PreTrainedModel, above_tokens: int = 0) -> None:
+    """Recompute activations in the backward pass, in forward passes over more than `above_tokens` tokens.
 
     Layers do so only in training mode. The flag is set on the layers but not on their submodules, because dropout must
     stay off: log-probabilities must match those of the sampling policy.
     """
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+
+    def choose(_: nn.Module, __: tuple[Any, ...], inputs: Mapping[str, Any]) -> None:
+        for layer in layers:
+            layer.gradient_checkpointing = inputs["input_ids"].numel() > above_tokens
+
+    if above_tokens:
+        module.base_model.register_forward_pre_hook(choose, with_kwargs=True)
+
+
+def compile_layers(module: PreTrainedModel) -> None:
+    """Compile each decoder layer: its elementwise operations become few kernels. Sizes of micro-batches stay dynamic.
+
+    All layers run the same code, so it is compiled once for all of them, in the first update.
+    """
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
+            layer.compile(dynamic=True)

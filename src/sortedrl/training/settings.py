@@ -82,7 +82,7 @@ class TrainingSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient", "warmup_updates", "steps_per_update"}
         | {"tokens_per_micro_batch", "eval_samples", "eval_seed", "keep_checkpoints", "save_rollouts", "device"}
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
-        | {"scale_learning_rate_by_ess", "gradient_cosine"}
+        | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
     )
 
     prompts_per_cohort: PromptsPerCohort = 64
