@@ -7,7 +7,7 @@ Starts vLLM's own server with random weights and the IPC backend, makes a model 
 weights in this process, and updates the server's weights several times. After each update the engine samples tokens and
 the model scores them, as in training; the run fails if they differ. Each result is printed and appended to
 OUT/weight_transfer.jsonl at once. vLLM 0.25's IPC backend imports ray but does not use it over HTTP. Where ray is not
-installed, the server gets an empty module of that name.
+installed, the server gets a module of that name without its functions.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def serving(folder: Path, log: Path, on_gpu: bool) -> Iterator[str]:
     if find_spec("ray") is None:
         modules = Path(tempfile.mkdtemp())
         (modules / "ray").mkdir()
-        (modules / "ray" / "__init__.py").touch()
+        (modules / "ray" / "__init__.py").write_text("def is_initialized():\n    return False\n")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH", ""), str(modules)]))
     with log.open("w") as out:
         server = subprocess.Popen(
@@ -94,6 +94,16 @@ def serving(folder: Path, log: Path, on_gpu: bool) -> Iterator[str]:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+def allow_files(url: str) -> None:
+    """A server that started with random weights (`--load-format dummy`) reads no file until its format is changed."""
+    body = {"method": "update_config", "kwargs": {"overrides": {"load_config": {"load_format": "auto"}}}}
+    request = urllib.request.Request(
+        f"{url}/collective_rpc", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60):
+        pass
 
 
 def folder_with_room(size: int) -> Path:
@@ -119,6 +129,7 @@ def main() -> int:
             file.write(line + "\n")
 
     with serving(folder, options.out / "weight_transfer_server.log", on_gpu) as url:
+        allow_files(url)
         torch.manual_seed(1)
         with torch.device("cuda" if on_gpu else "cpu"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
