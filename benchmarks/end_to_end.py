@@ -264,7 +264,7 @@ class Bench:
             kv_cache_memory_bytes=int(shape.kv_gib * GIB),
             **({"gpu_memory_utilization": 0.5} if self.on_gpu else {"enforce_eager": True}),
         )
-        self.log(f"engine started, room for {self.engine.kv_tokens:,} tokens of KV; {self.memory()}")
+        self.log(f"engine started, room for {self.engine.info().kv_tokens:,} tokens of KV; {self.memory()}")
         torch.manual_seed(self.options.seed)
         with torch.device("cuda" if self.on_gpu else "cpu"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -280,11 +280,11 @@ class Bench:
             bf16=self.on_gpu,
         )
         self.learner = Learner(model, settings)
-        probes = [prompt.tokens for prompt in random_prompts((-1, -2), 24, self.engine.vocabulary)]
+        probes = [prompt.tokens for prompt in random_prompts((-1, -2), 24, self.engine.info().vocabulary)]
         self.checked = CheckedWeights(self.engine, self.learner.logprobs_of, probes)
         self.checked.update_weights(self.learner.weights(), 1)
         self.log(f"learner started, its weights are in the engine ({self.checked.last_difference:.3g} nats apart)")
-        warm_up(self.engine, self.engine.vocabulary, self.max_length)
+        warm_up(self.engine, self.engine.info().vocabulary, self.max_length)
         self.log(f"engine warmed up; {self.memory()}")
 
     def memory(self) -> str:
@@ -302,8 +302,8 @@ class Bench:
     def calibrate(self) -> tuple[profile.Profile, float]:
         """Profile of the engine and tokens per second of the learner, both written to OUT."""
         engine, shape = self.engine, self.shape
-        vocabulary, steps = engine.vocabulary, 48
-        cells = profile.cells_for(engine.slots, self.max_length, engine.kv_tokens, steps)
+        vocabulary, steps = engine.info().vocabulary, 48
+        cells = profile.cells_for(engine.slots, self.max_length, engine.info().kv_tokens, steps)
         found = profile.measure(engine, cells, vocabulary, steps=steps, repeats=1)
         for version in (1, 2):  # the first one allocates
             self.checked.update_weights(self.learner.weights(), version)
@@ -313,8 +313,8 @@ class Bench:
             slots=engine.slots,
             cells=tuple(found),
             prefill_seconds_per_token=profile.prefill_of(found),
-            prefill_tokens_per_step=engine.prefill_tokens_per_step,
-            kv_tokens=engine.kv_tokens,
+            prefill_tokens_per_step=engine.info().prefill_tokens_per_step,
+            kv_tokens=engine.info().kv_tokens,
             weight_update_seconds=engine.weight_update_seconds,
             machine=machine(),
         )
@@ -332,7 +332,7 @@ class Bench:
 
     def _random_rollouts(self, count: int) -> list[Rollout]:
         """Random tokens at the lengths of the workload, in groups."""
-        shape, vocabulary = self.shape, self.engine.vocabulary
+        shape, vocabulary = self.shape, self.engine.info().vocabulary
         lengths = LognormalLengths(mu=math.log(shape.median_length), limit=shape.max_response_tokens, seed=99)
         source = random.Random(count)
         prompts = random_prompts(range(count), shape.prompt_tokens, vocabulary)
@@ -366,7 +366,7 @@ class Bench:
         controller = Controller(
             ForcedLengths(self.checked, length_of_request(workload.lengths)),
             Prompts(
-                random_prompts(range(workload.prompts), workload.prompt_tokens, engine.vocabulary),
+                random_prompts(range(workload.prompts), workload.prompt_tokens, engine.info().vocabulary),
                 epochs=1,
                 seed=schedule.seed,
             ),

@@ -1,6 +1,6 @@
 """The simulated tables of docs/results.md. `python benchmarks/reference_tables.py [SECTION ...]` (default: all).
 
-reference staleness oversubscribe groups update-size kv-limited re-prefill: each is written to
+reference staleness oversubscribe groups update-size kv-limited re-prefill turns: each is written to
 docs/data/simulated_SECTION.csv (docs/simulated_tables.md explains the columns).
 paper speed: printed as Markdown.
 Seeds 0 to 4 unless the page states otherwise; means, and for `of_limit` the lowest and highest seed.
@@ -24,6 +24,7 @@ from typing import Any
 from sortedrl import Schedule
 from sortedrl.core import JsonLines
 from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.simulated_environments import MultiTurn
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.studies.simulate import MODES, Case, cases, compare
 from sortedrl.studies.workload import Workload, run, with_mode
@@ -176,6 +177,31 @@ def re_prefill() -> Iterator[dict[str, str]]:
             yield from table(f"{preset}, prefill {share}", compare(rows, SEEDS[:3]))
 
 
+def turns() -> Iterator[dict[str, str]]:
+    """Five turns per response: slots freed or held while environments work, with and without reuse of the KV cache."""
+    schedule = Schedule(rollouts_per_prompt=8, prompts_per_cohort=64)
+    for seconds in (5.0, 20.0):
+        workload = Workload(
+            lengths=LognormalLengths(mu=math.log(255)),
+            multi_turn=MultiTurn(turns=5, observation_tokens=128, seconds_mean=seconds),
+            step_time=PRESETS["h200-8b"],
+            prompts=20 * 64,
+            expectation="warm",
+        )
+        rows = []
+        for reuse in (False, True):
+            keeping = replace(workload, reuse_kv_cache=reuse)
+            label = ", KV cache reused" if reuse else ""
+            rows.append(Case(f"partial+elevator{label}", keeping, schedule))
+            rows.append(Case(f"partial+elevator, slots held{label}", replace(keeping, hold_slots=True), schedule))
+        rows += [Case(mode, workload, with_mode(schedule, mode)) for mode in ("on-policy+planned", "baseline")]
+        extra = {
+            "environment": lambda f: f"{f['bubble_parts']['environment']:.3f}",
+            "turns_mean": rounded("turns_mean", 2),
+        }
+        yield from table(f"mean latency {seconds:g} s", compare(rows, SEEDS), extra)
+
+
 def paper() -> None:
     """512 samples in 4 batches, one cold cohort, equal lengths across modes (regenerating keeps the length)."""
     print("| mode | tok/s kept | tok/s generated | bubble, whole run | without the last harvest | per harvest |")
@@ -243,6 +269,7 @@ WRITTEN: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "update-size": update_size,
     "kv-limited": kv_limited,
     "re-prefill": re_prefill,
+    "turns": turns,
 }
 PRINTED: dict[str, Callable[[], None]] = {"paper": paper, "speed": speed}
 

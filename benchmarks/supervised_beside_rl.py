@@ -32,9 +32,10 @@ from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_di
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
 from sortedrl.tasks.scoring import DirectScorer, reward_function
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
-from sortedrl.training.resources import Resources, read_resources
+from sortedrl.training.engine import engine_of
+from sortedrl.training.evaluate import evaluate
+from sortedrl.training.resources import Resources, eos_token_ids, read_resources
 from sortedrl.training.settings import TrainSettings
-from sortedrl.training.trainer import embedded_engine, evaluate
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from warm_start import END, PAD, Example, padded, vocabulary_number
@@ -127,7 +128,13 @@ def train_supervised(resources: Resources, seconds: float, learning_rate: float,
 def score(resources: Resources, settings: TrainSettings) -> Evaluation:
     """Scores like `sortedrl train`."""
     return evaluate(
-        embedded_engine(settings, resources.model, resources.tokenizer),
+        engine_of(
+            settings,
+            resources.model,
+            resources.tokenizer,
+            eos_token_ids(resources.model, resources.tokenizer),
+            dtype="float32",
+        ),
         resources.held_out[: settings.eval_problems],
         DirectScorer(reward_function(resources.task, resources.tokenizer)),
         samples=settings.eval_samples,

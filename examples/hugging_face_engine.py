@@ -52,7 +52,7 @@ class HuggingFaceEngine:
 
     def update_weights(self, weights, version):
         if weights is not None:
-            self.model.load_state_dict(weights)
+            self.model.load_state_dict(dict(weights), strict=False)  # a tied output layer has no weights of its own
         self.version = version
 
     def _round(self):
@@ -64,7 +64,7 @@ class HuggingFaceEngine:
             tokens = tokens[: request.max_new_tokens - len(made)]
             made += tokens
             changes.append(Tokens(request.id, at, Segment(tokens, logprobs[: len(tokens)], self.version)))
-            ended = tokens[-1] == self.eos
+            ended = tokens[-1] == self.eos and not request.sampling.ignore_eos
             if ended or len(made) == request.max_new_tokens:
                 changes.append(Finished(request.id, at, truncated=not ended))
                 del self.running[request.id]
@@ -76,6 +76,7 @@ class HuggingFaceEngine:
     @torch.no_grad()
     def _generate(self, contexts, sampling):
         """For each context its next tokens, up to and with EOS, and the log-probability of each."""
+        eos = None if sampling.ignore_eos else self.eos
         longest = max(map(len, contexts))
         ids = torch.tensor([[self.eos] * (longest - len(context)) + context for context in contexts])
         mask = torch.tensor([[0] * (longest - len(context)) + [1] * len(context) for context in contexts])
@@ -87,7 +88,7 @@ class HuggingFaceEngine:
             temperature=sampling.temperature,
             top_k=0,
             top_p=1.0,
-            eos_token_id=self.eos,
+            eos_token_id=eos,
             pad_token_id=self.eos,
             output_scores=True,  # after temperature: what the token was sampled from
             return_dict_in_generate=True,
@@ -96,8 +97,14 @@ class HuggingFaceEngine:
         scores = torch.stack(made.scores, dim=1).float().log_softmax(-1)
         logprobs = scores.gather(-1, new.unsqueeze(-1)).squeeze(-1)
         for tokens, values in zip(new.tolist(), logprobs.tolist(), strict=True):
-            length = tokens.index(self.eos) + 1 if self.eos in tokens else len(tokens)
+            length = tokens.index(eos) + 1 if eos in tokens else len(tokens)
             yield tokens[:length], values[:length]
+
+
+def engine(spec):
+    """For the command line: sortedrl train --engine hugging_face_engine:engine (docs/engine_authors.md)."""
+    (eos_token_id,) = spec.eos_token_ids
+    return HuggingFaceEngine(AutoModelForCausalLM.from_pretrained(spec.model), spec.slots, eos_token_id)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,17 @@ def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProces
     )
 
 
+def test_simulate_takes_several_turns() -> None:
+    words = ["--turns", "3", "--median-length", "60", "--environment-seconds", "4", "--step-time", "h200-8b"]
+    words += ["--cohorts", "1", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "32"]
+    done = sortedrl("simulate", "--json", "--modes", "baseline", "partial+elevator", *words)
+    assert done.returncode == 0, done.stderr
+    modes = json.loads(done.stdout)["modes"]
+    assert all(found["turns_mean"] == 3 for found in modes.values())
+    assert modes["baseline"]["bubble_parts"]["environment"] > 0
+    assert modes["baseline"]["goodput"] < modes["partial+elevator"]["goodput"]
+
+
 def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
     done = sortedrl("simulate", "--all", "--json", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -234,7 +245,10 @@ BAD_INPUT = {
     "text for a number": (["train", "--slots", "abc"], ["--slots abc: expected INT."]),
     "text for a number or nothing": (["train", "--updates", "abc"], ["--updates abc: expected INT."]),
     "a flag without its value": (["train", "--slots"], ["--slots needs a value: INT."]),
-    "an unknown choice": (["train", "--engine", "vlm"], ["--engine vlm: expected {embedded,vllm,"]),
+    "an unknown choice": (
+        ["train", "--engine", "vlm"],
+        ["Did you mean vllm?", "your.module:factory"],
+    ),
     "a key without its value": (["train", "--engine-options", "a"], ["expected KEY VALUE pairs"]),
     "a rare setting as a flag": (["train", "--clip-low", "0.1"], ["set clip_low in a TOML file with --config"]),
     "an old flag": (["train", "--stale-tokens", "plain"], ["use --off-policy-correction", "plain is now ppo_clip"]),

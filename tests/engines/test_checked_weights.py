@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from small_models import VOCABULARY, engine_of, model_of
+from sortedrl.core import generate
 from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
-from sortedrl.engines import checked_weights
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.pool import Pool
@@ -27,7 +27,7 @@ Bend = Callable[[Change], list[Change]]
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(checked_weights, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(generate, "RETRY_SECONDS", 0.0)
     yield
     torch.set_num_threads(threads)
 

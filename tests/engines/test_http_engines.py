@@ -31,7 +31,7 @@ from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_files import write_weights
 from sortedrl.studies.bench import BenchSettings
-from sortedrl.training.engine_choice import server_engine
+from sortedrl.training.engine import bare_engine
 
 _open: list[SglangEngine | SglangStandIn] = []
 
@@ -344,11 +344,11 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
 
 def test_several_servers_share_all_slots() -> None:
     urls = tuple(stand_in().url for _ in range(3))
-    pool = server_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=8), eos_token_ids=())
+    pool, _ = bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=8), max_length=64)
     assert pool.slots == 8
-    pool.close()  # type: ignore[attr-defined]
+    pool.close()
     with pytest.raises(ConfigurationError, match="there are 3 servers"):
-        server_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=2), eos_token_ids=())
+        bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=2), max_length=64)
 
 
 def test_tied_weights_are_written_under_both_names(tmp_path: Path) -> None:

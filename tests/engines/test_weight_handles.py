@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from sortedrl.engines.servers.weight_files import with_output_layer
+from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from weight_handles import fabricated
 
@@ -31,10 +31,10 @@ def test_without_cuda_nothing_is_exported() -> None:
 
 def test_a_tied_output_layer_is_exported_under_its_own_name() -> None:
     embedding = torch.zeros(2)
-    assert with_output_layer(iter([("model.embed_tokens.weight", embedding)]))["lm_head.weight"] is embedding
+    assert dict(with_output_layer(iter([("model.embed_tokens.weight", embedding)])))["lm_head.weight"] is embedding
     own = torch.ones(2)
     both = {"model.embed_tokens.weight": embedding, "lm_head.weight": own}
-    assert with_output_layer(both)["lm_head.weight"] is own
+    assert dict(with_output_layer(both))["lm_head.weight"] is own
 
 
 def test_vllm_gets_every_handle_under_the_gpu() -> None:

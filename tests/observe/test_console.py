@@ -273,7 +273,7 @@ def test_a_terminal_that_goes_away_stops_no_run() -> None:
 
 
 def test_an_evaluation_shows_how_far_it_is() -> None:
-    from sortedrl.training.trainer import evaluate  # imports PyTorch
+    from sortedrl.training.evaluate import evaluate  # imports PyTorch
 
     file = io.StringIO()
     console = PanelConsole(Terminal(file=file, force_terminal=True, width=80))

@@ -19,7 +19,7 @@ from sortedrl.core import Controller, Engine, EventLog, Prompt, Prompts, Schedul
 from sortedrl.core.events import Event, Published, Started, Updated, without_rolled_back
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.trace import write_trace
+from sortedrl.observe.trace import SLOTS, write_trace
 
 PHASES_OF_EVENTS = {"M", "X", "i", "C", "s", "t", "f"}
 Json = dict[str, Any]
@@ -127,7 +127,7 @@ def assert_slot_time_is_the_log_s(
 ) -> None:
     run_metrics = Metrics().fold(log).run_metrics()
     busy = run_metrics.slots * run_metrics.seconds * (1 - run_metrics.bubble)
-    stays = [(start, end) for track in tracks.values() for start, end, event in track if "rollout" in event_args(event)]
+    stays = [(start, end) for (process, _), track in tracks.items() if process == SLOTS for start, end, _ in track]
     starts = sum(isinstance(event, Started) for event in log)
     assert len(stays) == starts
     rounding = 1e-9 * (starts + 1)
@@ -139,8 +139,3 @@ def assert_slot_time_is_the_log_s(
     ended = nanoseconds(max(e["ts"] + e.get("dur", 0) for e in timed)) if timed else 0
     area = sum(count * (after - at) for (at, count), (after, _) in pairwise([*running, (ended, 0)]))
     assert area / 1e9 == pytest.approx(busy, rel=1e-9, abs=rounding), "the counter says the same"
-
-
-def event_args(event: Json) -> Json:
-    args: Json = event.get("args", {})
-    return args

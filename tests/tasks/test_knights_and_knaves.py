@@ -24,10 +24,10 @@ from sortedrl.tasks.knights_and_knaves import (
     fingerprint,
     holds,
     random_puzzle,
-    reward_function,
     solutions,
     warm_start_puzzle,
 )
+from sortedrl.tasks.knights_answers import reward_function
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, Flaws, phrases, worked_response
 

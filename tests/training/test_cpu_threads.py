@@ -33,7 +33,7 @@ def test_threads_follow_model_size_and_load(parameters: int, cores: int, busy: f
 def test_training_with_the_command_line_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
     code = (
         "import os, sys; from sortedrl.cli import train_extra; assert 'torch' not in sys.modules;"
-        "train_extra.trainer(); print(os.environ['OMP_WAIT_POLICY'])"
+        "train_extra.module('trainer'); print(os.environ['OMP_WAIT_POLICY'])"
     )
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_"))}
     for extra, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):

@@ -19,7 +19,8 @@ from sortedrl.core import events
 from sortedrl.core.engine import Change, Engine, Request, Tokens
 from sortedrl.core.events import read_events
 from sortedrl.engines.embedded.engine import EmbeddedEngine
-from sortedrl.training import trainer as app
+from sortedrl.training import evaluate as evaluating
+from sortedrl.training import trainer
 
 EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
 EVALUATED += ["--eval-problems", "12", "--threads", "1"]
@@ -56,7 +57,7 @@ class Recorded:
 def evaluations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answers]]:
     """What the engine answered in each evaluation so far."""
     found: list[Answers] = []
-    evaluate = app.evaluate
+    evaluate = evaluating.evaluate
 
     def recorded(engine: Engine, *args: Any, **options: Any) -> Any:
         recorder = Recorded(engine)
@@ -65,7 +66,8 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answers]]:
         return result
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(app, "evaluate", recorded)
+    monkeypatch.setattr(evaluating, "evaluate", recorded)
+    monkeypatch.setattr(trainer, "evaluate", recorded)
     yield found
     torch.set_num_threads(threads)
 

@@ -11,7 +11,8 @@ import pytest
 
 from sortedrl.cli import main
 from sortedrl.engines.vllm import VllmEngine
-from sortedrl.training import trainer as app
+from sortedrl.training import evaluate as evaluating
+from sortedrl.training import trainer
 
 pytest.importorskip("torch")
 SMALL = ["--engine", "vllm", "--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1"]
@@ -78,8 +79,11 @@ def test_a_profile_times_the_load_of_weights(tmp_path: Path) -> None:
 def test_held_out_scores_are_those_of_the_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeded requests: the same weights and the same noise give the same answers, problem by problem."""
     found: list[Any] = []
-    evaluate = app.evaluate
-    monkeypatch.setattr(app, "evaluate", lambda *args, **options: found.append(evaluate(*args, **options)) or found[-1])
+    evaluate = evaluating.evaluate
+    for module in (evaluating, trainer):
+        monkeypatch.setattr(
+            module, "evaluate", lambda *args, **options: found.append(evaluate(*args, **options)) or found[-1]
+        )
     seeded = [*SMALL, "--eval-problems", "40"]
     place = seeded.index("--engine-options") + 1
     seeded[place:place] = ["seeded", "True"]

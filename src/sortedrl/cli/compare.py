@@ -59,7 +59,7 @@ SETTINGS = CompareSettings
 def run(settings: CompareSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings)
-    trainer = train_extra.trainer()
+    trainer = train_extra.module("trainer")
     console = console_of_run(settings, ends_with_reader=False)
     summaries = compare(settings, trainer.train, console.log, console)
     if settings.json_output:

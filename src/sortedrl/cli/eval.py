@@ -17,9 +17,9 @@ def run(settings: EvalSettings) -> int:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
         print_settings(as_json(settings), derived, as_object=settings.json_output)
         return 0
-    trainer = train_extra.trainer()
+    evaluate = train_extra.module("evaluate")
     with ProgressBar("evaluating", quiet=settings.json_output) as progress:
-        result = trainer.evaluate_model(settings, line_log(settings), progress)
+        result = evaluate.evaluate_model(settings, line_log(settings), progress)
     if settings.json_output:
         print(json.dumps(result))
         return 0

@@ -19,7 +19,8 @@ GROUPS = {
     "model and task": ("model", "task", "task_options", "data"),
     "prompts and responses": (
         *("lengths", "median_length", "length_sd_between", "length_sd_within", "prompt_tokens", "max_prompt_tokens"),
-        *("max_response_tokens", "max_context_tokens", "temperature"),
+        *("max_response_tokens", "max_context_tokens", "turns", "observation_tokens", "environment_seconds"),
+        "temperature",
     ),
     "schedule": (
         *("mode", "modes", "all_modes", "rollouts_per_update", "prompts_per_cohort", "rollouts_per_prompt"),

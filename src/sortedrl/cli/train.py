@@ -23,7 +23,7 @@ SETTINGS = TrainSettings
 def run(settings: TrainSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings)
-    trainer = train_extra.trainer()
+    trainer = train_extra.module("trainer")
     console = console_of_run(settings, ends_with_reader=False)
     summary = trainer.train(settings, console.log, console)
     with _reader_may_be_gone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from sortedrl.core.errors import UserError
@@ -13,11 +14,10 @@ class MissingPackage(UserError):
     """A package of an extra is not installed."""
 
 
-def trainer() -> Any:
-    """The module `training.trainer`. PyTorch is imported here, with threads that sleep while they wait."""
+def module(name: str) -> Any:
+    """A module of `training`. PyTorch is imported here, with threads that sleep while they wait."""
     let_waiting_threads_sleep()
     try:
-        from sortedrl.training import trainer as module
+        return importlib.import_module(f"sortedrl.training.{name}")
     except ImportError as error:
         raise MissingPackage(f"{error.name} is not installed: {install_hint('train')}") from None
-    return module

@@ -40,6 +40,11 @@ def workload_line(settings: SimulatedSettings) -> str:
         else f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
         f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
     )
+    if settings.turns > 1:
+        lengths = (
+            f"{settings.turns} turns per response; each {lengths}\nenvironments: {settings.observation_tokens} tokens "
+            f"per answer, after {settings.environment_seconds:g} s on average"
+        )
     seconds = settings.resolved_weight_update_seconds()
     more = (f", {seconds:.3g} s per weight update" if seconds else "") + (
         ", KV cache kept across weight updates" * settings.reuse_kv_cache

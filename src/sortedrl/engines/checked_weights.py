@@ -15,42 +15,27 @@ the median over a probe's tokens; the mean may be ten times as large.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from numbers import Real
 from statistics import fmean, median
 from typing import Any
 
-from sortedrl.core.engine import Change, Engine, Failed, Finished, Request, Sampling, Tokens
+from sortedrl.core.engine import Change, Engine, Request, Sampling
+from sortedrl.core.engine_base import EngineBase, EngineInfo, with_defaults
 from sortedrl.core.errors import UserError
+from sortedrl.core.generate import ATTEMPTS, NotInTime, Response, generate
 from sortedrl.core.rollout import Prompt
 
 LogprobsOf = Callable[[Sequence[int], Sequence[int]], Sequence[float]]  # context, response -> one per response token
 _FIRST_PROBE_ID = -1
-_ATTEMPTS = 4  # per probe, if its request fails
 _MEAN_PER_MEDIAN = 10.0  # the limit of a probe's mean difference, in units of the limit of its median
-_RETRY_SECONDS = 0.5  # before the second attempt; doubles with each further one
 
 
 class WeightsDiffer(UserError, RuntimeError):
     """Engine and learner do not hold the same weights, or the check could not confirm that they do."""
 
 
-class _Answer:
-    """The engine's response to one probe."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.attempts = 1
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-
-    def forget(self) -> None:
-        self.attempts += 1
-        self.tokens, self.logprobs = [], []
-
-
-class CheckedWeights:
+class CheckedWeights(EngineBase):
     """Wraps `inner` with the check.
 
     tolerance         largest median absolute difference over a probe, in nats per token, that counts as rounding
@@ -72,7 +57,7 @@ class CheckedWeights:
             raise ValueError(
                 f"{len(probes)} probes of {tokens_per_probe} tokens check nothing: give at least 1 of each"
             )
-        self.inner = inner
+        self.inner = with_defaults(inner)
         self.slots = inner.slots
         self.last_difference = 0.0
         self._logprobs_of = logprobs_of
@@ -95,6 +80,7 @@ class CheckedWeights:
 
     def update_weights(self, weights: Any, version: int) -> None:
         self.inner.update_weights(weights, version)
+        self.weight_update_seconds = self.inner.weight_update_seconds  # without the check
         self.check(f"after the weight update to version {version}")
 
     def check(self, when: str) -> None:
@@ -111,18 +97,17 @@ class CheckedWeights:
             )
 
     @property
-    def weight_update_seconds(self) -> float:
-        """Duration of the last weight update, without the check."""
-        return float(getattr(self.inner, "weight_update_seconds", 0.0))
+    def is_available(self) -> bool:
+        return self.inner.is_available
+
+    def info(self) -> EngineInfo:
+        return self.inner.info()
 
     def sleep(self) -> None:
-        """Put an engine that supports it to sleep until it is needed again."""
-        if hasattr(self.inner, "sleep"):
-            self.inner.sleep()
+        self.inner.sleep()
 
     def close(self) -> None:
-        if hasattr(self.inner, "close"):
-            self.inner.close()
+        self.inner.close()
 
     def difference(self) -> float:
         """The largest difference between engine and learner over the probes, in nats per token.
@@ -134,7 +119,7 @@ class CheckedWeights:
             for place, (probe, answer) in enumerate(zip(self._probes, self._answers(), strict=True))
         )
 
-    def _difference_of(self, place: int, probe: Sequence[int], answer: _Answer) -> float:
+    def _difference_of(self, place: int, probe: Sequence[int], answer: Response) -> float:
         wanted = self._tokens_per_probe
         if len(answer.tokens) != wanted:
             raise WeightsDiffer(
@@ -152,45 +137,23 @@ class CheckedWeights:
         differences = [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
         return max(median(differences), fmean(differences) / _MEAN_PER_MEDIAN)
 
-    def _answers(self) -> list[_Answer]:
+    def _answers(self) -> list[Response]:
         """Wait for one response per probe. No probe is left in the engine, even on error."""
         sampling = Sampling(ignore_eos=True)
-        answers = [
-            _Answer(Request(_FIRST_PROBE_ID - i, Prompt(f"probe {i}", probe), (), self._tokens_per_probe, i, sampling))
+        requests = [
+            Request(_FIRST_PROBE_ID - i, Prompt(f"probe {i}", probe), (), self._tokens_per_probe, i, sampling)
             for i, probe in enumerate(self._probes)
         ]
-        awaited = {answer.request.id: answer for answer in answers}
-        deadline = self.inner.now() + self._probe_seconds
-        self.inner.submit([answer.request for answer in answers])
         try:
-            while awaited:
-                if self.inner.now() >= deadline:
-                    raise WeightsDiffer(
-                        f"{len(awaited)} of {len(answers)} probes did not finish within {self._probe_seconds:g} s"
-                    )
-                for change in self.inner.poll(deadline):
-                    self._take(change, awaited)
-        except WeightsDiffer:
-            self.inner.abort(list(awaited))
-            raise
+            answers = generate(self.inner, requests, limit_seconds=self._probe_seconds)
+        except NotInTime as error:
+            raise WeightsDiffer(
+                f"{error.unfinished} of {len(requests)} probes did not finish within {self._probe_seconds:g} s"
+            ) from None
+        for answer in answers:
+            if answer.failure is not None:
+                raise WeightsDiffer(f"a probe failed {ATTEMPTS} times, most recently because: {answer.failure}")
         return answers
-
-    def _take(self, change: Change, awaited: dict[int, _Answer]) -> None:
-        answer = awaited.get(change.id)
-        if answer is None:
-            return
-        if isinstance(change, Tokens):
-            answer.tokens += change.segment.tokens
-            answer.logprobs += change.segment.logprobs
-        elif isinstance(change, Finished):
-            del awaited[change.id]
-        elif isinstance(change, Failed):
-            if answer.attempts == _ATTEMPTS:
-                del awaited[change.id]
-                raise WeightsDiffer(f"a probe failed {_ATTEMPTS} times, most recently because: {change.reason}")
-            time.sleep(_RETRY_SECONDS * 2 ** (answer.attempts - 1))
-            answer.forget()
-            self.inner.submit([answer.request])
 
 
 def _is_finite(value: object) -> bool:

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from sortedrl.core.engine import Change, Engine, Finished, Request
+from sortedrl.core.engine_base import EngineBase
 
 
-class ForcedLengths:
+class ForcedLengths(EngineBase):
     """Wraps `inner` with the lengths of `length_of`: of the whole response, including the prefix."""
 
     def __init__(self, inner: Engine, length_of: Callable[[Request], int]) -> None:

@@ -40,6 +40,7 @@ from sortedrl.core.engine import (
     Started,
     Tokens,
 )
+from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.rollout import Segment
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
@@ -88,7 +89,7 @@ class _Call:
 
 class _Member:
     def __init__(self, engine: Engine, lock: threading.Lock, place: int) -> None:
-        self.engine = engine
+        self.engine = with_defaults(engine)
         self.place = place
         self.slots = engine.slots
         self.clock_offset = time.perf_counter() - engine.now()
@@ -108,7 +109,7 @@ class _Member:
     @property
     def takes_work(self) -> bool:
         """False while its server is busy or unreachable; it may come back."""
-        return bool(getattr(self.engine, "is_available", True))
+        return self.engine.is_available
 
     @property
     def free_slots(self) -> int:
@@ -119,14 +120,13 @@ class _Member:
         return len(self.entries) / self.slots
 
 
-class Pool:
+class Pool(EngineBase):
     """See the module docstring. The pool is itself an engine."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.slots = sum(engine.slots for engine in engines)
-        self.weight_update_seconds = 0.0  # of the last weight update, until the slowest member was done
         self._lock = threading.Lock()  # guards everything below
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}  # all requests in the pool
@@ -243,7 +243,7 @@ class Pool:
             self._dispatch()
 
     def close(self) -> None:
-        """Stop the threads, and close the engines that support it."""
+        """Stop the threads, and close the engines."""
         with self._lock:
             self._is_closed = True
             for member in self._members:
@@ -265,9 +265,8 @@ class Pool:
         try:
             self._work(member)
         finally:
-            if hasattr(member.engine, "close"):
-                with suppress(Exception):  # it is gone anyway
-                    member.engine.close()
+            with suppress(Exception):  # it is gone anyway
+                member.engine.close()
 
     def _work(self, member: _Member) -> None:
         call: _Call | None = None

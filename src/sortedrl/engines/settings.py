@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.registry import SERVERS, check_name
 from sortedrl.settings.base import literal
 
-SERVERS = ("vllm-server", "sglang")
 Slots = Annotated[
     int,
     Field(
@@ -26,8 +26,11 @@ class EngineSettings(BaseModel):
     """Which engine generates."""
 
     engine: Annotated[
-        Literal["embedded", "vllm", "vllm-server", "sglang"],
-        Field(description="embedded and vllm run in this process; vllm-server and sglang are running servers"),
+        str,
+        Field(
+            description="embedded and vllm run in this process; vllm-server and sglang are running servers; "
+            "your.module:factory is your own"
+        ),
     ] = "embedded"
     engine_urls: Annotated[tuple[str, ...], Field(description="URLs of running servers; several form one pool")] = ()
     engine_options: Annotated[
@@ -41,6 +44,7 @@ class EngineSettings(BaseModel):
 
 def check_engine(settings: EngineSettings) -> None:
     options = settings.engine_options
+    check_name(settings.engine)
     _refuse_old_options(options)
     if settings.engine_urls and settings.engine not in SERVERS:
         raise ConfigurationError(

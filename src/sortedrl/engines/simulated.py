@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.scoring import Scored
 from sortedrl.engines.step_time import StepTime
@@ -44,7 +45,7 @@ class _Run:
         self.size = len(request.prompt.tokens) + first  # its context without generated tokens
 
 
-class SimulatedEngine:
+class SimulatedEngine(EngineBase):
     def __init__(
         self,
         *,

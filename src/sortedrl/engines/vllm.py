@@ -29,11 +29,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.engine_base import EngineBase, EngineInfo
 from sortedrl.core.install_hint import install_hint
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
+from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
@@ -57,7 +59,7 @@ class _Inside:
         return bool(self.tokens) and self.stop_strings.completed_by_last(self.prefix, self.tokens)
 
 
-class VllmEngine:
+class VllmEngine(EngineBase):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `options` are passed to vLLM's EngineArgs: gpu_memory_utilization, dtype, load_format, enforce_eager ...
@@ -86,8 +88,7 @@ class VllmEngine:
             )
         self.slots = slots
         self.version = 0
-        self.weight_update_seconds = 0.0  # of the last weight update
-        self.inside_seconds = 0.0  # total time in vLLM's code; the rest is ours
+        self.inside_seconds: float = 0.0
         self.reused_kv_tokens = 0  # of resumed requests: tokens whose KV was cached, so they were not prefilled again
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
@@ -178,19 +179,13 @@ class VllmEngine:
     def close(self) -> None:
         self._core.shutdown()
 
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def prefill_tokens_per_step(self) -> int:
-        return int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
-
-    @property
-    def kv_tokens(self) -> int:
-        """How many context tokens fit into vLLM's KV cache."""
-        cache = self._llm.vllm_config.cache_config
-        return int(cache.num_gpu_blocks * cache.block_size)
+    def info(self) -> EngineInfo:
+        config = self._llm.vllm_config
+        return EngineInfo(
+            kv_tokens=int(config.cache_config.num_gpu_blocks * config.cache_config.block_size),
+            prefill_tokens_per_step=int(config.scheduler_config.max_num_batched_tokens),
+            vocabulary=self._vocabulary,
+        )
 
     # Requests in
 
@@ -344,17 +339,8 @@ class VllmEngine:
     # Weights and memory
 
     def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """All weights, including a tied output layer, which vLLM's reload would not update."""
-        tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
-        named = False
-        embedding = None
-        for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
-            named = named or name == "lm_head.weight"
-            if name.endswith("embed_tokens.weight"):
-                embedding = weight
-            yield name, weight
-        if tied and not named and embedding is not None:
-            yield "lm_head.weight", embedding
+        is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
+        return with_output_layer(weights, is_tied=is_tied)
 
     def _wake(self, *, weights_only: bool = False) -> None:
         """Allocate the memory again: each part once, since vLLM fails if it is woken twice."""

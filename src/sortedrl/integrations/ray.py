@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
@@ -66,7 +67,7 @@ class EngineHost:
         self._engine.update_weights(weights, version)
 
 
-class RayEngine:
+class RayEngine(EngineBase):
     """An engine in an actor. `options` go to the actor: num_gpus, num_cpus, resources, scheduling_strategy ..."""
 
     def __init__(self, make_engine: Callable[[], Engine], *, start_seconds: float = 600.0, **options: Any) -> None:

@@ -10,6 +10,7 @@ applies:
                tokens, regenerated, failed or rejected afterwards), or it was aborted before its first token
     lookahead  it was started for a later cohort while an earlier one still had untrained rollouts (only in modes with
                a cohort gate: without one, every rollout belongs to the current window)
+    stepped    a turn ended in this slot, and the rollout went to its environment; another turn follows
     kept       it was aborted and its tokens were kept for resume, or it finished and the log ends before its update
     trained    it finished in this slot and is in an update
 
@@ -21,6 +22,7 @@ slice has one once its rollout was trained on), or None.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,8 +33,8 @@ from sortedrl.core.events import Event, without_rolled_back
 from sortedrl.core.strategies.registry import STRATEGIES
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
-LOOKAHEAD, KEPT, TRAINED = "lookahead", "kept", "trained"
-OUTCOMES = (TRAINED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
+LOOKAHEAD, KEPT, STEPPED, TRAINED = "lookahead", "kept", "stepped", "trained"
+OUTCOMES = (TRAINED, STEPPED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
 
 
 class Slice(NamedTuple):
@@ -48,6 +50,48 @@ class Slice(NamedTuple):
     version: int
     harvest: int
     update: int | None
+
+
+class Visit(NamedTuple):
+    """A rollout's time in its environment. Visits with the same `lane` do not overlap; the lowest free one is taken."""
+
+    lane: int
+    start: float
+    end: float
+    rollout: int
+    turn: int  # that the environment answers, from 1
+    failures: int
+
+
+def visits(log: Iterable[Event]) -> list[Visit]:
+    """All visits, by start and then by lane, without rolled-back events. A visit that the log does not end lasts until
+    its last event."""
+    open_visits: dict[int, Visit] = {}
+    turns: Counter[int] = Counter()
+    found: list[Visit] = []
+    free: list[int] = []
+    lanes = 0
+    at = 0.0
+    for event in without_rolled_back(log):
+        at = event.at
+        if isinstance(event, events.TurnEnded):
+            turns[event.rollout] += 1
+            if not free:
+                free.append(lanes)
+                lanes += 1
+            lane = heapq.heappop(free)
+            open_visits[event.rollout] = Visit(lane, at, at, event.rollout, turns[event.rollout], 0)
+        elif isinstance(event, events.EnvironmentFailed) and event.rollout in open_visits:
+            visit = open_visits[event.rollout]
+            open_visits[event.rollout] = visit._replace(failures=visit.failures + 1)
+        elif isinstance(event, events.Observed | events.Finished | events.Regenerated | events.Rejected):
+            if event.rollout in open_visits:
+                found.append(open_visits.pop(event.rollout)._replace(end=at))
+                heapq.heappush(free, found[-1].lane)
+            if isinstance(event, events.Regenerated):
+                del turns[event.rollout]
+    found += [visit._replace(end=at) for visit in open_visits.values()]
+    return sorted(found, key=lambda visit: (visit.start, visit.lane))
 
 
 def slices(log: Iterable[Event]) -> list[Slice]:
@@ -83,6 +127,7 @@ class _Timeline:
         self._since_submit: dict[int, list[_Stay]] = {}
         self._attempt: dict[int, int] = {}
         self._context: dict[int, int] = {}  # prompt and prefix tokens at submit
+        self._in_environment: set[int] = set()
         self._cohort: dict[int, int] = {}
         self._open: Counter[int] = Counter()  # rollouts neither trained nor rejected, by cohort
         self._gated = False
@@ -96,6 +141,8 @@ class _Timeline:
             events.Submitted: self._on_submitted,
             events.Started: self._on_started,
             events.Preempted: self._on_preempted,
+            events.TurnEnded: self._on_turn_ended,
+            events.Observed: lambda event: self._in_environment.discard(event.rollout),
             events.Finished: self._on_finished,
             events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
@@ -173,8 +220,18 @@ class _Timeline:
         made = event.recompute - self._context[event.rollout]
         self._count_made(event.rollout, max(0, made))
 
+    def _on_turn_ended(self, event: events.TurnEnded) -> None:
+        self._leave_engine(event, STEPPED)
+        self._in_environment.add(event.rollout)
+
     def _on_finished(self, event: events.Finished) -> None:
-        self._leave_engine(event, KEPT)
+        if event.rollout not in self._in_environment:
+            self._leave_engine(event, KEPT)
+            return
+        self._in_environment.discard(event.rollout)
+        last = self._untrained.get(event.rollout, [])[-1:]
+        for stay in last:
+            stay.outcome = KEPT if stay.outcome == STEPPED else stay.outcome  # no other turn follows
 
     def _on_aborted(self, event: events.Aborted) -> None:
         self._leave_engine(event, KEPT)
@@ -190,7 +247,7 @@ class _Timeline:
         stay = self._in_slot.pop(event.rollout, None)
         if stay is not None:  # otherwise it was in the engine's queue
             stay.end = event.at
-            stay.outcome = LOOKAHEAD if stay.is_ahead and outcome == KEPT else outcome
+            stay.outcome = LOOKAHEAD if stay.is_ahead and outcome in (KEPT, STEPPED) else outcome
 
     def _leave_engine(self, event: Any, outcome: str) -> None:
         self._leave_slot(event, outcome)
@@ -221,8 +278,9 @@ class _Timeline:
             self._close(rollout)
 
     def _drop(self, rollout: int) -> None:
+        self._in_environment.discard(rollout)
         for stay in self._untrained.pop(rollout, []):
-            if stay.outcome in (KEPT, LOOKAHEAD):
+            if stay.outcome in (KEPT, STEPPED, LOOKAHEAD):
                 stay.outcome = DROPPED
 
     def _close(self, rollout: int) -> None:

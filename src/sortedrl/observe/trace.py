@@ -1,8 +1,9 @@
 """A run as Chrome-trace JSON (the trace-event format), which ui.perfetto.dev and chrome://tracing open.
 
     process "slots"   one track per slot with the slices of observe/timeline.py, colored by outcome
+    process "environments"   rollouts in their environments, on as many tracks as were there at a time
     process "run"     tracks: phases; learner (one slice per update); weight versions, as instants
-                      counters: running, waiting, resumable, ready
+                      counters: running, waiting, resumable, environment, ready
     arrows            from slice to slice of a trained rollout, and from the last one to its update
 
 Perfetto derives a slice's color from its name without digits, so the outcome determines it; chrome://tracing uses the
@@ -23,17 +24,19 @@ from typing import Any, NamedTuple, TextIO
 from sortedrl.core import events
 from sortedrl.core.events import Event, without_rolled_back
 from sortedrl.observe.run_state import RolloutPlaces
-from sortedrl.observe.timeline import Slice, slices
+from sortedrl.observe.timeline import Slice, Visit, slices, visits
 
-RUN, SLOTS = 1, 2  # processes
-PHASES, LEARNER, VERSIONS, FIRST_SLOT = (
+RUN, SLOTS, ENVIRONMENTS = 1, 2, 3  # processes
+PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = (
     101,
     102,
     103,
     1001,
+    10_000_001,
 )  # tracks; unique across processes, since viewers may mix them up
 COLOURS = {
     "trained": "good",
+    "stepped": "olive",
     "kept": "yellow",
     "lookahead": "rail_response",
     "dropped": "terrible",
@@ -41,7 +44,7 @@ COLOURS = {
     "failed": "black",
     "running": "gray",
 }
-COUNTERS = ("running", "waiting", "resumable", "ready")
+COUNTERS = ("running", "waiting", "resumable", "environment", "ready")
 Json = dict[str, Any]
 
 
@@ -58,10 +61,11 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
     if not kept:
         return []
     began = kept[0].at
-    stays = slices(kept)
+    stays, in_environments = slices(kept), visits(kept)
     updates = _learner_spans(kept, began)
     timed = [
         *_slot_slices(stays, began),
+        *_environment_slices(in_environments, began),
         *_phase_slices(kept, began),
         *_learner_slices(kept, updates),
         *_versions(kept, began),
@@ -73,7 +77,7 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
         event["ts"] /= 1000  # the format counts in microseconds
         if "dur" in event:
             event["dur"] /= 1000
-    return [*_names(kept), *timed]
+    return [*_names(kept, 1 + max((visit.lane for visit in in_environments), default=-1)), *timed]
 
 
 def write_trace(log: Iterable[Event], file: TextIO) -> None:
@@ -98,17 +102,20 @@ def _slice(process: int, track: int, span: _Span, name: str, **more: Any) -> Jso
     }  # fmt: skip
 
 
-def _names(log: Sequence[Event]) -> Iterator[Json]:
+def _names(log: Sequence[Event], environments: int) -> Iterator[Json]:
     slots = next((event.slots for event in log if isinstance(event, events.RunBegan)), 0)
     mode = next((event.mode for event in log if isinstance(event, events.RunBegan)), "")
     processes = {RUN: f"run, {mode}", SLOTS: f"slots, {slots}"}
     tracks = {PHASES: "phases", LEARNER: "learner", VERSIONS: "weight versions"}
     tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(slots)}
+    if environments:
+        processes[ENVIRONMENTS] = f"environments, {environments} at a time"
+        tracks |= {FIRST_ENVIRONMENT + lane: f"environment {lane}" for lane in range(environments)}
     for process, name in processes.items():
         yield from _named("process", {"pid": process}, name, process)
     for track, name in tracks.items():
-        where = {"pid": RUN if track < FIRST_SLOT else SLOTS, "tid": track}
-        yield from _named("thread", where, name, track)
+        process = RUN if track < FIRST_SLOT else SLOTS if track < FIRST_ENVIRONMENT else ENVIRONMENTS
+        yield from _named("thread", {"pid": process, "tid": track}, name, track)
 
 
 def _named(kind: str, where: Json, name: str, place: int) -> Iterator[Json]:
@@ -134,6 +141,20 @@ def _slot_slices(stays: Iterable[Slice], began: float) -> Iterator[Json]:
                 "update": None if stay.update is None else stay.update + 1,
             },
         )
+
+
+def _environment_slices(visits: Iterable[Visit], began: float) -> Iterator[Json]:
+    for visit in visits:
+        span = _span(visit.start, visit.end, began)
+        if span.end > span.start:
+            yield _slice(
+                ENVIRONMENTS,
+                FIRST_ENVIRONMENT + visit.lane,
+                span,
+                f"environment #{visit.rollout}",
+                cat="environment",
+                args={"rollout": visit.rollout, "turn": visit.turn, "failures": visit.failures},
+            )
 
 
 def _phase_slices(log: Sequence[Event], began: float) -> Iterator[Json]:

@@ -19,6 +19,7 @@ from pydantic import Field
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import Engine, Failed, Finished, Request
+from sortedrl.core.engine_base import with_defaults
 from sortedrl.core.events import EventLog, JsonLines, Sink
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -45,7 +46,7 @@ from sortedrl.studies.workload_settings import (
 )
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
-from sortedrl.training.engine_choice import bare_engine
+from sortedrl.training.engine import bare_engine
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     elif settings.limit == "simulated":
         limit = simulated.limit(workload, schedule)
     found: dict[str, Any] = {"machine": machine(), "engine": settings.engine, "limit": limit, "modes": {}}
-    found["kv_tokens"] = getattr(engine, "kv_tokens", None)
+    found["kv_tokens"] = engine.info().kv_tokens
     began = time.perf_counter()
 
     def on_update(case: Case, done: int) -> None:
@@ -235,15 +236,16 @@ def run(
         log=EventLog(metrics, *sinks),
         max_updates=max_updates,
     )
-    inside_before, began = getattr(engine, "inside_seconds", None), time.perf_counter()
+    known = with_defaults(engine)
+    inside_before, began = known.inside_seconds, time.perf_counter()
     for batch in controller:
         uncut.add(batch)
         controller.publish()
         on_update(batch.update + 1)
     seconds = time.perf_counter() - began
     found = asdict(metrics.run_metrics(uncut.mean()))
-    if inside_before is not None:
-        found["own_fraction"] = 1 - (engine.inside_seconds - inside_before) / seconds  # type: ignore[attr-defined]
+    if inside_before is not None and known.inside_seconds is not None:
+        found["own_fraction"] = 1 - (known.inside_seconds - inside_before) / seconds
     return found
 
 

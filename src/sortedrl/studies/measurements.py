@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
-from sortedrl.core.engine import Engine, Failed, Finished, Request
+from sortedrl.core.engine import Engine, Request
+from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
@@ -32,13 +33,10 @@ def warm_up(engine: Engine, vocabulary: int, max_length: int) -> None:
     tokens = max(1, min(WARM_UP_TOKENS, max_length // 2))
     prompts = random_prompts(range(engine.slots), max(1, min(WARM_UP_TOKENS, max_length - tokens)), vocabulary)
     forced = ForcedLengths(engine, lambda request: tokens)
-    forced.submit([Request(-1 - i, prompt, (), tokens, i) for i, prompt in enumerate(prompts)])
-    left = engine.slots
-    while left:
-        for change in forced.poll():
-            if isinstance(change, Failed):
-                raise RuntimeError(f"the first request to the engine failed: {change.reason}")
-            left -= isinstance(change, Finished)
+    requests = [Request(-1 - i, prompt, (), tokens, i) for i, prompt in enumerate(prompts)]
+    for response in generate(forced, requests):
+        if response.failure is not None:
+            raise RuntimeError(f"the first request to the engine failed: {response.failure}")
 
 
 def make_folder(key: str, folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sortedrl.core.engine import Engine, Failed, Finished, Request
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.forced_lengths import ForcedLengths
@@ -27,7 +28,7 @@ from sortedrl.models import model_named
 from sortedrl.settings.base import Settings
 from sortedrl.studies.measurements import Log, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.profile_file import Cell, Profile
-from sortedrl.training.engine_choice import bare_engine
+from sortedrl.training.engine import bare_engine
 
 _LEAD_TOKENS = 8  # until the batch is in steady state
 _SMALLEST_PREFILL_STEP = 512  # tokens that every engine can prefill in one step
@@ -64,7 +65,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
     engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
     log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
     warm_up(engine, vocabulary, settings.max_context_tokens)
-    kv_tokens = getattr(engine, "kv_tokens", None)
+    kv_tokens = engine.info().kv_tokens
     room = kv_tokens or engine.slots * settings.max_context_tokens
     cells = measure(
         engine,
@@ -84,7 +85,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         slots=engine.slots,
         cells=tuple(cells),
         prefill_seconds_per_token=prefill_of(cells),
-        prefill_tokens_per_step=getattr(engine, "prefill_tokens_per_step", None),
+        prefill_tokens_per_step=engine.info().prefill_tokens_per_step,
         kv_tokens=kv_tokens,
         weight_update_seconds=weight_update_seconds,
         machine=machine(),
@@ -98,14 +99,14 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
     return found
 
 
-def _measured_weight_update(engine: Any, settings: ProfileSettings, log: Log) -> float | None:
+def _measured_weight_update(engine: EngineBase, settings: ProfileSettings, log: Log) -> float | None:
     """Seconds to load new weights, the second time: the first one allocates. None where there is nothing to load."""
     for version in (1, 2):
         if (weights := _weights_for(settings)) is None:
             return None
         engine.update_weights(weights, version)
     log(f"weights load in {engine.weight_update_seconds:.2f} s")
-    return float(engine.weight_update_seconds)
+    return engine.weight_update_seconds
 
 
 def _weights_for(settings: ProfileSettings) -> Any:

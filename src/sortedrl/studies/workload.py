@@ -16,13 +16,13 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.simulated_environments import MultiTurn, place_of, simulated_environments
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.studies.held_slots import holding_slots
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
@@ -50,6 +50,7 @@ class SimulatedPrompts(Sequence[Prompt]):
 class Workload:
     lengths: LengthOf = REFERENCE_LENGTHS  # of a response, or of one turn with `multi_turn`
     multi_turn: MultiTurn | None = None
+    hold_slots: bool = False  # a rollout keeps its slot while its environment works, for comparison
     step_time: StepTime = PRESETS["memory-bound"]
     slots: int = 128
     prompts: int = 20 * 512
@@ -161,7 +162,6 @@ def run(
     workload: Workload,
     schedule: Schedule,
     *sinks: Sink,
-    strategy: Strategy | None = None,
     max_updates: int | None = None,
 ) -> RunMetrics:
     """One simulated run, from the first prompt to the last update."""
@@ -173,7 +173,7 @@ def run(
         SimulatedScorer(engine, seconds_of=lambda rollout: workload.score_seconds),
         schedule,
         environments=environments_of(workload, schedule, engine),
-        strategy=strategy,
+        strategy=holding_slots(strategy_named(schedule.mode)) if workload.hold_slots else None,
         expectation=expectation_for(workload, schedule),
         log=EventLog(metrics, *sinks),
         max_updates=max_updates,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.settings import Slots
+from sortedrl.engines.simulated_environments import MultiTurn
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
 from sortedrl.settings.schedule import ScheduleSettings, schedule_from, score_wait_seconds
@@ -91,8 +92,17 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
 
 
 class SimulatedSettings(WorkloadSettings):
-    """A simulated workload: also what the learner, the rewards and the weight updates cost."""
+    """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
+    turns: Annotated[
+        int, Field(ge=1, description="turns per response; with several, the lengths above are those of one turn")
+    ] = 1
+    observation_tokens: Annotated[
+        int, Field(ge=1, description="tokens of an environment's answer between two turns")
+    ] = 128
+    environment_seconds: Annotated[
+        float, Field(ge=0, description="mean time until an environment answers; lognormal, sd 1 of the logarithm")
+    ] = 5.0
     reuse_kv_cache: Annotated[
         bool, Field(description="keep the KV cache across weight updates (stale KV): resumed rollouts need no prefill")
     ] = False
@@ -123,8 +133,14 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
 
 
 def simulated_workload(settings: SimulatedSettings, cohorts: int) -> Workload:
+    multi_turn = MultiTurn(
+        turns=settings.turns,
+        observation_tokens=settings.observation_tokens,
+        seconds_mean=settings.environment_seconds,
+    )
     return Workload(
         lengths=length_of(settings),
+        multi_turn=multi_turn if settings.turns > 1 else None,
         step_time=step_time_of(settings),
         slots=settings.slots,
         prompts=cohorts * settings.prompts_per_cohort,

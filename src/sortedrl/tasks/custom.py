@@ -9,15 +9,13 @@ An invalid reward function is refused here, before the run. Its errors on a resp
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+from sortedrl.core.import_path import import_object
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 
@@ -81,10 +79,10 @@ class CustomReward:
 
 def custom_task(path: str, **options: Any) -> Task:
     """The task at an import path: a task class called with `options`, a task object, or a reward function."""
-    found = import_object(path)
+    found = import_object(path, _is_task)
     if inspect.isclass(found):
         return _require_task(make(found, path, options), path)
-    if all(hasattr(found, member) for member in TASK_MEMBERS):
+    if _is_task(found):
         if options:
             raise ValueError(f"{path} is a task object, which takes no options: remove {', '.join(options)}")
         return _require_task(found, path)
@@ -111,41 +109,8 @@ def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *a
     return task_class(*arguments, **options)
 
 
-def import_object(path: str) -> Any:
-    """The object at `package.module:name`. Modules in the working directory are found too."""
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"{path!r} is not an import path: use your.module:name")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(f"{module_name} needs the module {error.name!r}, which is not installed") from error
-        raise ValueError(
-            f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
-            "set PYTHONPATH to the folder that contains it"
-        ) from error
-    if not hasattr(module, attribute):
-        own = _tasks_and_rewards(module)
-        near = difflib.get_close_matches(attribute, own, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it defines {', '.join(own[:8]) or 'nothing to call'}"
-        raise ValueError(f"the module {module_name!r} ({module.__file__}) has no {attribute!r}; {hint}")
-    return getattr(module, attribute)
-
-
-def _tasks_and_rewards(module: Any) -> list[str]:
-    """Functions, classes and task objects that the module itself defines; what it imports is left out."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (
-            (callable(value) and getattr(value, "__module__", None) == module.__name__)
-            or (not inspect.ismodule(value) and all(hasattr(value, member) for member in TASK_MEMBERS))
-        )
-    ]
+def _is_task(value: Any) -> bool:
+    return not inspect.ismodule(value) and all(hasattr(value, member) for member in TASK_MEMBERS)
 
 
 def _require_task(task: Any, path: str) -> Task:

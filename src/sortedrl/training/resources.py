@@ -68,7 +68,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
     return tokenizer, model.to(device_of(settings)).eval()  # type: ignore[arg-type]
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [named]
-    return {int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None}
+    return frozenset(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None)

@@ -7,7 +7,8 @@ from typing import Literal
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.core.scoring import Scorer
+from sortedrl.core.scoring import Scored, Scorer
+from sortedrl.core.seeds import derive_seed
 from sortedrl.tasks.registry import is_built_in
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
 from sortedrl.tasks.task import Reward
@@ -79,6 +80,36 @@ class Rewards:
             scorer.close()
         if self._pool is not None:
             self._pool.close()
+
+
+class ShuffledRewards:
+    """A control experiment: every rollout gets the reward of another one, so there is nothing to learn."""
+
+    def __init__(self, scorer: Scorer, seed: int, pool: int = 256) -> None:
+        self._scorer = scorer
+        self._seed = seed
+        self._pool = pool
+        self._seen: list[float] = []
+
+    @property
+    def pending(self) -> int:
+        return self._scorer.pending
+
+    def submit(self, rollout: Rollout) -> None:
+        self._scorer.submit(rollout)
+
+    def collect(self) -> list[Scored]:
+        return [self._shuffled(scored) for scored in self._scorer.collect()]
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._scorer.wait(timeout_seconds)
+
+    def _shuffled(self, scored: Scored) -> Scored:
+        if scored.reward is None:
+            return scored
+        self._seen = [*self._seen[-self._pool :], scored.reward]
+        other = derive_seed(self._seed, scored.rollout_id, scored.attempt) % len(self._seen)
+        return scored._replace(reward=self._seen[other])
 
 
 class EvaluationScores:

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.engines.settings import SERVERS, EngineSettings, check_engine
+from sortedrl.engines.registry import SERVERS
+from sortedrl.engines.settings import EngineSettings, check_engine
 from sortedrl.learner.settings import LearnerFlags
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import Settings, literal, plain_reason
@@ -164,7 +165,7 @@ def schedule_of(settings: TrainSettings) -> Schedule:
 
 
 def _check_overlap(settings: TrainSettings) -> None:
-    if settings.engine not in SERVERS:
+    if settings.engine in ("embedded", "vllm"):
         raise ConfigurationError(
             "overlap",
             settings.overlap,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -17,27 +15,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.engine import Engine, EngineDied, Failed, Finished, Request, Sampling, Tokens
+from sortedrl.core.engine import EngineDied, Sampling
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.errors import UserError
 from sortedrl.core.event_file import EventFile
 from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt, Rollout
-from sortedrl.core.schedule import ConfigurationError
-from sortedrl.core.scoring import Scored, Scorer
-from sortedrl.core.seeds import derive_seed
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.scoring import Scorer
 from sortedrl.core.strategies.base import updates_left
-from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf, WeightsDiffer
-from sortedrl.engines.embedded.engine import EmbeddedEngine, copy_weights
-from sortedrl.engines.settings import SERVERS
+from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
+from sortedrl.engines.embedded.engine import copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
-from sortedrl.learner.models import response_logprobs
 from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
@@ -50,111 +44,13 @@ from sortedrl.observe.watch import kept_readable
 from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
 from sortedrl.training.build import dtype_of, learner_settings_of, set_threads
-from sortedrl.training.engine_choice import server_engine, vllm_engine
+from sortedrl.training.engine import checked_engine, engine_of
+from sortedrl.training.evaluate import evaluate
 from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
-from sortedrl.training.rewards import EvaluationScores, Rewards, unscored_notice
+from sortedrl.training.rewards import Rewards, ShuffledRewards, unscored_notice
 from sortedrl.training.run_dir import RunFolder, cannot_write
-from sortedrl.training.settings import EvalSettings, ModelSettings, TrainSettings, schedule_of
-
-VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
-EVALUATION_WORTH = 64  # `sortedrl eval` stops if a reward function fails on this many responses and scores none
-PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
-PROBE_TOKENS = 16
-
-
-# Evaluation
-
-
-def evaluate(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    scorer: Scorer,
-    *,
-    samples: int,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    watch: RejectionWatch | None = None,
-) -> Evaluation:
-    """Samples every problem, with the same noise at every call: two evaluations can be paired.
-
-    A response without a score counts as wrong; `watch` counts them, and raises where they are too many.
-    """
-    rollouts = {
-        i * samples + j: Rollout(i * samples + j, prompt, j, 0, derive_seed(seed, i, j), 0)
-        for i, prompt in enumerate(prompts)
-        for j in range(samples)
-    }
-    engine.submit([Request(r.id, r.prompt, (), max_new_tokens, r.seed, sampling) for r in rollouts.values()])
-    scores = EvaluationScores(scorer, watch or RejectionWatch(EVALUATION_WORTH))
-    left = len(rollouts)
-    while left:
-        for change in engine.poll():
-            if isinstance(change, Tokens):
-                rollouts[change.id].append(change.segment)
-            elif isinstance(change, Finished | Failed):
-                left -= 1
-                on_progress(len(rollouts) - left, len(rollouts))
-                if isinstance(change, Finished):
-                    scores.submit(rollouts[change.id])
-    found = scores.all()
-    correct = tuple(
-        tuple(i * samples + j in found and found[i * samples + j].correct for j in range(samples))
-        for i in range(len(prompts))
-    )
-    rewards = tuple(found[id].value for id in sorted(found))
-    return Evaluation(tuple(prompt.id for prompt in prompts), correct, rewards)
-
-
-def engine_for(settings: ModelSettings, resources: Resources, model: PreTrainedModel, **vllm_defaults: Any) -> Engine:
-    """The engine that the settings ask for. `model` is what the embedded one decodes with."""
-    if settings.engine == "embedded":
-        return embedded_engine(settings, model, resources.tokenizer)
-    ends = eos_token_ids(resources.model, resources.tokenizer)
-    if settings.engine != "vllm":
-        vocabulary = int(model.config.get_text_config().vocab_size)
-        return server_engine(settings, eos_token_ids=ends, tokenizer=resources.tokenizer, vocabulary=vocabulary)
-    engine: Engine = vllm_engine(
-        settings,
-        model_named(settings.model),
-        eos_token_ids=ends,
-        max_length=settings.max_prompt_tokens + settings.max_response_tokens,
-        tokenizer=resources.tokenizer,
-        dtype=str(dtype_of(settings)).removeprefix("torch."),
-        **vllm_defaults,
-    )
-    return engine
-
-
-def embedded_engine(
-    settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> EmbeddedEngine:
-    try:
-        return EmbeddedEngine(
-            model,
-            slots=settings.slots,
-            eos_token_ids=eos_token_ids(model, tokenizer),
-            max_length=settings.max_prompt_tokens + settings.max_response_tokens,
-            tokenizer=tokenizer,
-        )
-    except ValueError as error:
-        raise ConfigurationError(
-            "max_response_tokens", settings.max_response_tokens, str(error), "Lower it, or max_prompt_tokens."
-        ) from None
-
-
-def checked_engine(
-    engine: Engine, settings: ModelSettings, prompts: Sequence[Prompt], logprobs_of: LogprobsOf
-) -> CheckedWeights:
-    """`engine` with the check of its weights. There is a probe for each server of a pool, which shares them evenly."""
-    count = max(PROBES, len(settings.engine_urls))
-    probes = [list(prompts[i % len(prompts)].tokens) for i in range(count)]
-    tokens = min(PROBE_TOKENS, settings.max_response_tokens)
-    return CheckedWeights(engine, logprobs_of, probes, tokens_per_probe=tokens)
-
-
-# Training
+from sortedrl.training.settings import TrainSettings, schedule_of
+from sortedrl.training.signals import Interrupted, interruptible
 
 
 class NothingLearnt(UserError, RuntimeError):
@@ -175,7 +71,9 @@ class TrainingRun:
         self.engine_shares_model = embedded and not self.has_plain_copy
         self.plain_model = copy.deepcopy(resources.model) if self.has_plain_copy else resources.model
         self.learner = Learner(resources.model, learner_settings_of(settings))
-        self.engine = self._engine()
+        engine = self._engine()
+        self.checked = self._checked(engine)
+        self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()
         self.scorer = self._scorer()
         self.evaluation_scorer = self.rewards.scorer()
@@ -204,14 +102,23 @@ class TrainingRun:
             self.trackers.add(endpoint)
             console.log(f"metrics at {endpoint.url}")
 
-    def _engine(self) -> Engine:
-        """An engine with its own copy of the weights gets them now, and is checked at every weight update."""
+    def _engine(self) -> EngineBase:
         settings, resources = self.settings, self.resources
-        defaults = {"gpu_memory_utilization": VLLM_GPU_MEMORY_FRACTION, "seed": settings.seed}
-        engine = engine_for(settings, resources, self.plain_model, **defaults)
-        if settings.engine == "embedded":
-            return engine
-        checked = checked_engine(engine, settings, resources.train, self.learner.logprobs_of)
+        return engine_of(
+            settings,
+            self.plain_model,
+            resources.tokenizer,
+            eos_token_ids(resources.model, resources.tokenizer),
+            dtype=str(dtype_of(settings)).removeprefix("torch."),
+            seed=settings.seed,
+            beside_learner=True,
+        )
+
+    def _checked(self, engine: EngineBase) -> CheckedWeights | None:
+        """An engine with its own copy of the weights gets them now, and is checked at every weight update."""
+        if self.settings.engine == "embedded":
+            return None
+        checked = checked_engine(engine, self.settings, self.resources.train, self.learner.logprobs_of)
         checked.update_weights(self.learner.weights(), 0)
         return checked
 
@@ -222,8 +129,7 @@ class TrainingRun:
         finally:
             self.folder.close()
             self.rewards.close()
-            if isinstance(self.engine, CheckedWeights):
-                self.engine.close()
+            self.engine.close()
 
     def show(self) -> None:
         """From now on the console shows the run. Its folder must be there: before that its name may change."""
@@ -270,7 +176,7 @@ class TrainingRun:
             self.before = self._evaluate(0)
             self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
-        with _interruptible(self.controller) as signals:
+        with interruptible(self.controller) as signals:
             for batch in self.controller:
                 self._update(batch)
             done = self.controller.updates
@@ -296,11 +202,11 @@ class TrainingRun:
         """Metrics of this update's weight update; none if a later update of the same harvest makes it."""
         if is_due:
             self.controller.update_engine()
-        if self.controller.engine_is_behind or not isinstance(self.engine, CheckedWeights):
+        if self.controller.engine_is_behind or self.checked is None:
             return {}
         return {
-            "weight_update_seconds": self.engine.weight_update_seconds,
-            "weight_difference": self.engine.last_difference,
+            "weight_update_seconds": self.checked.weight_update_seconds,
+            "weight_difference": self.checked.last_difference,
         }
 
     def _step(self, batch: Batch) -> dict[str, float]:
@@ -310,8 +216,7 @@ class TrainingRun:
 
         if self.settings.overlap:
             return self.controller.carry_on_during(step)
-        if isinstance(self.engine, CheckedWeights):
-            self.engine.sleep()
+        self.engine.sleep()
         return step()
 
     def _weights(self) -> Any:
@@ -513,79 +418,6 @@ class TrainingRun:
                 self.best = (score, f"update-{done:06d}")
 
 
-class ShuffledRewards:
-    """A control experiment: every rollout gets the reward of another one, so there is nothing to learn."""
-
-    def __init__(self, scorer: Scorer, seed: int, pool: int = 256) -> None:
-        self._scorer = scorer
-        self._seed = seed
-        self._pool = pool
-        self._seen: list[float] = []
-
-    @property
-    def pending(self) -> int:
-        return self._scorer.pending
-
-    def submit(self, rollout: Rollout) -> None:
-        self._scorer.submit(rollout)
-
-    def collect(self) -> list[Scored]:
-        return [self._shuffled(scored) for scored in self._scorer.collect()]
-
-    def wait(self, timeout_seconds: float) -> None:
-        self._scorer.wait(timeout_seconds)
-
-    def _shuffled(self, scored: Scored) -> Scored:
-        if scored.reward is None:
-            return scored
-        self._seen = [*self._seen[-self._pool :], scored.reward]
-        other = derive_seed(self._seed, scored.rollout_id, scored.attempt) % len(self._seen)
-        return scored._replace(reward=self._seen[other])
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to end; what it has learned is saved."""
-
-
-class _Signals:
-    """SIGINT, SIGTERM and SIGHUP: the first one ends the run in order, the second at once."""
-
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self._seen = self._at_once = False
-
-    def receive(self, number: int, frame: Any) -> None:
-        if self._seen:
-            raise KeyboardInterrupt
-        self._seen = True
-        self._controller.interrupt()
-        if self._at_once:
-            raise Interrupted
-
-    def interrupt_at_once(self) -> None:
-        """The controller no longer listens: from now on, and if it was interrupted before, raise `Interrupted`."""
-        self._at_once = True
-        if self._seen:
-            raise Interrupted
-
-
-@contextmanager
-def _interruptible(controller: Controller) -> Iterator[_Signals]:
-    signals = _Signals(controller)
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run is to outlive its terminal
-        numbers.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, signals.receive) for number in numbers}
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-# The commands
-
-
 def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one, there is one log line per update."""
     torch.manual_seed(settings.seed)
@@ -619,45 +451,3 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             return run.run()
     except (EngineDied, WeightsDiffer, TooManyRejected) as error:
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
-
-
-def evaluate_model(
-    settings: EvalSettings, log: Log, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, Any]:
-    resources = read_resources(settings, log)
-    set_threads(settings, resources.model)
-    rewards = Rewards(settings, resources)
-    held_out = resources.held_out[: settings.eval_problems]
-    with closing(rewards):
-        engine = engine_for(settings, resources, resources.model)
-        if settings.engine in SERVERS:  # a server may hold other weights
-            logprobs_of = partial(response_logprobs, resources.model)
-            engine = checked_engine(engine, settings, held_out, logprobs_of)
-            engine.update_weights(resources.model.state_dict(), 0)
-        rewards.require_ready()
-        watch = RejectionWatch(EVALUATION_WORTH, log=log)
-        began = time.perf_counter()
-        found = evaluate(
-            engine,
-            held_out,
-            rewards.scorer(),
-            samples=settings.eval_samples,
-            max_new_tokens=settings.max_response_tokens,
-            sampling=Sampling(temperature=settings.temperature),
-            seed=settings.eval_seed,
-            on_progress=on_progress,
-            watch=watch,
-        )
-    watch.require_some_scored()
-    if notice := unscored_notice(watch):
-        log(notice)
-    return {
-        "model": settings.model,
-        "task": settings.task,
-        "problems": len(found.problem_ids),
-        "samples": settings.eval_samples,
-        "unscored": watch.rejected,
-        "mean_at_k": mean_at_k(found.correct)._asdict(),
-        "pass_at_k": pass_at_k(found.correct, settings.eval_samples)._asdict(),
-        "seconds": time.perf_counter() - began,
-    }

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
+from sortedrl.core.engine_base import EngineBase, EngineInfo
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.refusals import refusal
@@ -56,7 +57,7 @@ class _Running:
         return self.context[len(self.request.prompt.tokens) :]
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(EngineBase):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `model` may be the learner's module: `update_weights(None, version)` then signals that its weights have changed.
@@ -99,6 +100,9 @@ class EmbeddedEngine:
         self._vacated = False  # rows became free since the last arrangement
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(vocabulary=int(self._model.config.get_text_config().vocab_size))
 
     def now(self) -> float:
         return time.perf_counter()

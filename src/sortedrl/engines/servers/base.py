@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, EngineDied, Request
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
+from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
-from sortedrl.engines.servers.weight_files import WeightFiles, Weights, with_output_layer
+from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
 
@@ -37,7 +39,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class HttpEngine(ServerStreams):
+class HttpEngine(ServerStreams, EngineBase):
     """See the docstrings of this module and of streams.py, which explains `silence_seconds` and `unavailable_seconds`.
 
     `tokenizer` is only needed for stop strings; `api_key`: see api_key.py. `vocabulary` is the vocabulary size of the
@@ -75,7 +77,6 @@ class HttpEngine(ServerStreams):
         self.url = url.rstrip("/")
         self.slots = slots
         self.version = 0
-        self.weight_update_seconds = 0.0  # of the last weight update
         self.max_length: int | None = None  # of prompt plus response, if the server reports it
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self.api_key = ApiKey(api_key)
@@ -153,7 +154,7 @@ class HttpEngine(ServerStreams):
         if weights is None or isinstance(weights, Path):
             self._update_from(weights, version)
         else:
-            self._send(with_output_layer(weights), version)
+            self._send(dict(with_output_layer(weights)), version)
         self.version = version
         self.weight_update_seconds = self.now() - began
 

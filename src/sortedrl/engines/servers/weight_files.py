@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.output_layer import with_output_layer
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sortedrl-weights-"
@@ -105,20 +106,11 @@ def _take(lock: int) -> bool:
     return True
 
 
-def with_output_layer(weights: Weights) -> dict[str, Any]:
-    """All weights by name, with a tied output layer under its own name: servers do not update it otherwise."""
-    named = dict(weights)
-    embedding = named.get("model.embed_tokens.weight")
-    if embedding is not None:
-        named.setdefault("lm_head.weight", embedding)
-    return named
-
-
 def write_weights(weights: Weights, file: Path) -> None:
     """Write the file atomically (write, then rename), with a tied output layer."""
     from safetensors.torch import save_file
 
-    named = with_output_layer(weights)
+    named = dict(with_output_layer(weights))
     seen: set[int] = set()
     for name, tensor in named.items():
         tensor = tensor.detach().contiguous()

@@ -41,10 +41,13 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.engine import Engine, Failed, Request, Sampling, Tokens
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.core.generate import generate
+from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.registry import EngineSpec, make_engine
 from sortedrl.integrations.trl.fields import (
     HOOKS,
     VERIFIED_VERSIONS,
@@ -125,7 +128,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self._engine_wanted = engine
-        self._engine: Engine | None = None
+        self._engine: EngineBase | None = None
         self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
@@ -234,7 +237,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """The dataset rows of the next update, one per rollout; sets `_rows` to the rollouts."""
         batch = self.run.next_batch()
         self.model.train()  # the engine switches dropout off in the shared module
-        self._let_engine_rest()
+        self._ready_engine().sleep()  # until its next use
         rows = rows_in_groups(batch, self.num_generations)
         count = torch.tensor([len(rows)], device=self.accelerator.device)
         most = int(gather(count).max())
@@ -329,59 +332,50 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     # The engine
 
-    def _ready_engine(self) -> Engine:
+    def _ready_engine(self) -> EngineBase:
         if self._engine is None:
             self._engine = self._new_engine()
         return self._engine
 
-    def _new_engine(self) -> Engine:
+    def _new_engine(self) -> EngineBase:
         if not isinstance(self._engine_wanted, str):
-            return self._engine_wanted
-        makers = {"embedded": self._embedded_engine, "vllm": self._vllm_engine}
-        if self._engine_wanted not in makers:
-            raise ConfigurationError(
-                "engine", self._engine_wanted, "no such engine", "Use 'embedded', 'vllm', or your own engine."
-            )
-        return makers[self._engine_wanted]()
-
-    def _embedded_engine(self) -> Engine:
-        from sortedrl.engines.embedded.engine import EmbeddedEngine
-
-        module = self.model
-        if is_peft_model(module):
-            module = copy.deepcopy(module).unload()
-            module.requires_grad_(False)
-        return EmbeddedEngine(
-            module,
+            return with_defaults(self._engine_wanted)
+        on_cpu = self.accelerator.device.type == "cpu"
+        max_length, options = self._longest_context(), {}
+        if self._engine_wanted == "vllm":
+            self._require_one_process()
+            max_length = self.args.vllm_max_model_length or max_length
+            options = {
+                "enable_sleep_mode": self.args.vllm_enable_sleep_mode,
+                "gpu_memory_utilization": self.args.vllm_gpu_memory_utilization,
+                "enforce_eager": on_cpu,
+            }
+        spec = EngineSpec(
+            model=self.model.config._name_or_path,
             slots=self.slots,
-            eos_token_ids=self.eos_token_ids,
-            max_length=self._longest_context(),
+            max_length=max_length,
+            eos_token_ids=frozenset(self.eos_token_ids),
+            module=self._module_to_decode_with() if self._engine_wanted == "embedded" else None,
             tokenizer=self._tokenizer,
+            dtype="bfloat16" if self.args.bf16 and not on_cpu else str(self.model.dtype).removeprefix("torch."),
+            options=options,
         )
+        return make_engine(self._engine_wanted, spec)
 
-    def _vllm_engine(self) -> Engine:
-        from sortedrl.engines.vllm import VllmEngine
+    def _module_to_decode_with(self) -> Any:
+        """The trainer's own module, or a copy without adapters, which gets the merged weights."""
+        if not is_peft_model(self.model):
+            return self.model
+        module = copy.deepcopy(self.model).unload()
+        module.requires_grad_(False)
+        return module
 
+    def _require_one_process(self) -> None:
         if self.accelerator.num_processes > 1:
             raise ConfigurationError(
                 "engine", "vllm", f"it supports one process, but there are {self.accelerator.num_processes}",
                 "Use engine='embedded', or launch one process.",
             )  # fmt: skip
-        on_cpu = self.accelerator.device.type == "cpu"
-        try:
-            return VllmEngine(
-                self.model.config._name_or_path,
-                slots=self.slots,
-                eos_token_ids=self.eos_token_ids,
-                max_length=self.args.vllm_max_model_length or self._longest_context(),
-                tokenizer=self._tokenizer,
-                enable_sleep_mode=self.args.vllm_enable_sleep_mode,
-                dtype="bfloat16" if self.args.bf16 and not on_cpu else str(self.model.dtype).removeprefix("torch."),
-                gpu_memory_utilization=self.args.vllm_gpu_memory_utilization,
-                enforce_eager=on_cpu,
-            )
-        except ImportError as missing:
-            raise ConfigurationError("engine", "vllm", "vLLM is not installed", f"{missing}.") from None
 
     def _longest_context(self) -> int:
         """Prompt plus response: as long as the model allows, unless the schedule bounds prompts."""
@@ -405,12 +399,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             )
         return limit
 
-    def _let_engine_rest(self) -> None:
-        """Put an engine that supports it to sleep until its next use."""
-        rest = getattr(self._engine, "rest", None)
-        if rest is not None:
-            rest()
-
     def _weights(self) -> dict[str, Tensor] | None:
         """For the engine: None if it shares the trainer's module."""
         return None if self._shares_weights else dict(plain_weights(self.model))
@@ -423,22 +411,18 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             self.run.mark_phase("evaluation")
         engine.update_weights(self._weights(), self.run.version if training else 0)
         rank, step = self.accelerator.process_index, self.state.global_step
-        rollouts = [
-            Rollout(i, Prompt(str(i), tuple(ids)), 0, 0, derive_seed(self.args.seed, step, rank, i), 0)
+        sampling, limit = Sampling(temperature=self.temperature), self.schedule.max_response_tokens
+        requests = [
+            Request(i, Prompt(str(i), tuple(ids)), (), limit, derive_seed(self.args.seed, step, rank, i), sampling)
             for i, ids in enumerate(prompt_ids)
         ]
-        sampling = Sampling(temperature=self.temperature)
-        max_new_tokens = self.schedule.max_response_tokens
-        engine.submit([Request(r.id, r.prompt, (), max_new_tokens, r.seed, sampling) for r in rollouts])
-        while changes := engine.poll():
-            for change in changes:
-                if isinstance(change, Tokens):
-                    rollouts[change.id].append(change.segment)
-                elif isinstance(change, Failed):
-                    raise RuntimeError(f"prompt {change.id} of an evaluation failed: {change.reason}")
+        responses = generate(engine, requests)
+        for response in responses:
+            if response.failure is not None:
+                raise RuntimeError(f"prompt {response.request.id} of an evaluation failed: {response.failure}")
         if training:
             self.run.mark_phase("learner")
-        return [rollout.tokens for rollout in rollouts], [rollout.logprobs for rollout in rollouts]
+        return [response.tokens for response in responses], [response.logprobs for response in responses]
 
     # Checkpoints
 

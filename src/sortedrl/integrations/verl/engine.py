@@ -21,6 +21,7 @@ import ray
 
 from sortedrl.core import engine as core
 from sortedrl.core.engine import Change, EngineDied, Request
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.scoring import Scored
 from sortedrl.integrations.verl import exchange as reports
@@ -51,7 +52,7 @@ class Dispatched:
     keys: tuple[str, ...] = ()
 
 
-class VerlEngine:
+class VerlEngine(EngineBase):
     def __init__(
         self,
         exchange: Any,

@@ -20,6 +20,7 @@ from sortedrl.observe.timeline import Slice
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
 WORK = {
     "trained": "#2b7fb8",
+    "stepped": "#5aa5a0",
     "kept": "#86bde0",
     "lookahead": "#8470c9",
     "dropped": "#c8413b",
@@ -27,7 +28,14 @@ WORK = {
     "failed": "#93205c",
     "running": "#7d9db1",
 }
-BUBBLE = {"drain": "#eba23a", "held_back": "#f2cc74", "refill": "#d9772b", "queued": "#c4573a", "kv_limited": "#b98a1f"}
+BUBBLE = {
+    "drain": "#eba23a",
+    "held_back": "#f2cc74",
+    "environment": "#d6b25e",
+    "refill": "#d9772b",
+    "queued": "#c4573a",
+    "kv_limited": "#b98a1f",
+}
 REST = {
     "learner": "#7d8794",
     "weights": "#98a1ac",

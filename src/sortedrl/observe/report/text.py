@@ -18,6 +18,7 @@ GLOSSARY = (
     ("bubble", "empty slot-time / (slots x T), where T is the total time of all harvests, including prefill"),
     ("drain", "part of the bubble: no rollouts are left to start in this cohort"),
     ("held back", "part of the bubble: the schedule starts no more rollouts in this harvest"),
+    ("environment", "part of the bubble: rollouts are in their environments, and nothing else may start"),
     ("refill", "part of the bubble: a freed slot waits for the controller"),
     ("queued", "part of the bubble: requests are queued in the engine, waiting for prefill"),
     ("KV-limited", "part of the bubble: requests wait for KV cache memory, as preemptions show"),
@@ -31,6 +32,7 @@ GLOSSARY = (
     ("sortedness", "how much sorting reduces the variance of log length within updates: 0 random, 1 sorted"),
     ("length bias", "mean trained length relative to uncut responses, estimated from all attempts"),
     ("trained, kept, dropped", "what happened to the tokens: trained on; aborted and kept for resume; discarded"),
+    ("stepped", "a turn ended, and the rollout went to its environment; it holds no slot there"),
 )  # fmt: skip
 
 

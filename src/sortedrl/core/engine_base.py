@@ -1,0 +1,67 @@
+"""What an engine may offer beyond the five methods of the protocol: a base class with defaults for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sortedrl.core.engine import Change, Engine, Request
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine reports about itself. None: unknown."""
+
+    kv_tokens: int | None = None  # capacity of the KV cache
+    prefill_tokens_per_step: int | None = None
+    vocabulary: int | None = None  # number of token ids
+
+
+class EngineBase(Engine):
+    """Derive an engine from this class to offer more than the protocol; every default means "not offered"."""
+
+    weight_update_seconds: float = 0.0  # duration of the last weight update
+    inside_seconds: float | None = None  # total time in the inference library's own code; the rest is overhead
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a new request would be started soon. A pool prefers available engines. Thread-safe."""
+        return True
+
+    def info(self) -> EngineInfo:
+        return EngineInfo()
+
+    def sleep(self) -> None:
+        """Free GPU memory until the next call. Called while no request is submitted."""
+
+    def close(self) -> None:
+        """Free everything. No call follows."""
+
+
+class _Plain(EngineBase):
+    """An engine that has the protocol's methods only."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.slots = inner.slots
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inner.submit(requests)
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        return self.inner.poll(until)
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        return self.inner.abort(ids)
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        self.inner.update_weights(weights, version)
+
+
+def with_defaults(engine: Engine) -> EngineBase:
+    """The engine itself if it derives from EngineBase; otherwise the engine with all defaults."""
+    return engine if isinstance(engine, EngineBase) else _Plain(engine)

@@ -1,0 +1,92 @@
+"""Run requests to their end on an engine, outside of the scheduler: evaluations, probes, warm-ups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
+from sortedrl.core.rollout import Segment
+
+ATTEMPTS = 4  # per request
+RETRY_SECONDS = 0.5  # before the second attempt; doubles with each further one
+
+
+class Response:
+    """What the engine generated for a request. `failure` is the reason if all attempts failed."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.segments: list[Segment] = []
+        self.truncated = False
+        self.failure: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [logprob for segment in self.segments for logprob in segment.logprobs]
+
+
+class NotInTime(TimeoutError):
+    """Some requests did not end within the time limit. They were aborted."""
+
+    def __init__(self, unfinished: int) -> None:
+        super().__init__(f"{unfinished} requests did not end in time")
+        self.unfinished = unfinished
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    limit_seconds: float | None = None,
+    on_end: Callable[[Response], None] = lambda response: None,
+) -> list[Response]:
+    """One response per request, in their order. The engine must hold no other request.
+
+    The policy on failures, for all callers: a failed request is sent again from its start, up to `ATTEMPTS` times in
+    all, after the others have ended. Then its response has a `failure`, and the caller decides what that means.
+    `on_end` is called once per request, when its response is final. `limit_seconds` is on the engine's clock.
+    """
+    responses = {request.id: Response(request) for request in requests}
+    deadline = None if limit_seconds is None else engine.now() + limit_seconds
+    failed: list[Response] = list(responses.values())
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
+        failed = _attempt(engine, {response.request.id: response for response in failed}, deadline, on_end)
+        if not failed:
+            break
+    for response in failed:
+        on_end(response)
+    return list(responses.values())
+
+
+def _attempt(
+    engine: Engine, awaited: dict[int, Response], deadline: float | None, on_end: Callable[[Response], None]
+) -> list[Response]:
+    """Returns the responses whose requests failed."""
+    failed = []
+    for response in awaited.values():
+        response.segments, response.failure = [], None
+    engine.submit([response.request for response in awaited.values()])
+    while awaited:
+        if deadline is not None and engine.now() >= deadline:
+            engine.abort(list(awaited))
+            raise NotInTime(len(awaited))
+        for change in engine.poll(deadline):
+            if change.id not in awaited:
+                continue
+            if isinstance(change, Tokens):
+                awaited[change.id].segments.append(change.segment)
+            elif isinstance(change, Finished):
+                ended = awaited.pop(change.id)
+                ended.truncated = change.truncated
+                on_end(ended)
+            elif isinstance(change, Failed):
+                failed.append(awaited.pop(change.id))
+                failed[-1].failure = change.reason
+    return failed

@@ -1,0 +1,50 @@
+"""Your own parts by import path, `your.module:name`: a task, a reward function, an engine."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
+    """The object at `package.module:name`. Modules in the working directory are found too.
+
+    `is_candidate` selects what an error suggests, besides functions and classes that the module itself defines.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"{path!r} is not an import path: use your.module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(f"{module_name} needs the module {error.name!r}, which is not installed") from error
+        raise ValueError(
+            f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
+            "set PYTHONPATH to the folder that contains it"
+        ) from error
+    if not hasattr(module, attribute):
+        own = _own_names(module, is_candidate)
+        near = difflib.get_close_matches(attribute, own, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it defines {', '.join(own[:8]) or 'nothing to call'}"
+        raise ValueError(f"the module {module_name!r} ({module.__file__}) has no {attribute!r}; {hint}")
+    return getattr(module, attribute)
+
+
+def _own_names(module: Any, is_candidate: Callable[[Any], bool]) -> list[str]:
+    """What the module itself defines; what it imports is left out."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (
+            (callable(value) and getattr(value, "__module__", None) == module.__name__)
+            or (not callable(value) and is_candidate(value))
+        )
+    ]

@@ -1,0 +1,180 @@
+"""Engines by name, as in `--engine` and `SortedGRPOTrainer(engine=...)`: the one place that builds them.
+
+    embedded          vllm          vllm-server          sglang          your.module:factory
+
+A factory takes an EngineSpec and returns an engine. Dependencies of an engine are imported only when it is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sortedrl.core.engine import Engine
+from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.core.import_path import import_object
+from sortedrl.core.schedule import ConfigurationError
+
+VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
+_METHODS = ("now", "submit", "poll", "abort", "update_weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What an engine is made from. `options` are the user's `--engine-options`, as numbers, booleans or text."""
+
+    model: str  # folder or hub name
+    slots: int
+    max_length: int  # prompt plus response, in tokens
+    eos_token_ids: frozenset[int] = frozenset()
+    module: Any = None  # the PyTorch model; the embedded engine decodes with it, and shares it with the learner
+    tokenizer: Any = None  # for stop strings
+    vocabulary: int | None = None
+    urls: tuple[str, ...] = ()
+    dtype: str | None = None
+    seed: int | None = None
+    beside_learner: bool = False  # in the learner's process, on the same device
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EngineKind(NamedTuple):
+    make: Callable[[EngineSpec], Engine]
+    is_server: bool = False
+
+
+def make_engine(name: str, spec: EngineSpec) -> EngineBase:
+    check_name(name)
+    kind = ENGINES.get(name)
+    return with_defaults(kind.make(spec) if kind is not None else _from_import_path(name, spec))
+
+
+def check_name(name: str) -> None:
+    if name in ENGINES or ":" in name:
+        return
+    near = difflib.get_close_matches(name, ENGINES, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    raise ConfigurationError(
+        "engine", name, "no such engine", f"{hint}Use {', '.join(ENGINES)}, or your own as your.module:factory."
+    )
+
+
+def _from_import_path(path: str, spec: EngineSpec) -> Engine:
+    try:
+        factory = import_object(path)
+    except (ValueError, ImportError) as error:
+        raise ConfigurationError("engine", path, str(error), "See docs/engine_authors.md.") from None
+    if not callable(factory):
+        raise ConfigurationError(
+            "engine", path, "it is not a function", "Name a function that takes an EngineSpec and returns an engine."
+        )
+    engine: Engine = factory(spec)
+    missing = [name for name in _METHODS if not callable(getattr(engine, name, None))]
+    missing += [] if hasattr(engine, "slots") else ["slots"]
+    if missing:
+        raise ConfigurationError(
+            "engine",
+            path,
+            f"it returned a {type(engine).__name__} without {', '.join(missing)}",
+            "See docs/engine_authors.md.",
+        )
+    return engine
+
+
+def _embedded(spec: EngineSpec) -> Engine:
+    from sortedrl.engines.embedded.engine import EmbeddedEngine
+
+    try:
+        return EmbeddedEngine(
+            spec.module,
+            slots=spec.slots,
+            eos_token_ids=spec.eos_token_ids,
+            max_length=spec.max_length,
+            tokenizer=spec.tokenizer,
+        )
+    except ValueError as error:
+        raise ConfigurationError("model", spec.model, str(error), "Lower the token limits.") from None
+
+
+def _vllm(spec: EngineSpec) -> Engine:
+    """vLLM in this process. The user's options win over what the spec implies."""
+    from sortedrl.engines.vllm import VllmEngine
+
+    implied = {
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "gpu_memory_utilization": VLLM_GPU_MEMORY_FRACTION if spec.beside_learner else None,
+    }
+    options = {key: value for key, value in implied.items() if value is not None} | dict(spec.options)
+    try:
+        return VllmEngine(
+            spec.model,
+            slots=spec.slots,
+            eos_token_ids=spec.eos_token_ids,
+            max_length=spec.max_length,
+            tokenizer=spec.tokenizer,
+            **options,
+        )
+    except ImportError as error:
+        raise ConfigurationError("engine", "vllm", str(error), "Or use the embedded engine.") from None
+    except TypeError as error:
+        raise ConfigurationError(
+            "engine_options", dict(spec.options), str(error), "vLLM's EngineArgs names them."
+        ) from None
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = f"vLLM cannot run it: {str(error).strip().splitlines()[0]}"
+        raise ConfigurationError("model", spec.model, reason, "See --engine-options and the model's folder.") from None
+
+
+def _vllm_server(spec: EngineSpec) -> Engine:
+    from sortedrl.engines.servers.vllm import VllmServerEngine
+
+    return _server_pool("vllm-server", VllmServerEngine, spec)
+
+
+def _sglang(spec: EngineSpec) -> Engine:
+    from sortedrl.engines.servers.sglang import SglangEngine
+
+    return _server_pool("sglang", SglangEngine, spec)
+
+
+def _server_pool(name: str, engine_class: Callable[..., Any], spec: EngineSpec) -> Engine:
+    """A running server, or a pool of several: one engine for each URL; they share all slots evenly."""
+    from sortedrl.engines.servers.base import ServerPool
+
+    if not spec.urls:
+        raise ConfigurationError(
+            "engine_urls", (), f"--engine {name} needs a server", "--engine-urls http://127.0.0.1:8000"
+        )
+    count = len(spec.urls)
+    if spec.slots < count:
+        raise ConfigurationError("slots", spec.slots, f"there are {count} servers", f"--slots {count} or more.")
+    try:
+        engines = [
+            engine_class(
+                url,
+                slots=(spec.slots + place) // count,
+                eos_token_ids=spec.eos_token_ids,
+                tokenizer=spec.tokenizer,
+                vocabulary=spec.vocabulary,
+                **spec.options,
+            )
+            for place, url in enumerate(spec.urls)
+        ]
+    except TypeError as error:
+        raise ConfigurationError(
+            "engine_options", dict(spec.options), str(error), "docs/engines.md names them."
+        ) from None
+    return engines[0] if count == 1 else ServerPool(engines)
+
+
+ENGINES = {
+    "embedded": EngineKind(_embedded),
+    "vllm": EngineKind(_vllm),
+    "vllm-server": EngineKind(_vllm_server, is_server=True),
+    "sglang": EngineKind(_sglang, is_server=True),
+}
+SERVERS = tuple(name for name, kind in ENGINES.items() if kind.is_server)

@@ -1,0 +1,106 @@
+"""The engine of a run, an evaluation or a measurement, from the settings. engines/registry.py builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sortedrl.core.engine import Engine
+from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.install_hint import install_hint
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf
+from sortedrl.engines.registry import EngineSpec, make_engine
+from sortedrl.models import model_named, unreadable_model
+from sortedrl.training.settings import ModelSettings
+
+COMMON_VOCABULARY = 46  # ids that any model knows, the built-in one too: a server breaks down at one that it does not
+PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
+PROBE_TOKENS = 16
+
+
+def engine_of(
+    settings: ModelSettings,
+    module: Any,
+    tokenizer: Any,
+    eos_token_ids: frozenset[int],
+    *,
+    dtype: str,
+    seed: int | None = None,
+    beside_learner: bool = False,
+) -> EngineBase:
+    """The engine that the settings ask for. `module` is what the embedded one decodes with."""
+    spec = EngineSpec(
+        model=model_named(settings.model),
+        slots=settings.slots,
+        max_length=settings.max_prompt_tokens + settings.max_response_tokens,
+        eos_token_ids=eos_token_ids,
+        module=module,
+        tokenizer=tokenizer,
+        vocabulary=int(module.config.get_text_config().vocab_size),
+        urls=settings.engine_urls,
+        dtype=dtype,
+        seed=seed,
+        beside_learner=beside_learner,
+        options=settings.resolved_engine_options(),
+    )
+    return make_engine(settings.engine, spec)
+
+
+def checked_engine(
+    engine: Engine, settings: ModelSettings, prompts: Sequence[Prompt], logprobs_of: LogprobsOf
+) -> CheckedWeights:
+    """`engine` with the check of its weights. There is a probe for each server of a pool, which shares them evenly."""
+    count = max(PROBES, len(settings.engine_urls))
+    probes = [list(prompts[i % len(prompts)].tokens) for i in range(count)]
+    tokens = min(PROBE_TOKENS, settings.max_response_tokens)
+    return CheckedWeights(engine, logprobs_of, probes, tokens_per_probe=tokens)
+
+
+class MeasuredEngine(Protocol):
+    """The settings that a measurement needs for its engine."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    def resolved_engine_options(self) -> dict[str, Any]: ...
+
+
+def bare_engine(settings: MeasuredEngine, max_length: int) -> tuple[EngineBase, int]:
+    """An engine for measurements, with the size of its vocabulary: no task, no tokenizer, no end tokens."""
+    model = model_named(settings.model)
+    spec = EngineSpec(
+        model=model,
+        slots=settings.slots,
+        max_length=max_length,
+        module=_read_module(settings.model, model) if settings.engine == "embedded" else None,
+        urls=settings.engine_urls,
+        options=settings.resolved_engine_options(),
+    )
+    engine = make_engine(settings.engine, spec)
+    return engine, engine.info().vocabulary or COMMON_VOCABULARY
+
+
+def _read_module(name: str, model: str) -> Any:
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        reason = f"{error.name} is not installed"
+        raise ConfigurationError("engine", "embedded", reason, f"{install_hint('train')}.") from None
+    on_gpu = torch.cuda.is_available()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    except (OSError, ValueError) as error:
+        raise unreadable_model(name, error) from None
+    return module.to("cuda" if on_gpu else "cpu").eval()  # type: ignore[arg-type]

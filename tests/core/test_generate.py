@@ -1,0 +1,89 @@
+"""One way to run requests to their end, and one policy on failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sortedrl.core import generate as module
+from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
+from sortedrl.core.generate import ATTEMPTS, NotInTime, Response, generate
+from sortedrl.core.rollout import Prompt, Segment
+
+
+class Flaky:
+    """Fails a request as often as `failures` has it, each time after one token; then generates two tokens."""
+
+    def __init__(self, failures: dict[int, int], hangs: bool = False) -> None:
+        self.slots = 4
+        self.failures, self.hangs = failures, hangs
+        self.time = 0.0
+        self.inside: list[Request] = []
+        self.aborted: list[int] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inside += requests
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        self.time += 1.0
+        if self.hangs:
+            return []
+        changes: list[Change] = []
+        for request in self.inside:
+            id, token = request.id, Segment([request.id], [-1.0], 0)
+            changes += [Started(id, self.time), Tokens(id, self.time, token)]
+            if self.failures.get(id, 0) > 0:
+                self.failures[id] -= 1
+                changes.append(Failed(id, self.time, "lost"))
+            else:
+                changes += [Tokens(id, self.time, token), Finished(id, self.time, truncated=id == 2)]
+        self.inside = []
+        return changes
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        self.aborted += ids
+        return []
+
+    def update_weights(self, weights: Any, version: int) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(id, Prompt(str(id), [1, 2]), (), 8, id) for id in range(count)]
+
+
+def test_responses_come_in_the_order_of_the_requests_and_each_ends_once() -> None:
+    ended: list[Response] = []
+    engine = Flaky({1: 2})
+    responses = generate(engine, requests(3), on_end=ended.append)
+    assert [response.request.id for response in responses] == [0, 1, 2]
+    assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]], "tokens before a failure are gone"
+    assert [response.truncated for response in responses] == [False, False, True]
+    assert all(response.failure is None and response.logprobs == [-1.0, -1.0] for response in responses)
+    assert sorted(response.request.id for response in ended) == [0, 1, 2] and ended[-1].request.id == 1
+
+
+def test_a_request_that_always_fails_is_reported_with_its_reason() -> None:
+    engine = Flaky({1: 100})
+    ended: list[Response] = []
+    responses = generate(engine, requests(2), on_end=ended.append)
+    assert responses[0].failure is None and responses[1].failure == "lost"
+    assert engine.failures[1] == 100 - ATTEMPTS
+    assert len(ended) == 2
+
+
+def test_nothing_is_left_in_the_engine_after_the_time_limit() -> None:
+    engine = Flaky({}, hangs=True)
+    with pytest.raises(NotInTime) as caught:
+        generate(engine, requests(2), limit_seconds=3.0)
+    assert caught.value.unfinished == 2
+    assert engine.aborted == [0, 1]

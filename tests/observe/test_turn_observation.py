@@ -1,0 +1,76 @@
+"""Rollouts of several turns in timeline, trace, report and metrics: everything adds up to the event log."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from random_runs import case_of, play
+from scenarios import EnvironmentCall, Run, scenario
+from sortedrl.core.events import Event
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.report.repair import repaired
+from sortedrl.observe.timeline import Visit, slices, visits
+from trace_rules import assert_valid_trace, written_trace
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_random_runs_add_up(block: int) -> None:
+    for seed in range(block * 15, (block + 1) * 15):
+        log = play(case_of(seed, with_turns=True)).log
+        check_times(log)
+        check_times(log[: max(1, len(log) // 2)])  # as a killed run leaves it
+        check_tokens(log)
+
+
+def check_tokens(log: list[Event]) -> None:
+    metrics = Metrics().fold(log).run_metrics()
+    found = slices(log)
+    assert sum(s.made for s in found) == metrics.generated_tokens
+    assert sum(s.made for s in found if s.update is not None) == metrics.trained_tokens
+    assert repaired(log).log == log, "an intact log is not changed"
+
+
+def check_times(log: list[Event]) -> None:
+    metrics = Metrics().fold(log).run_metrics()
+    found = slices(log)
+    busy = metrics.slots * metrics.seconds * (1 - metrics.bubble)
+    assert math.isclose(sum(s.end - s.start for s in found), busy, rel_tol=1e-9, abs_tol=1e-9)
+    in_environments = visits(log)
+    assert math.isclose(sum(v.end - v.start for v in in_environments), metrics.environment_seconds, abs_tol=1e-9)
+    by_lane: defaultdict[int, list[Visit]] = defaultdict(list)
+    for visit in in_environments:
+        by_lane[visit.lane].append(visit)
+    assert all(before.end <= after.start for lane in by_lane.values() for before, after in pairwise(lane))
+    assert_valid_trace(log)
+
+
+def test_a_rollout_in_its_environment_is_a_slice_of_its_own() -> None:
+    run = Run(
+        scenario("baseline", [2, 3], slots=2, turns=(2,), calls=(EnvironmentCall(seconds=5.0),), rollouts_per_update=2)
+    ).to_end()
+    assert [(v.lane, v.start, v.end, v.rollout, v.turn) for v in visits(run.events)] == [
+        (0, 2.0, 7.0, 0, 1),
+        (1, 3.0, 8.0, 1, 1),
+        (0, 9.0, 14.0, 0, 2),
+        (1, 11.0, 16.0, 1, 2),
+    ]
+    assert [s.outcome for s in slices(run.events)] == ["stepped", "stepped", "trained", "trained"]
+    named = {
+        event["args"]["name"] for event in written_trace(run.events) if event["ph"] == "M" and "name" in event["args"]
+    }
+    assert {"environments, 2 at a time", "environment 0", "environment 1"} <= named
+
+
+def test_a_lost_answer_is_inferred_from_the_next_turn() -> None:
+    run = Run(
+        scenario("baseline", [2], slots=1, turns=(2,), calls=(EnvironmentCall(seconds=5.0),), rollouts_per_update=1)
+    ).to_end()
+    damaged = [event for event in run.events if type(event).__name__ != "Observed"]
+    repair = repaired(damaged)
+    assert (repair.put_back, repair.left_out) == (1, 0)
+    tokens = Metrics().fold(repair.log).run_metrics()
+    assert (tokens.trained_tokens, tokens.environment_tokens) == (4, 2)

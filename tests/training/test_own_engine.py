@@ -1,0 +1,70 @@
+"""`--engine your.module:factory`: a real run with an engine that is not part of the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import toy
+from config_file import config_file
+from sortedrl.cli import main
+from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.engines.simulated import SimulatedEngine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "16", "--max-prompt-tokens", "16"]
+SMALL += ["--rollouts-per-update", "8", "--prompts-per-cohort", "4", "--rollouts-per-prompt", "4", "--updates", "2"]
+SMALL += ["--eval-problems", "4", "--threads", "1", "--scoring", "at-once"]
+
+
+def test_a_run_with_an_engine_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example over Hugging Face `generate` has the five methods of the protocol and nothing else."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    model = toy.make_model(tmp_path / "model")
+    out = tmp_path / "run"
+    words = ["--model", str(model), "--out", str(out), "--engine", "hugging_face_engine:engine", *SMALL]
+    assert main(["train", *words, *config_file(tmp_path, warmup_updates=0)]) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "weight_difference" in line]
+    assert [line["update"] for line in updates] == [1, 2]
+    assert all(line["weight_difference"] < 1e-3 for line in updates), "the engine samples from the learner's weights"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def factory(spec): return object()", "without now, submit, poll, abort, update_weights, slots"),
+        ("factory = 3", "it is not a function"),
+        ("def factorie(spec): return None", "did you mean 'factorie'?"),
+    ],
+)
+def test_a_wrong_factory_is_one_line(
+    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"wrong_engine_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["profile", "--engine", f"{name}:factory", "--out", str(tmp_path / "profile.json")]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and "set by flag --engine" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:
+    class Plain:
+        slots = 3
+
+        def now(self) -> float:
+            return 1.5
+
+    engine = with_defaults(Plain())  # type: ignore[arg-type]
+    assert isinstance(engine, EngineBase) and engine.slots == 3 and engine.now() == 1.5
+    assert engine.is_available and engine.info().kv_tokens is None
+    engine.sleep()
+    engine.close()
+    assert with_defaults(engine) is engine
+    assert issubclass(SimulatedEngine, EngineBase)
