@@ -194,7 +194,7 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
     assert resolved["derived"]["updates_per_cohort"] == 4
 
 
-@pytest.mark.parametrize("command", ["simulate", "plan", "train", "eval", "compare"])
+@pytest.mark.parametrize("command", ["simulate", "plan", "train", "eval"])
 def test_a_dry_run_prints_settings_and_runs_nothing(command: str, tmp_path: Path) -> None:
     done = sortedrl(command, "--dry-run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -279,8 +279,10 @@ BAD_INPUT = {
     "options of the embedded engine": (["bench", "--engine-options", "a", "1"], ["engine_options", "embedded"]),
     "a server of the embedded engine": (["train", "--engine-urls", "http://x"], ["engine_urls", "vllm-server"]),
     "a profile that does not fit": (["profile", "--max-context-tokens", "128"], ["max_context_tokens = 128"]),
-    "one mode of compare": (["compare", "--mode", "partial"], ["no such flag: --mode.", "--modes"]),
-    "a mode twice": (["compare", "--modes", "baseline", "baseline"], ["modes", "twice"]),
+    "no study": (["compare"], ["study", "sortedrl compare STUDY.toml"]),
+    "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "No such file"]),
+    "results that are not there": (["compare", "--from", "nowhere"], ["nowhere", "study.toml"]),
+    "modes of compare": (["compare", "--modes", "baseline"], ["no such flag: --modes"]),
     "a wrong option of the task": (["train", "--task-options", "count", "abc"], ["task = 'knights_and_knaves:small'"]),
     "all modes and some": (["simulate", "--all", "--modes", "partial"], ["modes", "--all has every mode"]),
     "a data file that is not there": (

@@ -27,6 +27,7 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
+from sortedrl.observe.report import self_contained
 from sortedrl.observe.report.folds import quantile, slot_grid, slot_time, staleness_floor, update_points
 from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
@@ -374,7 +375,7 @@ def test_a_missing_package_is_one_line_with_the_command(
 
 
 def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence() -> None:
-    bundle = report.PAGE / report.PLOTLY
+    bundle = self_contained.PAGE / self_contained.PLOTLY
     assert "plotly.js (basic - minified) v4.1.1" in bundle.read_text(encoding="utf-8")[:200]
     assert "MIT License" in (bundle.parent / "LICENSE").read_text()
     assert "</script" not in bundle.read_text(encoding="utf-8"), "it can stand inside a page"

@@ -56,9 +56,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Pa
     sizes = ["--updates", "4", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8"]
     few = ["--eval-problems", "10", "--eval-every", "2", "--threads", "1"]
     runs = folder / "runs"
-    assert main(["compare", "--modes", *MODES, "--seeds", "0", "1", *sizes, *few, "--out", str(runs)]) == 0
+    folders = {mode: [runs / f"{mode}-seed{seed}" for seed in (0, 1)] for mode in MODES}
+    for mode, (first, second) in folders.items():
+        for seed, out in ((0, first), (1, second)):
+            assert main(["train", "--mode", mode, "--seed", str(seed), *sizes, *few, "--out", str(out)]) == 0
     assert main(["report", str(runs), "--out", str(folder / "page.html")]) == 0
-    return {mode: [runs / f"{mode}-seed{seed}" for seed in (0, 1)] for mode in MODES}, folder / "page.html"
+    return folders, folder / "page.html"
 
 
 def write_log(path: Path, workload: Workload, schedule: Schedule) -> Path:

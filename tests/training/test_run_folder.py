@@ -123,20 +123,6 @@ def test_of_two_that_resume_at_once_one_is_refused(run: Path) -> None:
     assert updates_of(run) == list(range(7))
 
 
-def test_two_comparisons_do_not_share_a_folder(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "compare"
-    words = ["compare", "--model", str(model), "--out", str(out), *SMALL, "--updates", "5000", "--modes"]
-    first = Command([*words, "baseline"], tmp_path / "output1")
-    try:
-        wait_until(lambda: "update 1/" in first.stdout, first)
-        line = one_line(forked.run([*words, "partial"], tmp_path / "output2"))
-        assert f"{out} is in use by process {first.process.pid}" in line
-        assert not (out / "partial-seed0").exists()
-    finally:
-        first.process.kill()
-        first.process.join()
-
-
 def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems have none. This one cannot be had here: the call is made to fail as theirs does."""
     import errno

@@ -245,20 +245,6 @@ def test_bad_input_gives_one_clear_error_and_writes_nothing(name: str, model: Pa
     assert not run.exists()
 
 
-def test_compare_holds_modes_side_by_side(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "compare"
-    words = ["--model", str(model), "--out", str(out), *SMALL, "--updates", "1", "--modes", "baseline", "partial"]
-    runs = json.loads(sortedrl("compare", "--json", *words, "--seeds", "0", "1").stdout)["runs"]
-    assert [(run["mode"], run["seed"]) for run in runs] == [
-        ("baseline", 0),
-        ("partial", 0),
-        ("baseline", 1),
-        ("partial", 1),
-    ]
-    assert runs[0]["score_before"] == runs[1]["score_before"]
-    assert len(list(out.glob("*-seed*"))) == 4
-
-
 def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     bad = toy.make_model(tmp_path / "model", eos=False)
     done = sortedrl("train", "--model", str(bad), "--out", str(tmp_path / "run"), *SMALL, check=False)

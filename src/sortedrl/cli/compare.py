@@ -1,83 +1,99 @@
-"""`sortedrl compare`: train with several modes, interleaved, and compare them."""
+"""`sortedrl compare`: train several settings with the same seeds, and compare them pair by pair."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
+import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import tyro
 from pydantic import Field
 
+from sortedrl import __version__
 from sortedrl.cli import train_extra
-from sortedrl.cli.output import console_of_run, table_console
-from sortedrl.cli.train import print_dry_run
+from sortedrl.cli.output import line_log, table_console
+from sortedrl.cli.parse import validated
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.observe.console import RunConsole
+from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
-from sortedrl.training.run_dir import locked
-from sortedrl.training.settings import TrainingSettings, TrainSettings
+from sortedrl.studies.compare import text
+from sortedrl.studies.compare.comparison import Comparison, as_json
+from sortedrl.studies.compare.conduct import conduct, rebuild
+from sortedrl.studies.compare.study import Study, read_study, validate_runs
+from sortedrl.training.settings import TrainSettings
 
-Log = Callable[[str], None]
-Train = Callable[[TrainSettings, Log, RunConsole], dict[str, Any]]
 
+class CompareSettings(Settings):
+    """Run a study: train each arm with the same seeds, and compare them pair by pair.
 
-class CompareSettings(TrainingSettings):
-    """Train once per mode and seed, interleaved, with the same data order."""
+    The study is a TOML file with settings, arms or a grid, seeds and contrasts; see docs/compare.md. The same command
+    again continues an interrupted study and tries failed runs again.
+    """
 
-    not_here: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("mode", "seed", "resume"), "compare makes several runs: use --modes and --seeds"
-    )
+    positional: ClassVar[tuple[str, ...]] = ("study",)
 
-    modes: Annotated[tuple[str, ...], Field(min_length=1, description="schedules to train with")] = (
-        "baseline",
-        "on-policy+planned",
-        "partial+elevator",
-    )
-    seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one run per mode and seed")] = (0,)
-
-    def of(self, mode: str, seed: int, out: Path) -> TrainSettings:
-        plain = self.model_dump(exclude={"modes", "seeds", "json_output"})
-        plain |= {"mode": mode, "seed": seed, "out": out}
-        if not strategy_named(mode).keeps_tokens:
-            plain |= {"max_staleness": None, "overlap": False}
-        return TrainSettings.model_validate(plain)
+    study: Annotated[tyro.conf.Positional[Path | None], Field(description="TOML file of the study")] = None
+    jobs: Annotated[
+        int, Field(ge=1, le=1024, description="runs at once; each is pinned to its share of the CPU cores")
+    ] = 1
+    out: Annotated[Path | None, Field(description="folder of the study; default: runs/NAME of the study file")] = None
+    from_results: Annotated[
+        Path | None,
+        tyro.conf.arg(name="from"),
+        Field(description="make the page and the tables from this results.jsonl or study folder, without training"),
+    ] = None
 
     def check(self) -> None:
-        for key in ("modes", "seeds"):
-            if len(set(getattr(self, key))) < len(getattr(self, key)):
-                raise ConfigurationError(key, getattr(self, key), "one is named twice", "Name each one once.")
-        for mode in self.modes:
-            self.of(mode, 0, Path()).check()
+        if self.study is None and self.from_results is None:
+            fix = "Use sortedrl compare STUDY.toml; docs/compare.md has an example."
+            raise ConfigurationError("study", None, "there is no study to run", fix)
 
 
 SETTINGS = CompareSettings
 
 
 def run(settings: CompareSettings) -> int:
+    """Exit code 2 if a run failed."""
+    log = line_log(settings)
+    if settings.from_results is not None:
+        return _show(settings, rebuild(settings.from_results, settings.study, settings.out, log, __version__))
+    assert settings.study is not None
+    study = read_study(settings.study)
+    folder = settings.out or Path("runs") / study.name
     if settings.dry_run:
-        return print_dry_run(settings)
-    trainer = train_extra.module("trainer")
-    console = console_of_run(settings, ends_with_reader=False)
-    summaries = compare(settings, trainer.train, console.log, console)
+        return _print_plan(study, settings)
+    train_extra.require()
+    try:
+        stream = sys.stderr if settings.json_output else sys.stdout
+        comparison = conduct(study, folder, settings.jobs, _validate, stream, __version__)
+    except KeyboardInterrupt:
+        print("interrupted and saved. The same command continues the study", file=sys.stderr)
+        return 130
+    return _show(settings, comparison)
+
+
+def _validate(settings: dict[str, Any]) -> None:
+    validated(TrainSettings, settings)
+
+
+def _show(settings: CompareSettings, comparison: Comparison) -> int:
     if settings.json_output:
-        print(json.dumps({"runs": summaries}))
+        print(json.dumps(as_json(comparison, __version__)))
     else:
-        tables.show(table_console(), [tables.comparison_table(summaries)])
+        tables.show(table_console(), text.parts(comparison))
+    return 2 if comparison.failures else 0
+
+
+def _print_plan(study: Study, settings: CompareSettings) -> int:
+    validate_runs(study, _validate)
+    arms = {arm: study.settings_of(arm) for arm in study.arms}
+    if settings.json_output:
+        print(json.dumps({"arms": arms, "seeds": list(study.seeds), "runs": len(arms) * len(study.seeds)}))
+        return 0
+    for arm, values in arms.items():
+        print(f"[{arm}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), sep="\n", end="\n\n")
+    primary = study.primary
+    print(f"# {len(arms)} arms x {len(study.seeds)} seeds = {len(arms) * len(study.seeds)} runs")
+    print(f"# primary: {primary.name}, {primary.outcome}")
     return 0
-
-
-def compare(settings: CompareSettings, train: Train, log: Log, console: RunConsole) -> list[dict[str, Any]]:
-    """One run per mode and seed; modes alternate, so that a slowdown of the machine affects all of them."""
-    folder = settings.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
-    summaries = []
-    with locked(folder, log):
-        for seed in settings.seeds:
-            for mode in settings.modes:
-                log(f"--- {mode}, seed {seed}")
-                summaries.append(train(settings.of(mode, seed, folder / f"{mode}-seed{seed}"), log, console))
-                if summaries[-1]["interrupted"]:
-                    raise KeyboardInterrupt
-    return summaries

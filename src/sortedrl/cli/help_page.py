@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from sortedrl.settings.base import Settings
 
 GROUPS = {
-    "what to read": ("run", "runs"),
+    "what to read": ("run", "runs", "study", "from_results"),
     "model and task": ("model", "task", "task_options", "data"),
     "prompts and responses": (
         *("lengths", "median_length", "length_sd_between", "length_sd_within", "prompt_tokens", "max_prompt_tokens"),
@@ -36,14 +36,14 @@ GROUPS = {
         *("gradient_checkpointing", "learner_seconds_per_update", "learner_seconds_per_token"),
     ),
     "rewards": ("scoring", "reward_workers", "score_limit_seconds", "score_seconds"),
-    "length of a run": ("updates", "epochs", "cohorts", "seed", "seeds", "stopped_after_seconds", "full"),
+    "length of a run": ("updates", "epochs", "cohorts", "seed", "seeds", "jobs", "stopped_after_seconds", "full"),
     "evaluation and checkpoints": ("eval_every", "eval_problems", "eval_samples", "eval_seed", "checkpoint_every"),
     "output": (
         *("out", "resume", "events", "limit", "details", "tracker", "prometheus_port", "json_output", "dry_run"),
         "config",
     ),
 }  # of all commands, in the order of the help
-_FLAGS = {"json_output": "json", "all_modes": "all"}
+_FLAGS = {"json_output": "json", "all_modes": "all", "from_results": "from"}
 MAX_WIDTH = 120
 COLUMN = 34  # where the text beside the flags starts
 _TYPE_NAMES = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: ""}

@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "which schedule to use, and whether you need one at all",
     "train": "train a model with RL on this machine",
     "eval": "score a model on held-out problems",
-    "compare": "train with several modes, interleaved, and compare them",
+    "compare": "run a study: train several settings with the same seeds, and compare them",
     "bench": "measure the throughput of each schedule on a real engine",
     "profile": "measure an engine, to calibrate simulate and plan to your hardware",
     "watch": "follow a run from another terminal",

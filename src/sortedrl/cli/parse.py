@@ -56,6 +56,17 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
         raise _first_error(refused.error) from None
 
 
+def validated(kind: type[S], values: dict[str, Any]) -> S:
+    """The settings that the values of a file give, checked as those of a command are."""
+    _refuse_unknown_keys(kind, values)
+    try:
+        settings = kind.model_validate(values)
+    except InvalidSettings as refused:
+        raise _first_error(refused.error) from None
+    settings.check()
+    return settings
+
+
 def _origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
     """The file or flag that set each key."""
     path = _config_path(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from sortedrl.core.errors import UserError
@@ -12,6 +13,13 @@ from sortedrl.training.cpu_threads import let_waiting_threads_sleep
 
 class MissingPackage(UserError):
     """A package of an extra is not installed."""
+
+
+def require() -> None:
+    """Refuse to start if a package is missing; imports nothing."""
+    for name in ("torch", "transformers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingPackage(f"{name} is not installed: {install_hint('train')}")
 
 
 def module(name: str) -> Any:

@@ -181,44 +181,6 @@ def _prediction(f: Mapping[str, Any]) -> str:
     return f"{p['goodput'] / f['goodput'] - 1:+.1%}, {100 * (p['bubble'] - f['bubble']):+.1f} points"
 
 
-def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """Real runs side by side: one row per mode and seed."""
-    table = _table(
-        "Runs side by side",
-        "mode",
-        "seed",
-        "score before",
-        "after",
-        "gain",
-        "seconds",
-        "rollouts/s",
-        "bubble",
-        "idle",
-        "goodput",
-        "waste",
-        "staleness",
-        "length bias",
-    )
-    for run in summaries:
-        f, gain = run["metrics"], run["gain"]
-        table.add_row(
-            run["mode"],
-            str(run["seed"]),
-            f"{run['score_before']['value']:.3f}",
-            f"{run['score_after']['value']:.3f}",
-            f"{gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]",
-            f"{run['seconds']:.0f}",
-            f"{f['trained'] / f['wall_seconds']:.1f}",
-            f"{f['bubble']:.1%}",
-            f"{f['idle']:.1%}",
-            f"{f['goodput']:,.0f}",
-            f"{f['waste']:.1%}",
-            f"{f['staleness_mean']:.2f}",
-            known(f["length_bias"], "+z.1%"),
-        )
-    return table
-
-
 def show(console: Console, parts: Sequence[RenderableType]) -> None:
     for part in parts:
         console.print(part)

@@ -231,23 +231,6 @@ class _LogBytes(io.FileIO):
             raise cannot_write(self._path, error) from error
 
 
-@contextmanager
-def locked(folder: Path, log: Log) -> Iterator[None]:
-    """Make a folder that holds several runs, and keep other processes out of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
-    except OSError as error:
-        reason = f"the folder cannot be written to ({error.strerror})"
-        raise ConfigurationError("out", str(folder), reason, "Name a folder that you may write to.") from None
-    if lock.warning:
-        log(lock.warning)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def cannot_write(path: Path, error: Exception) -> RunFolderError:
     reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
     return RunFolderError(

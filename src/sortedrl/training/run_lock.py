@@ -12,9 +12,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sortedrl.core.errors import UserError
+from sortedrl.core.schedule import ConfigurationError
 
 LOCK_FILE = ".lock"
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -69,6 +72,23 @@ class FolderLock:
             _open_locks.remove(self._file)
             os.close(self._file)
         self._file = -1  # its number may be another file's by now
+
+
+@contextmanager
+def locked(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Make a folder that holds several runs, and keep other processes out of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+    except OSError as error:
+        reason = f"the folder cannot be written to ({error.strerror})"
+        raise ConfigurationError("out", str(folder), reason, "Name a folder that you may write to.") from None
+    if lock.warning:
+        log(lock.warning)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def refuse_if_in_use(folder: Path) -> None:

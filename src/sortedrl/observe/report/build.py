@@ -6,62 +6,35 @@ Every number on it comes from `RunMetrics` (metrics.py) or from the folds for th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.atomic_write import write_atomically
-from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report import charts, tables
 from sortedrl.observe.report import text as words
 from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.self_contained import render, write_page
 from sortedrl.observe.report.series import Series, run_names, series_of
-
-PAGE = Path(__file__).parent / "page"
-# The official plotly.js bundle for basic charts. The Python package ships only the full bundle, which is four times as
-# large and takes ten times as long to start.
-PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
-
 
 # The page
 
 
 def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> str:
     """The HTML. `commands[i]` reproduces `runs[i]`, or None if unknown; `version` is the version of sortedrl."""
-    environment = _environment()
-    from markupsafe import Markup
-
-    series = series_of(runs)
-    content = _content(runs, commands, series)
-    drawn = content["charts"]
-    payload = {
-        "charts": [_plain(chart) for chart in _flat(drawn)],
+    content = _content(runs, commands, series_of(runs))
+    data = {
         "timelines": content["timelines"],
         "outcomes": {outcome[0]: outcome for outcome in charts.WORK},
         "outcomeColors": {outcome[0]: color for outcome, color in charts.WORK.items()},
     }
-    html: str = environment.get_template("report.html.j2").render(
-        **content,
-        version=version,
-        css=Markup(_asset("report.css")),
-        payload=Markup(_script_safe(payload)),
-        plotly=Markup(_asset(PLOTLY)),
-        script=Markup(_asset("report.js")),
-    )
-    return html
+    drawn = _flat(content["charts"])
+    return render("report.html.j2", content, drawn, version, data=data, scripts=["timeline.js"])
 
 
 def write(path: Path, runs: Sequence[Run], commands: Sequence[str | None], version: str) -> None:
     """Write the page atomically, replacing an earlier one."""
-    text = page(runs, commands, version)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    except OSError as error:
-        raise ConfigurationError("out", str(path), f"{error.strerror}", "Name a file that can be written.") from None
+    write_page(path, page(runs, commands, version))
 
 
 def default_page(paths: Sequence[Path]) -> Path:
@@ -195,40 +168,8 @@ def _flat(drawn: dict[str, Any]) -> list[charts.Chart]:
     return found
 
 
-def _plain(chart: charts.Chart) -> dict[str, Any]:
-    return {"id": chart.id, "height": chart.height, "views": chart.views}
-
-
 def _legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     found = charts.legend(runs)
     headings = (("work", "Work"), ("bubble", "Bubble"), ("rest", "Remaining wall-clock time"))
     grouped = [(heading, [(name, color) for kind, name, color in found if kind == key]) for key, heading in headings]
     return [(heading, items) for heading, items in grouped if items]
-
-
-# Helpers
-
-
-def _environment() -> Any:
-    try:
-        import jinja2
-    except ImportError:
-        raise ConfigurationError(
-            "report", "jinja2", "this package is not installed", f"{install_hint('report')}."
-        ) from None
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-
-
-def _asset(name: str) -> str:
-    return (PAGE / name).read_text(encoding="utf-8")
-
-
-def _script_safe(value: Any) -> str:
-    """JSON that is safe inside a script element."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,7 +1,7 @@
 """The report's charts as plain data for plotly, from the runs that runs.py has read.
 
 Colors are consistent across the page: each outcome, each part of slot-time and each series has its own.
-Fonts, grid and background are set in page/report.js, so that they follow light and dark mode.
+Fonts, grid and background are set in page/charts.js, so that they follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def panel_charts(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Char
         yield Chart(f"learner-{panel.key.replace('_', '-')}", panel.title, _view(data, layout), height=240)
 
 
-# The slot timeline, drawn by page/report.js
+# The slot timeline, drawn by page/timeline.js
 
 
 def timelines(run: Run, label: str, unit: TimeUnit) -> list[dict[str, Any]]:
@@ -440,7 +440,7 @@ def _curve(one: Series, curves: Sequence[Curve], *, marks: bool = False) -> list
         edge | {"name": f"{one.label}, min", "y": [rounded(y) for y in low]},
         edge
         | {"name": f"{one.label}, max", "y": [rounded(y) for y in high]}
-        | {"fill": "tonexty", "fillcolor": _translucent(one.color)},
+        | {"fill": "tonexty", "fillcolor": translucent(one.color)},
         _line(one, x, [fmean(y for _, y in column) for column in columns], marks=marks)
         | {"name": f"{one.label}, mean of {len(curves)}"},
     ]
@@ -471,7 +471,7 @@ def _thinned(curves: Sequence[Curve], most: int = 600) -> list[Curve]:
     ]
 
 
-def _translucent(color: str) -> str:
+def translucent(color: str) -> str:
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.2)"
 

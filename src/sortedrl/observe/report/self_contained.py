@@ -1,0 +1,77 @@
+"""One HTML file with everything in it: styles, scripts and data. It makes no network requests and needs no server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.install_hint import install_hint
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe.report.charts import Chart
+
+PAGE = Path(__file__).parent / "page"
+# The official plotly.js bundle for basic charts. The Python package ships only the full bundle, which is four times as
+# large and takes ten times as long to start.
+PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
+
+
+def render(
+    template: str,
+    content: dict[str, Any],
+    charts: Sequence[Chart],
+    version: str,
+    *,
+    data: dict[str, Any] | None = None,
+    scripts: Sequence[str] = (),
+    folder: Path = PAGE,
+) -> str:
+    """The page from a template in `folder`. `scripts` draw `data`; charts are drawn by the page's own script."""
+    environment = _environment(folder)
+    from markupsafe import Markup
+
+    payload = {"charts": [{"id": c.id, "height": c.height, "views": c.views} for c in charts], **(data or {})}
+    html: str = environment.get_template(template).render(
+        **content,
+        version=version,
+        css=Markup(_asset("report.css")),
+        payload=Markup(_script_safe(payload)),
+        scripts=[Markup(_asset(name)) for name in (PLOTLY, "charts.js", *scripts)],
+    )
+    return html
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write the page atomically, replacing an earlier one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, html)
+    except OSError as error:
+        raise ConfigurationError("out", str(path), f"{error.strerror}", "Name a file that can be written.") from None
+
+
+def _environment(folder: Path) -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise ConfigurationError(
+            "report", "jinja2", "this package is not installed", f"{install_hint('report')}."
+        ) from None
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, PAGE]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def _asset(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that is safe inside a script element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,206 @@
+"""The numbers of a comparison, from a study and its results: what compare.json, the page and the terminal show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, Point, Reached, curve_of, outcomes_of, reached
+from sortedrl.studies.compare.paired import (
+    ENOUGH_SEEDS,
+    Censoring,
+    Difference,
+    difference,
+    median_time,
+    threshold_difference,
+)
+from sortedrl.studies.compare.results import Key, Line
+from sortedrl.studies.compare.study import Contrast, Study
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One finished run: its outcomes by name, for the threshold of the study."""
+
+    arm: str
+    seed: int
+    curve: tuple[Point, ...]
+    outcomes: dict[str, float | None]
+    reached: dict[str, Reached]  # of the outcomes of the threshold
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A contrast with its result. `difference` is None if no seed has both runs."""
+
+    contrast: Contrast
+    seeds: tuple[int, ...]  # with both runs
+    missing: tuple[int, ...]  # seeds of the study without one of them
+    difference: Difference | None
+    censoring: Censoring | None
+
+    @property
+    def is_anecdote(self) -> bool:
+        return len(self.seeds) < ENOUGH_SEEDS
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """An outcome over the runs of one arm. Of censored runs, `mean` counts the time until they ended."""
+
+    runs: int
+    mean: float
+    standard_deviation: float | None
+    censored: int
+    median: float | None  # of outcomes of the threshold; None if half of the runs or more are censored
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    arm: str
+    seed: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    study: Study
+    finished: tuple[Finished, ...]
+    failures: tuple[Failure, ...]
+    not_run: tuple[Key, ...]
+    contrasts: tuple[Compared, ...]  # the primary one first
+    exploratory: tuple[Compared, ...]  # every other outcome of the same pairs of arms, without a bootstrap
+    summaries: dict[str, dict[str, Summary]]  # by arm and outcome
+    notices: tuple[str, ...]
+
+    @property
+    def primary(self) -> Compared:
+        return self.contrasts[0]
+
+    def of_arm(self, arm: str) -> list[Finished]:
+        return [run for run in self.finished if run.arm == arm]
+
+
+def compare(study: Study, results: Mapping[Key, Line]) -> Comparison:
+    wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
+    finished = [_finished(results[key], study) for key in wanted if key in results and "error" not in results[key]]
+    by_key = {(run.arm, run.seed): run for run in finished}
+    named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
+    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
+    pairs = dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
+    others = [
+        Contrast(f"{arm} minus {minus}", arm, minus, outcome, primary=False)
+        for arm, minus in pairs
+        for outcome in study.outcomes
+        if (arm, minus, outcome) not in asked
+    ]
+    return Comparison(
+        study=study,
+        finished=tuple(finished),
+        failures=tuple(Failure(*key, results[key]["error"]) for key in wanted if "error" in results.get(key, {})),
+        not_run=tuple(key for key in wanted if key not in results),
+        contrasts=tuple(_compared(contrast, study, by_key) for contrast in named),
+        exploratory=tuple(_compared(contrast, study, by_key, resample=False) for contrast in others),
+        summaries={arm: _summaries(study, [run for run in finished if run.arm == arm]) for arm in study.arms},
+        notices=tuple(_notices(study, finished, results)),
+    )
+
+
+def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
+    """compare.json: everything but the learning curves, which are in results.jsonl."""
+    study = comparison.study
+    return {
+        "version": version,
+        "study": study.name,
+        "question": study.question,
+        "seeds": list(study.seeds),
+        "threshold": study.threshold,
+        "settings": study.settings,
+        "arms": {
+            arm: {"settings": own, "outcomes": {name: asdict(one) for name, one in comparison.summaries[arm].items()}}
+            for arm, own in study.arms.items()
+        },
+        "contrasts": [_plain(compared) for compared in comparison.contrasts],
+        "exploratory": [_plain(compared) for compared in comparison.exploratory],
+        "runs": [{"arm": run.arm, "seed": run.seed, "outcomes": run.outcomes} for run in comparison.finished],
+        "failed": [asdict(failure) for failure in comparison.failures],
+        "not_run": [{"arm": arm, "seed": seed} for arm, seed in comparison.not_run],
+        "notices": list(comparison.notices),
+    }
+
+
+def _plain(compared: Compared) -> dict[str, Any]:
+    return {
+        **asdict(compared.contrast),
+        "seeds": list(compared.seeds),
+        "missing_seeds": list(compared.missing),
+        "anecdote": compared.is_anecdote,
+        "difference": asdict(compared.difference) if compared.difference else None,
+        "censoring": asdict(compared.censoring) if compared.censoring else None,
+    }
+
+
+def _finished(line: Line, study: Study) -> Finished:
+    curve = curve_of(line)
+    times = {} if study.threshold is None else {
+        name: reached(curve, study.threshold, axis) for name, axis in NEEDS_THRESHOLD.items()
+    }  # fmt: skip
+    outcomes = outcomes_of(line, study.threshold, study.metrics)
+    return Finished(line["arm"], line["seed"], tuple(curve), outcomes, times, line["device"], line["versions"])
+
+
+def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *, resample: bool = True) -> Compared:
+    outcome = contrast.outcome
+    has = {key for key, run in runs.items() if run.outcomes[outcome] is not None}
+    seeds = tuple(seed for seed in study.seeds if {(contrast.arm, seed), (contrast.minus, seed)} <= has)
+    missing = tuple(seed for seed in study.seeds if seed not in seeds)
+    if not seeds:
+        return Compared(contrast, seeds, missing, None, None)
+    arm, minus = ([runs[name, seed] for seed in seeds] for name in (contrast.arm, contrast.minus))
+    if outcome in NEEDS_THRESHOLD:
+        times = [[run.reached[outcome] for run in runs_of_arm] for runs_of_arm in (arm, minus)]
+        return Compared(contrast, seeds, missing, *threshold_difference(*times, resample=resample))
+    found = difference(_values(arm, outcome), _values(minus, outcome), resample=resample)
+    return Compared(contrast, seeds, missing, found, None)
+
+
+def _values(runs: Iterable[Finished], outcome: str) -> list[float]:
+    return [value for run in runs if (value := run.outcomes[outcome]) is not None]
+
+
+def _summaries(study: Study, runs: Sequence[Finished]) -> dict[str, Summary]:
+    found = {}
+    for outcome in study.outcomes:
+        values = _values(runs, outcome)
+        if values:
+            times = [run.reached[outcome] for run in runs if outcome in run.reached]
+            found[outcome] = Summary(
+                runs=len(values),
+                mean=fmean(values),
+                standard_deviation=stdev(values) if len(values) > 1 else None,
+                censored=sum(time.censored for time in times),
+                median=median_time(times) if times else None,
+            )
+    return found
+
+
+def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, Line]) -> Iterable[str]:
+    for name in study.metrics:
+        if finished and all(run.outcomes[name] is None for run in finished):
+            yield f"no run has the metric {name} in its metrics.jsonl"
+    for what, values in (
+        ("devices", {run.device for run in finished}),
+        ("versions", {", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in finished}),
+    ):
+        if len(values) > 1:
+            yield f"runs have different {what}: {'; '.join(sorted(values))}"
+    others = sorted({arm for arm, _ in results if arm not in study.arms})
+    if others:
+        yield f"results of other arms are left out: {', '.join(others)}"
+    seeds = sorted({seed for arm, seed in results if arm in study.arms and seed not in study.seeds})
+    if seeds:
+        yield f"results of other seeds are left out: {', '.join(map(str, seeds))}"

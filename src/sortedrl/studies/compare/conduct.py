@@ -1,0 +1,144 @@
+"""Conducts a study: runs what is missing in its folder, then writes the page and compare.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.observe.report.self_contained import write_page
+from sortedrl.studies.compare.comparison import Comparison, as_json, compare
+from sortedrl.studies.compare.outcomes import IncompleteRun
+from sortedrl.studies.compare.page import page
+from sortedrl.studies.compare.progress import StudyProgress
+from sortedrl.studies.compare.results import Key, Line, append, failed_line, finished_line, read_results
+from sortedrl.studies.compare.runs import Ended, Run, Runner, refuse_changed_settings, runs_of, wait_for_earlier_runs
+from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
+from sortedrl.training.run_lock import LOCK_FILE, locked
+
+STUDY, RESULTS, PAGE, JSON = "study.toml", "results.jsonl", "compare.html", "compare.json"
+LARGE = ("checkpoints", "model")  # of a finished run: the study needs neither
+Log = Callable[[str], None]
+
+
+def conduct(study: Study, folder: Path, jobs: int, validate: Validate, stream: TextIO, version: str) -> Comparison:
+    """Everything that is finished in `folder` stays; the rest is run.
+
+    Raises `KeyboardInterrupt` if interrupted, after all runs have saved and the page has been written.
+    """
+    validate_runs(study, validate)
+    runs = runs_of(study, folder)
+    log: Log = lambda line: print(line, file=stream, flush=True)  # noqa: E731
+    _refuse_other_folder(folder)
+    with locked(folder, log):
+        return _Conducted(study, folder, runs, log, version).run(jobs, stream)
+
+
+@dataclass(frozen=True)
+class _Conducted:
+    study: Study
+    folder: Path
+    runs: Sequence[Run]
+    log: Log
+    version: str
+
+    @property
+    def results(self) -> Path:
+        return self.folder / RESULTS
+
+    def run(self, jobs: int, stream: TextIO) -> Comparison:
+        known = read_results(self.results) if self.results.exists() else {}
+        _refuse_changed_results(self.study, known)
+        refuse_changed_settings(self.runs)
+        wait_for_earlier_runs(self.runs, self.log)
+        write_atomically(self.folder / STUDY, self.study.text)
+        for run in self.runs:
+            if run.is_finished and _lacks_results(self.study, known.get((run.arm, run.seed))):
+                self._record(Ended(run, None))
+        waiting = [run for run in self.runs if not run.is_finished and not _is_good(known.get((run.arm, run.seed)))]
+        finished = len(self.runs) - len(waiting)
+        self.log(f"{self.folder}: {finished} of {len(self.runs)} runs are finished, {min(jobs, len(waiting))} at once")
+        progress = StudyProgress(waiting, stream, finished_before=finished)
+        runner = Runner(jobs, progress, self._record, most_failures_at_start=max(2, len(self.study.arms)))
+        try:
+            runner.run_all(waiting)
+        finally:
+            progress.close()
+            comparison = compare(self.study, read_results(self.results) if self.results.exists() else {})
+            write_outputs(comparison, self.folder / PAGE, self.folder / JSON, self.version, self.log)
+        return comparison
+
+    def _record(self, ended: Ended) -> None:
+        """Add the line of a run that ended, and make room."""
+        run, error = ended.run, ended.error
+        try:
+            line = finished_line(self.study, run) if error is None else failed_line(self.study, run, error)
+        except IncompleteRun as incomplete:
+            line = failed_line(self.study, run, str(incomplete))
+        append(self.results, line)
+        if "error" not in line and not self.study.keep_models:
+            for name in LARGE:
+                shutil.rmtree(run.folder / name, ignore_errors=True)
+
+
+def rebuild(source: Path, study_file: Path | None, out: Path | None, log: Log, version: str) -> Comparison:
+    """Page and numbers from results alone. `source` is the folder of a study or its results.jsonl."""
+    results = source / RESULTS if source.is_dir() else source
+    study = read_study(study_file or _study_beside(results))
+    comparison = compare(study, read_results(results))
+    folder = out or results.parent
+    name = Path(PAGE).stem if results.name == RESULTS else results.stem
+    write_outputs(comparison, folder / f"{name}.html", folder / f"{name}.json", version, log)
+    return comparison
+
+
+def write_outputs(comparison: Comparison, html: Path, plain: Path, version: str, log: Log) -> None:
+    """Both files. Without jinja2 there is no page, and a line that names the package."""
+    try:
+        write_page(html, page(comparison, version))
+        written = f"{html} and {plain}"
+    except ConfigurationError as error:
+        log(f"no page: {error}")
+        written = str(plain)
+    plain.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(plain, json.dumps(as_json(comparison, version), indent=1) + "\n")
+    log(f"written: {written}")
+
+
+def _is_good(line: Line | None) -> bool:
+    return line is not None and "error" not in line
+
+
+def _lacks_results(study: Study, line: Line | None) -> bool:
+    return line is None or "error" in line or not set(study.metrics) <= line["series"].keys()
+
+
+def _refuse_changed_results(study: Study, known: dict[Key, Line]) -> None:
+    for (arm, seed), line in known.items():
+        if arm not in study.arms or "error" in line:
+            continue
+        now, then = study.settings_of(arm), line["settings"]
+        for key in sorted(now.keys() | then.keys()):
+            if now.get(key) != then.get(key):
+                why = f"{arm} seed {seed} was run with {key} = {then.get(key)!r}"
+                raise ConfigurationError(key, now.get(key), why, "Use another --out, or a new name for the arm.")
+
+
+def _refuse_other_folder(folder: Path) -> None:
+    inside = {path.name for path in folder.iterdir()} - {LOCK_FILE} if folder.is_dir() else set()
+    if inside and not inside & {STUDY, RESULTS}:
+        why = "the folder is not empty, and no study is in it"
+        raise ConfigurationError("out", str(folder), why, "Name a new folder, or that of the study to continue.")
+
+
+def _study_beside(results: Path) -> Path:
+    for path in (results.with_name(STUDY), results.with_suffix(".toml")):
+        if path.is_file():
+            return path
+    why = f"no {STUDY} beside it"
+    raise ConfigurationError("from", str(results), why, "Name the study, too: sortedrl compare STUDY.toml --from FILE.")

@@ -1,0 +1,181 @@
+"""The page of a study: the answer, the contrasts, the learning curves with bands, all outcomes, and failed runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from sortedrl.observe.report.charts import Chart, rounded, translucent
+from sortedrl.observe.report.self_contained import render
+from sortedrl.observe.report.series import MODE_COLOURS, OTHER_COLOURS
+from sortedrl.studies.compare import text
+from sortedrl.studies.compare.comparison import Comparison, Finished
+from sortedrl.studies.compare.outcomes import OUTCOMES, Point
+from sortedrl.studies.compare.paired import CONFIDENCE, t_quantile
+
+FOLDER = Path(__file__).parent / "page"
+AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
+    "rollouts": ("rollouts trained on", lambda point: point.rollouts),
+    "seconds": ("seconds, without evaluations", lambda point: point.seconds),
+    "updates": ("update", lambda point: point.update),
+}
+
+
+def page(comparison: Comparison, version: str) -> str:
+    study = comparison.study
+    colors = arm_colors(comparison)
+    charts = [learning_chart(comparison, colors), *difference_charts(comparison)]
+    content = {
+        "title": f"SortedRL: {study.name}",
+        "subtitle": f"study {study.name}, {len(study.arms)} arms, {len(study.seeds)} seeds, {_machines(comparison)}",
+        "question": study.question,
+        "answer": text.answer(comparison.primary),
+        "caveats": list(text.caveats(comparison)),
+        "contrasts": [text.contrast_row(compared) for compared in comparison.contrasts],
+        "censoring": [text.censoring(compared) for compared in comparison.contrasts if compared.censoring],
+        "charts": charts,
+        "outcomes": study.outcomes,
+        "meanings": [(name, OUTCOMES.get(name, "mean over the updates")) for name in study.outcomes],
+        "arms": [_arm(comparison, arm, colors[arm]) for arm in study.arms],
+        "exploratory": [text.contrast_row(compared) for compared in comparison.exploratory],
+        "runs": [_run(run, study.outcomes) for run in comparison.finished],
+        "failures": comparison.failures,
+        "study_text": study.text,
+    }
+    return render("compare.html.j2", content, charts, version, folder=FOLDER)
+
+
+def arm_colors(comparison: Comparison) -> dict[str, str]:
+    """The color of the mode, if one arm alone has it."""
+    study = comparison.study
+    modes = {arm: study.settings_of(arm).get("mode") for arm in study.arms}
+    spare = iter(OTHER_COLOURS * (1 + len(modes) // len(OTHER_COLOURS)))
+    alone = {arm for arm, mode in modes.items() if mode in MODE_COLOURS and list(modes.values()).count(mode) == 1}
+    return {arm: MODE_COLOURS[str(mode)] if arm in alone else next(spare) for arm, mode in modes.items()}
+
+
+# Charts
+
+
+def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
+    """Mean score per arm; the band is the 95 % interval of the mean over seeds."""
+    views = {}
+    for name, (title, place) in AXES.items():
+        data: list[dict[str, Any]] = []
+        for arm in comparison.study.arms:
+            data += band(arm, colors[arm], [run.curve for run in comparison.of_arm(arm)], place)
+        layout: dict[str, Any] = {
+            "xaxis": {"title": {"text": title}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "held-out score"}},
+        }
+        if comparison.study.threshold is not None:
+            at = comparison.study.threshold
+            line = {"color": "#888888", "width": 1, "dash": "dot"}
+            layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}]
+        views[name] = {"data": data, "layout": layout}
+    return Chart("learning", "Held-out score", views, height=380)
+
+
+def band(
+    arm: str, color: str, curves: Sequence[Sequence[Point]], place: Callable[[Point], float]
+) -> list[dict[str, Any]]:
+    """The mean over curves, as far as all of them go, with the t interval of the mean if there are several."""
+    columns = list(zip(*curves, strict=False))
+    if not columns:
+        return []
+    x = [rounded(fmean(map(place, column))) for column in columns]
+    means = [fmean(point.score for point in column) for column in columns]
+    line = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": arm,
+        "legendgroup": arm,
+        "x": x,
+        "y": [rounded(mean) for mean in means],
+        "line": {"color": color, "width": 2},
+        "marker": {"size": 5},
+    }
+    count = len(curves)
+    if count < 2:
+        return [line]
+    t = t_quantile((1 + CONFIDENCE) / 2, count - 1)
+    halves = [t * stdev(point.score for point in column) / math.sqrt(count) for column in columns]
+    edge = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "legendgroup": arm, "showlegend": False}
+    edge |= {"hoverinfo": "skip"}
+    low = [rounded(mean - half) for mean, half in zip(means, halves, strict=True)]
+    high = [rounded(mean + half) for mean, half in zip(means, halves, strict=True)]
+    return [
+        edge | {"name": f"{arm}, low", "y": low},
+        edge | {"name": f"{arm}, high", "y": high, "fill": "tonexty", "fillcolor": translucent(color)},
+        line,
+    ]
+
+
+def difference_charts(comparison: Comparison) -> list[Chart]:
+    """One chart per outcome that a contrast names: differences with their t intervals."""
+    charts = []
+    for outcome in dict.fromkeys(compared.contrast.outcome for compared in comparison.contrasts):
+        found = [
+            (compared.contrast.name, compared.difference)
+            for compared in comparison.contrasts
+            if compared.contrast.outcome == outcome and compared.difference and compared.difference.t_interval
+        ]
+        if not found:
+            continue
+        names = [name for name, _ in found]
+        halves = [one.t_interval.high - one.mean for _, one in found if one.t_interval]
+        data = [
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "orientation": "h",
+                "name": outcome,
+                "y": names,
+                "x": [rounded(one.mean) for _, one in found],
+                "error_x": {"type": "data", "array": [rounded(half) for half in halves], "thickness": 1.5, "width": 5},
+                "marker": {"size": 9, "color": "#2b7fb8"},
+            }
+        ]
+        layout = {
+            "xaxis": {"title": {"text": f"{outcome}: difference, 95 % t interval"}, "zeroline": True},
+            "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": "  ", "title": {"text": ""}},
+            "hovermode": "closest",
+            "showlegend": False,
+        }
+        charts.append(
+            Chart(
+                f"difference-{outcome}", outcome, {"": {"data": data, "layout": layout}}, height=110 + 34 * len(found)
+            )
+        )
+    return charts
+
+
+# Rows
+
+
+def _arm(comparison: Comparison, arm: str, color: str) -> dict[str, Any]:
+    summaries = comparison.summaries[arm]
+    cells = [
+        (text.summary_text(name, summary), text.number(name, summary.standard_deviation) if summary else text.UNKNOWN)
+        for name in comparison.study.outcomes
+        for summary in [summaries.get(name)]
+    ]
+    settings = ", ".join(f"{key} = {value}" for key, value in comparison.study.arms[arm].items())
+    return {"name": arm, "color": color, "runs": len(comparison.of_arm(arm)), "cells": cells, "settings": settings}
+
+
+def _run(run: Finished, outcomes: Sequence[str]) -> list[str]:
+    cells = []
+    for name in outcomes:
+        is_censored = name in run.reached and run.reached[name].censored
+        cells.append(f"{'> ' * is_censored}{text.number(name, run.outcomes[name])}")
+    return [run.arm, str(run.seed), *cells]
+
+
+def _machines(comparison: Comparison) -> str:
+    devices = sorted({run.device for run in comparison.finished})
+    versions = sorted({f"torch {run.versions['torch']}" for run in comparison.finished if "torch" in run.versions})
+    return ", ".join([*devices, *versions]) or "no finished run"

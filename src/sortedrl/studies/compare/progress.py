@@ -1,0 +1,113 @@
+"""The progress of a study, with the time left: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from sortedrl.studies.compare.outcomes import IncompleteRun, read_run
+from sortedrl.studies.compare.runs import Ended, Run
+
+LINE_SECONDS = 60.0  # between plain lines if no run ends
+LIVE_SECONDS = 1.0
+
+
+class TimeLeft:
+    """From the work of this call, in runs: what was done so far, and what is left of all runs."""
+
+    def __init__(self, runs: Sequence[Run], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._left_at_start = {run.name: 1 - run.fraction_done() for run in runs}
+        self._left = dict(self._left_at_start)
+
+    def update(self, run: Run, *, ended: bool) -> None:
+        self._left[run.name] = 0.0 if ended else 1 - run.fraction_done()
+
+    def seconds(self) -> float | None:
+        """None before anything was done."""
+        left = sum(self._left.values())
+        done = sum(self._left_at_start.values()) - left
+        return (self._clock() - self._began) * left / done if done > 0 else None
+
+
+class StudyProgress:
+    """`stream` gets one line per run that ends; in between a bar, or a line per minute."""
+
+    def __init__(self, runs: Sequence[Run], stream: TextIO, *, finished_before: int = 0) -> None:
+        self._console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+        self._total = len(runs) + finished_before
+        self._ended = finished_before
+        self._failed = 0
+        self._running: list[Run] = []
+        self._time_left = TimeLeft(runs)
+        self._last = time.monotonic()
+        self._live = Live(console=self._console, transient=True, auto_refresh=False)
+        if self._console.is_terminal:
+            self._live.start()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def started(self, run: Run) -> None:
+        self._running.append(run)
+
+    def ended(self, ended: Ended) -> None:
+        self._running.remove(ended.run)
+        self._ended += 1
+        self._failed += ended.error is not None
+        self._time_left.update(ended.run, ended=True)
+        self._line(f"{ended.run.name}: {_outcome(ended)}")
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now - self._last < (LIVE_SECONDS if self._console.is_terminal else LINE_SECONDS):
+            return
+        for run in self._running:
+            self._time_left.update(run, ended=False)
+        if self._console.is_terminal:
+            self._last = now
+            self._live.update(self._bar(), refresh=True)
+        else:
+            self._line("running")
+
+    def _line(self, text: str) -> None:
+        self._last = time.monotonic()
+        width = len(str(self._total))
+        self._console.print(f"[{self._ended:{width}}/{self._total}] {text}; {self._state()}")
+
+    def _bar(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=self._total, completed=self._ended, width=30)
+        grid.add_row(f"{self._ended}/{self._total} runs", bar, self._state())
+        return grid
+
+    def _state(self) -> str:
+        parts = [f"{len(self._running)} running"] + [f"{self._failed} failed"] * bool(self._failed)
+        seconds = self._time_left.seconds()
+        if self._ended < self._total and seconds is not None:
+            parts.append(f"{duration(seconds)} left")
+        return ", ".join(parts)
+
+
+def _outcome(ended: Ended) -> str:
+    if ended.error is not None:
+        return f"FAILED: {ended.error}"
+    try:
+        found = read_run(ended.run.folder, ())
+    except IncompleteRun as error:
+        return f"FAILED: {error}"
+    first, last = found["curve"]["score"][0], found["curve"]["score"][-1]
+    return f"held-out score {first:.3f} -> {last:.3f} in {duration(found['wall_seconds'])}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,84 @@
+"""results.jsonl: one line per run that ended, appended as it ends. This file is what a study leaves.
+
+A finished run has its learning curve, series per update and outcomes; a failed one has its error. A run that was tried
+again has several lines: the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sortedrl import __version__
+from sortedrl.core.event_file import cut_torn_line
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
+from sortedrl.studies.compare.runs import Run
+from sortedrl.studies.compare.study import Study
+from sortedrl.studies.doctor import gpus, version_of
+
+Line = dict[str, Any]
+Key = tuple[str, int]  # arm, seed
+PACKAGES = ("torch", "transformers", "vllm")
+
+
+def finished_line(study: Study, run: Run) -> Line:
+    """Raises `IncompleteRun` if the run folder lacks results."""
+    raw = read_run(run.folder, study.metrics)
+    found = {**raw, "outcomes": outcomes_of(raw, study.threshold, study.metrics)}
+    if study.threshold is not None:
+        axis = next(iter(NEEDS_THRESHOLD.values()))
+        censored = reached(curve_of(raw), study.threshold, axis).censored
+        found |= {"threshold": study.threshold, "censored": censored}
+    return _line(study, run, found)
+
+
+def failed_line(study: Study, run: Run, error: str) -> Line:
+    return _line(study, run, {"error": error})
+
+
+def _line(study: Study, run: Run, found: Mapping[str, Any]) -> Line:
+    settings = study.settings_of(run.arm)
+    return {"arm": run.arm, "seed": run.seed, "settings": settings, **found, **_machine(settings.get("device", "auto"))}
+
+
+@cache
+def _machine(device: str) -> dict[str, Any]:
+    cards = list(gpus()) if device != "cpu" else []
+    versions = {"sortedrl": __version__, "python": platform.python_version()}
+    versions |= {name: version for name in PACKAGES if (version := version_of(name)) is not None}
+    return {
+        "device": cards[0].name if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions,
+    }
+
+
+def append(path: Path, line: Line) -> None:
+    cut_torn_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_results(path: Path) -> dict[Key, Line]:
+    """The last line of every run. A torn last line is left out: its run is finished and will be added again."""
+    try:
+        texts = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigurationError("from", str(path), why, "Name a results.jsonl or the folder of a study.") from None
+    found: dict[Key, Line] = {}
+    for number, text in enumerate(texts[:-1], 1):
+        try:
+            line = json.loads(text)
+            found[line["arm"], line["seed"]] = line
+        except (ValueError, KeyError, TypeError):
+            why = f"line {number} is not the result of a run"
+            raise ConfigurationError("from", str(path), why, "Name a results.jsonl of sortedrl compare.") from None
+    return found

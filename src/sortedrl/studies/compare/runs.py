@@ -1,0 +1,287 @@
+"""The runs of a study: one `sortedrl train` process each, several at once, each pinned to its share of the cores.
+
+FOLDER/
+  study.toml          the study
+  results.jsonl       one line per run that ended (results.py)
+  runs/ARM/seed-N/    the run folder
+  runs/ARM/seed-N.toml, seed-N.log    the settings of the run, and what it printed
+
+The state of a study is what lies on the disk, so it survives any kill: a run with a summary is finished, a run with a
+checkpoint is resumed, any other is started from the beginning. This process starts no threads for the runs and reads
+their files only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.studies.compare.grid import Settings
+from sortedrl.studies.compare.study import Study
+from sortedrl.studies.compare.toml_text import toml_of
+from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
+
+POLL_SECONDS = 0.2
+SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
+TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    arm: str
+    seed: int
+    settings: Settings  # all that the study sets
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+    @property
+    def config(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.toml")
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.folder / "summary.json").is_file()
+
+    @property
+    def can_resume(self) -> bool:
+        return any(self.folder.glob("checkpoints/update-*"))
+
+    def fraction_done(self) -> float:
+        """Of its updates; 0 before the first one."""
+        if self.is_finished:
+            return 1.0
+        for text in reversed(_last_lines(self.folder / "metrics.jsonl")):
+            with suppress(ValueError, KeyError, TypeError):
+                line = json.loads(text)
+                return float(line["update"] / line["updates_in_all"])
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that ended; `error` is None if it finished."""
+
+    run: Run
+    error: str | None
+
+
+def runs_of(study: Study, folder: Path) -> list[Run]:
+    """All arms of the first seed, then of the second: pairs are complete early, and a slowdown hits all arms."""
+    return [
+        Run(arm, seed, {**study.settings_of(arm), "seed": seed}, folder / "runs" / arm / f"seed-{seed}")
+        for seed in study.seeds
+        for arm in study.arms
+    ]
+
+
+def refuse_changed_settings(runs: Iterable[Run]) -> None:
+    """A run that was started keeps its settings; a study may add arms and seeds."""
+    for run in runs:
+        if not run.folder.exists():
+            continue
+        try:
+            started = tomllib.loads(run.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # `sortedrl train --resume` compares them with its own
+        del started["out"]
+        changed = sorted(
+            key for key in started.keys() | run.settings.keys() if started.get(key) != run.settings.get(key)
+        )
+        if changed:
+            key = changed[0]
+            why = f"{run.folder} was started with {key} = {started.get(key)!r}"
+            raise ConfigurationError(key, run.settings.get(key), why, "Use another --out, or a new name for the arm.")
+
+
+def wait_for_earlier_runs(runs: Iterable[Run], log: Callable[[str], None], patience: float = SAVE_SECONDS) -> None:
+    """Runs of an earlier call that was killed may still be saving."""
+    until, noticed = time.monotonic() + patience, False
+    for run in runs:
+        while True:
+            try:
+                refuse_if_in_use(run.folder)
+                break
+            except FolderInUse:
+                if time.monotonic() > until:
+                    raise
+            if not noticed:
+                log("waiting for the runs of an earlier call to save and end")
+                noticed = True
+            time.sleep(POLL_SECONDS)
+
+
+# One run
+
+
+def start(run: Run, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A process of its own session: Ctrl-C in the terminal reaches this process alone, which stops the runs."""
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    if run.folder.exists() and not run.can_resume:
+        shutil.rmtree(run.folder)  # killed before its first checkpoint
+    if run.folder.exists():
+        words = ["--resume", str(run.folder)]
+    else:
+        write_atomically(run.config, toml_of({**run.settings, "out": str(run.folder)}))
+        words = ["--config", str(run.config)]
+    train = [sys.executable, "-m", "sortedrl", "train", *words, "--json"]
+    pinned = [sys.executable, "-m", "sortedrl.studies.compare.pinned", str(os.getpid()), ",".join(map(str, cores))]
+    with run.log.open("ab") as log:
+        return subprocess.Popen(
+            [*pinned, *train],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(run.settings["threads"] or len(cores))},
+        )
+
+
+def error_of(run: Run, exit_code: int) -> str | None:
+    """None if the run finished; otherwise how it ended and the last line that it printed."""
+    if exit_code == 0 and run.is_finished:
+        return None
+    how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+    lines = [line.strip() for line in _last_lines(run.log) if line.strip()]
+    return f"{lines[-1]} ({how})" if lines else how
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+# All runs
+
+
+class Progress(Protocol):
+    def started(self, run: Run) -> None: ...
+
+    def ended(self, ended: Ended) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Process:
+    run: Run
+    popen: subprocess.Popen[bytes]
+    cores: tuple[int, ...]
+
+
+@dataclass
+class Runner:
+    """Runs what is waiting, at most `jobs` at once. `run_all` returns when all have ended."""
+
+    jobs: int
+    progress: Progress
+    on_end: Callable[[Ended], None]
+    most_failures_at_start: int  # stop if so many runs failed and none finished
+    _running: list[_Process] = field(default_factory=list)
+
+    def run_all(self, runs: Iterable[Run]) -> None:
+        """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP, after all runs have saved and ended."""
+        waiting = deque(runs)
+        free = deque(core_shares(sorted(os.sched_getaffinity(0)), self.jobs))
+        finished = failed = 0
+        with _signals_interrupt():
+            try:
+                while waiting or self._running:
+                    while waiting and free:
+                        self._start(waiting.popleft(), free.popleft())
+                    time.sleep(POLL_SECONDS)
+                    for ended, cores in self._ended():
+                        free.append(cores)
+                        finished, failed = finished + (ended.error is None), failed + (ended.error is not None)
+                        self.on_end(ended)
+                        self.progress.ended(ended)
+                    if not finished and failed >= self.most_failures_at_start:
+                        waiting.clear()
+                    self.progress.tick()
+            except KeyboardInterrupt:
+                self._stop()
+                raise
+            finally:
+                self._kill()
+
+    def _start(self, run: Run, cores: tuple[int, ...]) -> None:
+        self._running.append(_Process(run, start(run, cores), cores))
+        self.progress.started(run)
+
+    def _ended(self) -> Iterator[tuple[Ended, tuple[int, ...]]]:
+        for process in list(self._running):
+            exit_code = process.popen.poll()
+            if exit_code is not None:
+                _kill_group(process.popen)
+                self._running.remove(process)
+                yield Ended(process.run, error_of(process.run, exit_code)), process.cores
+
+    def _stop(self) -> None:
+        """Every run saves. A second interrupt ends the wait."""
+        for process in self._running:
+            process.popen.send_signal(signal.SIGTERM)
+        until = time.monotonic() + SAVE_SECONDS
+        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            for process in self._running:
+                process.popen.wait(max(0.0, until - time.monotonic()))
+
+    def _kill(self) -> None:
+        for process in self._running:
+            _kill_group(process.popen)
+            process.popen.wait()
+        self._running.clear()
+
+
+def core_shares(cores: Sequence[int], jobs: int) -> list[tuple[int, ...]]:
+    """An equal share of the cores for each job; more jobs than cores share them."""
+    if jobs >= len(cores):
+        return [(cores[job % len(cores)],) for job in range(jobs)]
+    each = len(cores) // jobs
+    return [tuple(cores[job * each : (job + 1) * each]) for job in range(jobs)]
+
+
+def _kill_group(popen: subprocess.Popen[bytes]) -> None:
+    """The run and its own processes, such as those of an engine: they would keep the GPU's memory."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the study as Ctrl-C does; under nohup SIGHUP stays ignored."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,200 @@
+"""From raw results to numbers, tables and the page, on results that are made up here."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from chromium import Chromium, chromium_or_skip
+from sortedrl.cli import main
+from sortedrl.studies.compare import text
+from sortedrl.studies.compare.comparison import Comparison, compare
+from sortedrl.studies.compare.results import append, read_results
+from sortedrl.studies.compare.study import parsed_study
+
+SEEDS = 8
+STUDY = """
+question = "Is <b>fast</b> faster?"
+seeds = 8
+threshold = 0.7
+metrics = ["entropy"]
+[settings]
+eval_every = 10
+[arms.slow]
+mode = "baseline"
+[arms.fast]
+mode = "partial+elevator"
+[arms.never]
+mode = "partial"
+[[contrasts]]
+arm = "fast"
+minus = "slow"
+outcome = "samples_to_threshold"
+primary = true
+[[contrasts]]
+arm = "never"
+minus = "slow"
+outcome = "curve_area"
+[[contrasts]]
+arm = "never"
+minus = "slow"
+outcome = "samples_to_threshold"
+"""
+GAIN = {"slow": 0.11, "fast": 0.16, "never": 0.02}  # of the score per evaluation
+
+
+def line(arm: str, seed: int) -> dict[str, Any]:
+    """A straight learning curve whose slope depends on the arm, with the luck of the seed."""
+    luck = 0.02 * random.Random(seed).random()
+    scores = [0.2 + (GAIN[arm] + luck) * i for i in range(6)]
+    return {
+        "arm": arm,
+        "seed": seed,
+        "settings": {"threads": 1, "eval_every": 10, "mode": parsed_study(STUDY, "x").arms[arm]["mode"]},
+        "curve": {
+            "update": [10 * i for i in range(6)],
+            "rollouts": [1280 * i for i in range(6)],
+            "seconds": [30.0 * i for i in range(6)],
+            "score": scores,
+        },
+        "series": {"length": [100.0 + seed] * 50, "correct": [0.5] * 50, "entropy": [1.0] * 49 + [None]},
+        "rollouts_per_update": [128] * 50,
+        "metrics": {"staleness": 1.5, "bubble": 0.1, "goodput": 1000.0, "waste": 0.0, "length_bias": None},
+        "wall_seconds": 200.0,
+        "device": "NVIDIA H200",
+        "versions": {"sortedrl": "0.2", "torch": "2.11"},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "study.toml").write_text(STUDY)
+    for seed in range(SEEDS):
+        for arm in GAIN:
+            append(tmp_path / "results.jsonl", line(arm, seed))
+    return tmp_path
+
+
+def compared(folder: Path) -> Comparison:
+    return compare(parsed_study((folder / "study.toml").read_text(), "x"), read_results(folder / "results.jsonl"))
+
+
+def test_the_primary_contrast_is_paired_by_seed(folder: Path) -> None:
+    found = compared(folder)
+    fast, slow = ([run.outcomes["samples_to_threshold"] or 0 for run in found.of_arm(arm)] for arm in ("fast", "slow"))
+    assert found.primary.contrast.arm == "fast" and found.primary.seeds == tuple(range(SEEDS))
+    assert found.primary.difference is not None and found.primary.censoring is not None
+    assert found.primary.difference.mean == pytest.approx(fmean(fast) - fmean(slow))
+    assert found.primary.difference.relative == pytest.approx(fmean(fast) / fmean(slow) - 1)
+    assert (found.primary.censoring.arm_first, found.primary.censoring.minus_first) == (8, 0)
+    assert "fast is lower" in text.answer(found.primary)
+    assert not found.primary.is_anecdote
+
+
+def test_an_arm_that_never_reaches_the_threshold_is_compared_by_what_is_known(folder: Path) -> None:
+    never = compared(folder).contrasts[2]
+    assert never.censoring is not None and never.difference is not None
+    assert (never.censoring.arm_censored, never.censoring.arm_median) == (8, None)
+    assert never.censoring.horizon == 6400 == never.difference.arm_mean
+    assert never.difference.mean > 0
+    assert "8 runs of never and 0 of slow never reached the threshold" in text.censoring(never)
+
+
+def test_another_threshold_needs_no_new_runs(folder: Path) -> None:
+    before = compared(folder).primary.difference
+    (folder / "study.toml").write_text(STUDY.replace("threshold = 0.7", "threshold = 0.3"))
+    after = compared(folder).primary.difference
+    assert before is not None and after is not None and after.arm_mean < before.arm_mean
+
+
+def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Path) -> None:
+    failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
+    append(folder / "results.jsonl", failed | {"error": "CUDA out of memory (exit code 2)"})
+    (folder / "study.toml").write_text(STUDY.replace("seeds = 8", "seeds = 9"))
+    found = compared(folder)
+    assert [(one.arm, one.seed) for one in found.failures] == [("fast", 3)]
+    assert found.not_run == (("slow", 8), ("fast", 8), ("never", 8))
+    assert found.primary.missing == (3, 8)
+    assert found.primary.is_anecdote
+    caveats = " ".join(text.caveats(found))
+    assert "anecdote" in caveats and "1 runs failed" in caveats and "3 runs are not finished" in caveats
+
+
+def test_a_metric_that_no_run_has_is_reported(folder: Path) -> None:
+    (folder / "study.toml").write_text(STUDY.replace('"entropy"', '"entropi"'))
+    assert "no run has the metric entropi in its metrics.jsonl" in compared(folder).notices
+
+
+def test_runs_of_different_machines_are_reported(folder: Path) -> None:
+    append(folder / "results.jsonl", line("slow", 0) | {"device": "NVIDIA B200"})
+    assert any("NVIDIA B200; NVIDIA H200" in notice for notice in compared(folder).notices)
+
+
+def test_results_are_shown_without_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--from", str(folder), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers == json.loads((folder / "compare.json").read_text())
+    assert numbers["arms"]["fast"]["outcomes"]["final_score"]["runs"] == SEEDS
+    page = (folder / "compare.html").read_text()
+    assert "Is &lt;b&gt;fast&lt;/b&gt; faster?" in page
+    assert "never reached the threshold" in page
+
+
+def test_the_tables_fit_a_wide_terminal(folder: Path) -> None:
+    console = Console(width=160, record=True)
+    for part in text.parts(compared(folder)):
+        console.print(part)
+    shown = console.export_text()
+    assert "not reached" in shown and "primary" in shown
+    assert max(map(len, shown.splitlines())) <= 160
+
+
+def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
+    path = folder / "results.jsonl"
+    with path.open("a") as file:
+        file.write('{"arm": "slow", "se')
+    assert len(read_results(path)) == 3 * SEEDS
+    append(path, line("slow", 0))
+    assert len(read_results(path)) == 3 * SEEDS
+
+
+def test_a_file_of_something_else_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "results.jsonl").write_text('{"update": 1}\n')
+    assert main(["compare", "--from", str(folder)]) == 2
+    assert "line 1 is not the result of a run" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(chromium_or_skip(), tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.mark.slow
+def test_the_page_draws_curves_with_bands_and_asks_nothing_of_a_network(browser: Chromium, folder: Path) -> None:
+    assert main(["compare", "--from", str(folder)]) == 0
+    browser.open(folder / "compare.html")
+    charts = browser.ask("[...document.querySelectorAll('.chart')].map(div => div.id)")
+    assert charts == ["difference-samples_to_threshold", "difference-curve_area", "learning"]
+    traces = browser.ask("document.getElementById('learning').data.map(({name, y}) => [name, Array.from(y)])")
+    assert [name for name, _ in traces] == [
+        f"{arm}{part}" for arm in ("slow", "fast", "never") for part in (", low", ", high", "")
+    ]
+    found = compared(folder)
+    for arm in GAIN:
+        low, high, mean = (dict(traces)[f"{arm}{part}"] for part in (", low", ", high", ""))
+        columns = zip(*(run.curve for run in found.of_arm(arm)), strict=True)
+        assert mean == pytest.approx([fmean(point.score for point in column) for column in columns], abs=1e-6)
+        assert all(a <= b <= c for a, b, c in zip(low, mean, high, strict=True))
+    assert browser.ask("document.querySelectorAll('#run-table tbody tr').length") == 3 * SEEDS
+    browser.ask("document.querySelector('input[value=seconds]').click()")
+    assert browser.ask("document.getElementById('learning').data[2].x[5]") == 150
+    assert not browser.errors
+    assert all(url.startswith(("file:", "about:")) for url in browser.requests)

@@ -1,0 +1,259 @@
+"""`sortedrl compare` on a real task: a whole study, killed and continued, with an arm that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toy
+from processes import is_running, wait_for_end
+from sortedrl.studies.compare.runs import core_shares, error_of, runs_of
+from sortedrl.studies.compare.study import parsed_study
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
+SETTINGS = """
+task = "toy:SayA"
+scoring = "at-once"
+updates = 20
+eval_every = 5
+checkpoint_every = 2
+rollouts_per_update = 16
+prompts_per_cohort = 8
+rollouts_per_prompt = 4
+max_response_tokens = 16
+max_prompt_tokens = 16
+slots = 8
+eval_problems = 20
+learning_rate = 1e-2
+device = "cpu"
+"""
+STUDY = """
+question = "Does the elevator learn?"
+seeds = 2
+threshold = 0.5
+metrics = ["grad_norm"]
+contrasts = [{{ arm = "elevator", minus = "baseline", outcome = "curve_area" }}]
+[settings]
+model = "{model}"
+{settings}
+[arms.baseline]
+mode = "baseline"
+[arms.elevator]
+mode = "partial+elevator"
+"""
+BROKEN_ARM = '[arms.broken]\nmode = "partial"\ndata = "/nowhere.jsonl"\n'
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    path = folder / "toy.toml"
+    path.write_text(STUDY.format(model=toy.make_model(folder / "model"), settings=SETTINGS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the whole study, run without an interruption."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    done = compare(study, "--jobs", "2", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[4/4]" in done.stdout and "left" in done.stdout
+    assert "An anecdote: 2 seeds prove nothing" in done.stdout
+    return out
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "sortedrl", "compare", *map(str, words)]
+
+
+def compare(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
+
+
+def without_time(line: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on how fast the machine was."""
+    outcomes = {
+        name: value
+        for name, value in line["outcomes"].items()
+        if "second" not in name and name not in ("bubble", "goodput")
+    }
+    curve = {name: values for name, values in line["curve"].items() if name != "seconds"}
+    return {"arm": line["arm"], "seed": line["seed"], "outcomes": outcomes, "curve": curve, "series": line["series"]}
+
+
+def by_name(line: dict[str, Any]) -> tuple[str, int]:
+    return line["arm"], line["seed"]
+
+
+def wait_until(condition: Callable[[], Any], patience: float = 120.0) -> None:
+    until = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.02)
+
+
+# Quick
+
+
+def test_seeds_are_complete_one_after_another() -> None:
+    runs = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), Path("out"))
+    assert [str(run.folder) for run in runs] == [
+        "out/runs/baseline/seed-0",
+        "out/runs/elevator/seed-0",
+        "out/runs/baseline/seed-1",
+        "out/runs/elevator/seed-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "jobs", "expected"),
+    [
+        (16, 14, [(i,) for i in range(14)]),
+        (8, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (5, 2, [(0, 1), (2, 3)]),
+        (2, 3, [(0,), (1,), (0,)]),
+        (1, 1, [(0,)]),
+    ],
+)
+def test_every_job_has_its_share_of_the_cores(cores: int, jobs: int, expected: list[tuple[int, ...]]) -> None:
+    assert core_shares(range(cores), jobs) == expected
+
+
+def test_an_error_is_the_last_line_and_how_the_run_ended(tmp_path: Path) -> None:
+    run = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)[0]
+    assert error_of(run, -9) == "SIGKILL"
+    run.log.parent.mkdir(parents=True)
+    run.log.write_text("Traceback ...\nCUDA out of memory\n\n")
+    assert error_of(run, 2) == "CUDA out of memory (exit code 2)"
+
+
+def test_a_wrong_setting_is_refused_before_anything_starts(study: Path, tmp_path: Path) -> None:
+    for wrong, expected in (
+        ('[arms.c]\nmode = "partiel"\n', "(arm c)"),
+        ("[arms.c]\nlearning_rat = 1.0\n", "Did you mean learning_rate?"),
+        ("[arms.c]\nslots = 0\n", "slots = 0"),
+    ):
+        file = tmp_path / "wrong.toml"
+        file.write_text(study.read_text() + wrong)
+        done = compare(file, "--out", tmp_path / "out")
+        assert done.returncode == 2
+        assert expected in done.stderr and done.stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+# Real studies
+
+
+@pytest.mark.slow
+def test_a_study_leaves_a_line_per_run_a_page_and_the_numbers(finished: Path) -> None:
+    found = sorted(lines(finished), key=by_name)
+    assert [by_name(line) for line in found] == [(arm, seed) for arm in ("baseline", "elevator") for seed in (0, 1)]
+    for line in found:
+        assert line["curve"]["update"] == [0, 5, 10, 15, 20]
+        assert line["curve"]["rollouts"][-1] == sum(line["rollouts_per_update"])
+        assert line["outcomes"]["final_score"] == line["curve"]["score"][-1]
+        assert len(line["series"]["grad_norm"]) == 20
+        assert line["outcomes"]["grad_norm"] > 0
+        assert line["outcomes"]["seconds"] < line["wall_seconds"]
+        assert line["versions"]["torch"] and line["device"].startswith("CPU")
+    assert found[0]["outcomes"]["staleness"] == 0 < found[2]["outcomes"]["staleness"]
+    assert found[0]["curve"]["score"][0] == found[2]["curve"]["score"][0], "arms of a seed start alike"
+    numbers = json.loads((finished / "compare.json").read_text())
+    (contrast,) = numbers["contrasts"]
+    pairs = zip(found[2:], found[:2], strict=True)
+    differences = [a["outcomes"]["curve_area"] - b["outcomes"]["curve_area"] for a, b in pairs]
+    assert contrast["difference"]["mean"] == pytest.approx(sum(differences) / 2)
+    assert contrast["anecdote"] and contrast["primary"]
+    page = (finished / "compare.html").read_text()
+    assert "Does the elevator learn?" in page and "elevator minus baseline, curve_area" in page
+    assert not list(finished.glob("runs/*/*/checkpoints")), "a finished run keeps no checkpoints"
+
+
+@pytest.mark.slow
+def test_a_finished_study_is_not_run_again_and_can_be_shown_from_its_results(
+    study: Path, finished: Path, tmp_path: Path
+) -> None:
+    before = (finished / "results.jsonl").read_text()
+    again = compare(study, "--out", finished, "--json")
+    assert again.returncode == 0
+    assert (finished / "results.jsonl").read_text() == before
+    numbers = json.loads(again.stdout)
+    shutil.copy(finished / "results.jsonl", tmp_path / "toy.jsonl")
+    shutil.copy(study, tmp_path / "toy.toml")
+    rebuilt = compare("--from", tmp_path / "toy.jsonl", "--json")
+    assert rebuilt.returncode == 0
+    assert json.loads(rebuilt.stdout) == numbers
+    assert (tmp_path / "toy.html").read_text() == (finished / "compare.html").read_text()
+
+
+@pytest.mark.slow
+def test_settings_of_a_run_that_was_started_cannot_change(study: Path, finished: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.toml"
+    changed.write_text(study.read_text().replace("slots = 8", "slots = 9"))
+    done = compare(changed, "--out", finished)
+    assert done.returncode == 2
+    assert "slots = 9" in done.stderr and "slots = 8" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_failing_arm_is_listed_and_the_others_are_compared(study: Path, finished: Path, tmp_path: Path) -> None:
+    """The broken arm joins the finished study; its two runs fail at each call."""
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    more = tmp_path / "toy.toml"
+    more.write_text(study.read_text() + BROKEN_ARM)
+    for call in (1, 2):
+        done = compare(more, "--jobs", "2", "--out", out, "--json")
+        assert done.returncode == 2
+        numbers = json.loads(done.stdout)
+        assert [(one["arm"], one["seed"]) for one in numbers["failed"]] == [("broken", 0), ("broken", 1)]
+        assert all("nowhere.jsonl" in one["error"] for one in numbers["failed"])
+        assert numbers["contrasts"][0]["difference"]["pairs"] == 2
+        assert len(lines(out)) == 4 + 2 * call
+    assert "broken seed 1" in (out / "compare.html").read_text()
+
+
+@pytest.mark.slow
+def test_interrupted_and_killed_in_mid_study_it_continues_to_the_same_results(
+    study: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first, second = out / "runs/baseline/seed-0", out / "runs/elevator/seed-0"
+    words = command(study, "--jobs", "1", "--out", out)
+
+    interrupted = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (first / "checkpoints/update-000002").exists())
+    child = json.loads((first / ".lock").read_text())["pid"]
+    interrupted.send_signal(signal.SIGINT)
+    _, errors = interrupted.communicate(timeout=120)
+    assert interrupted.returncode == 130 and "The same command continues" in errors
+    assert not is_running(child) and not (first / "summary.json").exists()
+
+    killed = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: (second / "checkpoints/update-000002").exists())
+    child = json.loads((second / ".lock").read_text())["pid"]
+    killed.kill()
+    killed.wait()
+    wait_for_end(child)  # it saved by itself
+    assert not (second / "summary.json").exists()
+
+    assert compare(*words[4:]).returncode == 0
+    assert "resumed after" in second.with_name("seed-0.log").read_text()
+    expected = [without_time(line) for line in sorted(lines(finished), key=by_name)]
+    assert [without_time(line) for line in sorted(lines(out), key=by_name)] == expected
