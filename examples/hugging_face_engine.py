@@ -107,16 +107,21 @@ def engine(spec):
     return HuggingFaceEngine(AutoModelForCausalLM.from_pretrained(spec.model), spec.slots, eos_token_id)
 
 
+def built_in(slots):
+    """The engine on the built-in model: python -m sortedrl.testing examples.hugging_face_engine:built_in"""
+    model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL)
+    return HuggingFaceEngine(model, slots, model.config.eos_token_id)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL)
     tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
     prompts = Prompts([Prompt(f"p{i}", tokenizer(f"A says B lies {i}").input_ids) for i in range(32)])
     schedule = Schedule(mode="partial", rollouts_per_update=8, prompts_per_cohort=16, max_response_tokens=64)
-    engine = HuggingFaceEngine(model, slots=8, eos_token_id=tokenizer.eos_token_id)
+    engine = built_in(slots=8)
     brevity = ScoreAtOnce(lambda rollout: 1.0 / len(rollout))
     controller = Controller(engine, prompts, brevity, schedule)
     for batch in controller:
         lengths = [len(rollout) for rollout in batch]
         print(f"update {batch.update}: {len(batch)} rollouts, lengths {lengths[0]} to {lengths[-1]}")
-        controller.publish(model.state_dict())  # a learner would have changed them
+        controller.publish(engine.model.state_dict())  # a learner would have changed them

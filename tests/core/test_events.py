@@ -11,6 +11,7 @@ import pytest
 
 from scenarios import Run, run, scenario
 from sortedrl.core import Event, EventLog, JsonLines, events, read_events
+from sortedrl.core.event_format import FORMAT, UnknownFormat
 from sortedrl.core.events import decode, without_rolled_back
 
 ONE_OF_EACH: list[Event] = [
@@ -70,9 +71,9 @@ def test_a_log_of_another_format_is_refused_by_every_reader(found: int | None, a
         lambda: events.read_intact(path),
         lambda: events.counting_lines(path),
     ):
-        with pytest.raises(events.UnknownFormat, match=rf"format {found or 1}, .* {age} .*or start a new run"):
+        with pytest.raises(UnknownFormat, match=rf"format {found or 1}, .* {age} .*or start a new run"):
             read()
-    path.write_text(json.dumps(fields | {"format": events.FORMAT}) + "\n")
+    path.write_text(json.dumps(fields | {"format": FORMAT}) + "\n")
     assert len(list(read_events(path))) == 1
 
 

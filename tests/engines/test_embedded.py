@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from engine_contract import EngineContract, Ledger, resumed
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.rollout import Prompt, Segment
@@ -24,6 +23,7 @@ from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
+from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
 
-from engine_contract import EngineContract, Ledger
 from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import EngineDied, Request, Sampling
@@ -31,6 +30,7 @@ from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_files import write_weights
 from sortedrl.studies.bench import BenchSettings
+from sortedrl.testing.engine_contract import EngineContract, Ledger
 from sortedrl.training.engine import bare_engine
 
 _open: list[SglangEngine | SglangStandIn] = []
@@ -66,7 +66,7 @@ def endless(id: int, max_new_tokens: int, **sampling: Any) -> Request:
 
 class TestSglangStandIn(EngineContract):
     incremental = True
-    long_budget = 120
+    long_limit = 120
 
     def make_engine(self, slots: int) -> Engine:
         return engine_at(stand_in(incremental=self.incremental), slots)

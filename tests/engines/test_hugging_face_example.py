@@ -1,28 +1,84 @@
-"""The engine of docs/engine_authors.md keeps the contract of all engines."""
+"""The engine of docs/engine_authors.md keeps the contract of all engines, and the suite finds engines that do not."""
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from engine_contract import EngineContract
-from sortedrl.core import Engine
-from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.core.engine import Change, Engine, Finished, Tokens
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.step_time import linear
+from sortedrl.testing import BrokenRules, check_engine
+from sortedrl.testing.engine_contract import rules
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face_engine.py"
+ROOT = Path(__file__).parents[2]
 
 
-class TestHuggingFaceEngine(EngineContract):
-    deterministic = False  # `generate` has one random state for all requests
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sortedrl.testing", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
 
-    def make_engine(self, slots: int) -> Engine:
-        transformers = pytest.importorskip("transformers")
-        spec = importlib.util.spec_from_file_location("hugging_face_engine", EXAMPLE)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        model = transformers.AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL)
-        engine: Engine = module.HuggingFaceEngine(model, slots, model.config.eos_token_id, tokens_per_round=4)
-        return engine
+
+def test_the_command_of_the_docs_checks_the_hugging_face_engine() -> None:
+    pytest.importorskip("transformers")
+    assert "python -m sortedrl.testing examples.hugging_face_engine:built_in" in Path(
+        ROOT / "docs/engine_authors.md"
+    ).read_text(encoding="utf-8")
+    done = command("examples.hugging_face_engine:built_in")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "all rules kept"
+    assert done.stdout.count("kept    ") == len(rules())
+
+
+@pytest.mark.parametrize("path", ["no.such.module:f", "json:nothing", "json", "json:__name__"])
+def test_a_wrong_factory_is_one_line(path: str) -> None:
+    done = command(path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and path in done.stderr
+
+
+class Simulated(SimulatedEngine):
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots=slots, step_time=linear(0.001, 0.0), length_of=lambda request: 20 + request.seed % 13)
+
+
+class ReportsAnEndTwice(Simulated):
+    def poll(self, until: float | None = None) -> list[Change]:
+        changes = super().poll(until)
+        return changes + [change for change in changes if isinstance(change, Finished)]
+
+
+class ExceedsItsSlots(Simulated):
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots + 1)
+        self.slots = slots
+
+
+class ForgetsTheVersion(Simulated):
+    def poll(self, until: float | None = None) -> list[Change]:
+        for change in (changes := super().poll(until)):
+            if isinstance(change, Tokens):
+                change.segment.version = 0
+        return changes
+
+
+def test_the_simulated_engine_keeps_all_rules() -> None:
+    check_engine(Simulated, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "rule"),
+    [
+        (ReportsAnEndTwice, "every request ends once within its limit: AssertionError: an end is the last change"),
+        (ForgetsTheVersion, "segments carry the version that made them"),
+        (ExceedsItsSlots, "starts in order and fills the slots"),
+    ],
+)
+def test_an_engine_that_breaks_a_rule_is_found_and_the_rule_named(factory: Callable[[int], Engine], rule: str) -> None:
+    with pytest.raises(BrokenRules) as raised:
+        check_engine(factory)
+    assert rule in str(raised.value)

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invariants
-from engine_contract import BUDGETS, EngineContract, Ledger, resumed
 from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
 from sortedrl.core.engine import Engine, Finished, Preempted, Started
 from sortedrl.engines.pool import Pool
+from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
 MODES = invariants.MODES
 _open_pools: list[Pool] = []
@@ -51,14 +51,14 @@ def requests(*budgets: int, first_id: int = 0) -> list[Request]:
 
 
 class PoolContract(EngineContract):
-    long_budget = 120
+    long_limit = 120
 
     def test_starts_in_order_and_fills_the_slots(self) -> None:
         """Requests leave the queue in order; members then start what they got, each in its own time. So when one
         starts, all that were submitted before it have started or are on their way into a slot."""
         ledger = self.undisturbed(self.requests())
         started = list(dict.fromkeys(ledger.started))
-        assert sorted(started) == list(range(len(BUDGETS)))
+        assert sorted(started) == list(range(len(TOKEN_LIMITS)))
         assert all(id - place < self.slots for place, id in enumerate(started))
         assert ledger.most_running == self.slots
 

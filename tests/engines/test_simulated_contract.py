@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine_contract import EngineContract
 from sortedrl.core.engine import Engine
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import StepTime
+from sortedrl.testing.engine_contract import EngineContract
 
 STEP_TIME = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefill_token=1e-5)
 

@@ -14,7 +14,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 import ray
 from ray.cluster_utils import Cluster
 
-from engine_contract import EngineContract, Ledger
 from paced import PacedEngine
 from sortedrl.core import (
     Controller,
@@ -32,6 +31,7 @@ from sortedrl.core.engine import Change, Engine, Finished, Started, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.integrations.ray import RayEngine, RayPool, merged
 from sortedrl.observe.metrics import Metrics
+from sortedrl.testing.engine_contract import EngineContract, Ledger
 
 pytestmark = pytest.mark.slow
 ENGINES, SLOTS = 4, 4

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from engine_contract import EngineContract, Ledger, resumed
 from sortedrl.cli import main
 from sortedrl.core.engine import Engine, Request
 from sortedrl.core.rollout import Prompt
@@ -27,6 +26,7 @@ from sortedrl.studies.profile_file import Profile, read
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload import Workload
 from sortedrl.studies.workload_settings import simulated_workload
+from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 
 STEP_TIME = StepTime(((1, 0.004), (8, 0.005), (31, 0.009)), per_cached_token=3e-8, per_prefill_token=2e-5)
 ENDLESS = 1 << 30

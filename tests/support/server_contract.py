@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from engine_contract import EngineContract, Ledger
 from server_process import ServerProcess
 from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.engine import Engine
@@ -21,6 +20,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.base import HttpEngine
+from sortedrl.testing.engine_contract import EngineContract, Ledger
 from tiny_llama import PROBES, logprobs_of, parted_after_a_load, shake
 
 SLOTS = 8  # of a server
@@ -45,7 +45,7 @@ class OnServer:
 
 
 class ServerContract(OnServer, EngineContract):
-    long_budget = ENDLESS
+    long_limit = ENDLESS
 
     @pytest.fixture(autouse=True)
     def _server(self, server: ServerProcess, model: tuple[Path, Any]) -> Iterator[None]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine_contract import Ledger, resumed
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.testing.engine_contract import Ledger, resumed
 
 ON_GPU = torch.cuda.is_available()
 

@@ -22,11 +22,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl_config import compose
 
-from engine_contract import BUDGETS, EngineContract, Ledger, resumed
 from sortedrl.core.engine import EngineDied, Failed, Finished, Request, Tokens
 from sortedrl.integrations.verl.agent import TICKET, SortedAgentLoopManager, SortedClient, Ticket
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
+from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
 HERE = Path(__file__).resolve().parent
 SLOTS = 4
@@ -136,7 +136,7 @@ class TestVerlEngine(EngineContract):
         milliseconds, and only then are they reported as started."""
         del self.stack.sent[:]
         ledger = self.undisturbed(self.requests())
-        assert self.stack.sent == list(range(len(BUDGETS)))
+        assert self.stack.sent == list(range(len(TOKEN_LIMITS)))
         assert ledger.most_running == self.slots
 
 

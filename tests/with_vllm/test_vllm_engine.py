@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_contract import EngineContract, Ledger, resumed
 from sortedrl.core.engine import Engine, EngineDied, Preempted, Request, Sampling
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 from tiny_llama import ON_GPU, PROBES, logprobs_of, parted_after_a_load, shake, tiny_model
 
 DTYPE = "float32"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from test_vllm_engine import DTYPE, TOLERANCE
 
-from engine_contract import Ledger
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests, endless
 from server_process import ServerProcess, serving
 from sortedrl.cli import main
@@ -26,6 +25,7 @@ from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.testing.engine_contract import Ledger
 from tiny_llama import ON_GPU, logprobs_of, shake, tiny_model
 from weight_handles import GPU, fabricated
 

@@ -11,7 +11,7 @@ refills a freed slot immediately. It reports `Change`s in time order:
     Finished    it ended by itself, or (`truncated`) at `max_new_tokens`; all its tokens were delivered before
     Failed      the engine refused or lost it; tokens delivered before are valid, and it is out of the engine
 
-Rules for every engine (tests/support/engine_contract.py checks them):
+Rules for every engine (testing/engine_contract.py checks them):
 - every submitted request ends in exactly one of Finished, Failed, or an `abort` that names it;
 - `abort` returns undelivered tokens and leaves nothing of the request behind;
 - a request never yields more than `max_new_tokens`, its prefix not counted;

@@ -19,18 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
 
-from sortedrl.core.errors import UserError
+from sortedrl.core.event_format import FORMAT, require_known_format
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 GATES = ("open", "drain", "held back")
-FORMAT = 2  # of the log: changes with any change of the events; 1 was that of sortedrl 0.1
-
-
-class UnknownFormat(UserError, RuntimeError):
-    """The log was written by another version of sortedrl."""
 
 
 class RunBegan(NamedTuple):
@@ -346,24 +341,6 @@ def decode(line: str) -> Event:
     fields = json.loads(line)
     event: Event = _TYPES[fields.pop("event")](**{name: _frozen(value) for name, value in fields.items()})
     return event
-
-
-def require_known_format(path: Path) -> None:
-    """Raise `UnknownFormat` if another version wrote the log. A log whose first line is damaged passes."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError):
-        return
-    if not isinstance(first, dict) or first.get("event") != RunBegan.__name__:
-        return
-    found = first.get("format", 1)
-    if found != FORMAT:
-        age = "an older" if type(found) is int and found < FORMAT else "a newer"
-        raise UnknownFormat(
-            f"{path} has event log format {found}, written by {age} sortedrl; this one reads format {FORMAT}. "
-            "Use the version that wrote it, or start a new run"
-        )
 
 
 def read_events(path: Path) -> Iterator[Event]:

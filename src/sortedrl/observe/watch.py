@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
+from sortedrl.core.event_format import require_known_format
 from sortedrl.core.events import (
     Damage,
     Event,
@@ -27,7 +28,6 @@ from sortedrl.core.events import (
     Sink,
     VoidTime,
     decoded_or_damage,
-    require_known_format,
     without_rolled_back,
 )
 from sortedrl.observe.console import PlainConsole, RunConsole

@@ -1,18 +1,22 @@
-"""What every engine must do, whatever generates its tokens: one suite, run by each engine's own test file.
+"""The rules that every engine must keep, as one suite.
 
-    class TestMyEngine(EngineContract):
+    check_engine(lambda slots: MyEngine(..., slots=slots))     # raises BrokenRules
+
+    class TestMyEngine(EngineContract):                        # or with pytest, one test per rule
         def make_engine(self, slots: int) -> Engine:
             return MyEngine(..., slots=slots)
 
-The suite imposes lengths by budgets and knows nothing of the tokens but what the protocol promises. The engine
-must be able to run contexts of 64 tokens; responses may end by themselves before their budget.
+The suite sets lengths by `max_new_tokens` and relies only on the protocol. The engine must accept contexts of 64
+tokens; responses may end by themselves before their limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedrl.core.engine import (
     Change,
@@ -27,12 +31,13 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.rollout import Prompt, Segment
 
-BUDGETS = (3, 17, 5, 29, 1, 11, 23, 2, 13, 7, 19, 31)
+PATIENCE_SECONDS = 300.0  # without any change
+TOKEN_LIMITS = (3, 17, 5, 29, 1, 11, 23, 2, 13, 7, 19, 31)
 
 
 @dataclass
 class Ledger:
-    """Folds changes, and checks on each what the protocol says about their order."""
+    """Folds changes, and checks on each what the protocol requires about their order."""
 
     engine: Engine
     submitted: dict[int, Request] = field(default_factory=dict)
@@ -43,21 +48,32 @@ class Ledger:
     failed: dict[int, str] = field(default_factory=dict)
     most_running: int = 0
     last_time: float = float("-inf")
+    last_change: float = field(default_factory=time.monotonic)
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.submitted[request.id] = request
             self.segments[request.id] = []
+        self.last_change = time.monotonic()
         self.engine.submit(requests)
 
     def run(self) -> None:
         while self.open_ids:
-            self.apply(self.engine.poll())
+            self.advance()
 
     def run_until_first_end(self) -> None:
         before = len(self.finished) + len(self.failed)
         while len(self.finished) + len(self.failed) == before:
-            self.apply(self.engine.poll())
+            self.advance()
+
+    def advance(self) -> None:
+        """Poll once. An engine that reports nothing for long will not end."""
+        changes = self.engine.poll()
+        if changes:
+            self.last_change = time.monotonic()
+        waited = time.monotonic() - self.last_change
+        assert waited < PATIENCE_SECONDS, f"no change for {waited:.0f} s, though requests {self.open_ids} are open"
+        self.apply(changes)
 
     def abort(self, ids: Sequence[int]) -> None:
         self.apply(self.engine.abort(ids))
@@ -99,7 +115,7 @@ class Ledger:
             self.segments[id].append(change.segment)
             assert len(self.tokens(id)) <= self.submitted[id].max_new_tokens
         elif isinstance(change, Finished):
-            assert id in self.running, "only what runs can finish"
+            assert id in self.running, "only a running request can finish"
             assert self.tokens(id), "a finished response has tokens, delivered before"
             self.running.remove(id)
             self.finished[id] = change.truncated
@@ -110,7 +126,7 @@ class Ledger:
 
 
 def resumed(request: Request, segments: Sequence[Segment]) -> Request:
-    """The request that goes on where these segments ended."""
+    """The request that continues where these segments ended."""
     made = sum(map(len, segments))
     return Request(
         id=request.id,
@@ -125,35 +141,35 @@ def resumed(request: Request, segments: Sequence[Segment]) -> Request:
 class EngineContract:
     """Subclass it; see the module's docstring."""
 
-    deterministic = True  # equal seeds and weights make equal tokens, whatever else runs
+    deterministic = True  # equal seeds and weights make equal tokens, regardless of other requests
     slots = 4
-    long_budget = 40  # tokens of requests that are to be stopped; more for an engine that runs on between two calls
+    long_limit = 40  # tokens of requests that will be aborted; more for an engine that continues between two calls
 
     def make_engine(self, slots: int) -> Engine:
         raise NotImplementedError
 
     def weights(self, version: int) -> Any:
-        """What `load` takes for this version."""
+        """The argument of `update_weights` for this version."""
         return None
 
     def prompt_tokens(self, index: int) -> list[int]:
         return [1 + (index * 7 + position * 3) % 20 for position in range(2 + index % 5)]
 
     def reproducible(self, request: Request) -> Request:
-        """The request in a form whose tokens are the same at every run; greedy where noise does not follow seeds."""
+        """The request in a form whose tokens are the same in every run; greedy if noise does not follow seeds."""
         return request
 
-    def requests(self, budgets: Sequence[int] = BUDGETS, first_id: int = 0) -> list[Request]:
+    def requests(self, token_limits: Sequence[int] = TOKEN_LIMITS, first_id: int = 0) -> list[Request]:
         return [
             Request(
                 id=first_id + index,
                 prompt=Prompt(f"prompt {index}", self.prompt_tokens(index)),
                 prefix=(),
-                max_new_tokens=budget,
+                max_new_tokens=limit,
                 seed=1000 + index,
                 sampling=Sampling(),
             )
-            for index, budget in enumerate(budgets)
+            for index, limit in enumerate(token_limits)
         ]
 
     def undisturbed(self, requests: Sequence[Request]) -> Ledger:
@@ -165,39 +181,39 @@ class EngineContract:
     def test_nothing_submitted_is_reported_at_once(self) -> None:
         assert self.make_engine(self.slots).poll() == []
 
-    def test_every_request_ends_once_within_its_budget(self) -> None:
+    def test_every_request_ends_once_within_its_limit(self) -> None:
         ledger = self.undisturbed(self.requests())
-        assert sorted(ledger.finished) == list(range(len(BUDGETS)))
+        assert sorted(ledger.finished) == list(range(len(TOKEN_LIMITS)))
         assert not ledger.failed
         for id, truncated in ledger.finished.items():
-            assert not truncated or len(ledger.tokens(id)) == BUDGETS[id]
+            assert not truncated or len(ledger.tokens(id)) == TOKEN_LIMITS[id]
         assert ledger.engine.poll() == []
 
     def test_starts_in_order_and_fills_the_slots(self) -> None:
         ledger = self.undisturbed(self.requests())
-        assert list(dict.fromkeys(ledger.started)) == list(range(len(BUDGETS)))
+        assert list(dict.fromkeys(ledger.started)) == list(range(len(TOKEN_LIMITS)))
         assert ledger.most_running == self.slots
 
     def test_fewer_requests_than_slots(self) -> None:
-        ledger = self.undisturbed(self.requests(budgets=(5,)))
+        ledger = self.undisturbed(self.requests(token_limits=(5,)))
         assert list(ledger.finished) == [0]
 
     def test_requests_that_come_later_join(self) -> None:
         ledger = Ledger(self.make_engine(self.slots))
-        ledger.submit(self.requests(budgets=(20, 2)))
+        ledger.submit(self.requests(token_limits=(20, 2)))
         ledger.run_until_first_end()
-        ledger.submit(self.requests(budgets=(3, 4, 5, 6), first_id=10))
+        ledger.submit(self.requests(token_limits=(3, 4, 5, 6), first_id=10))
         ledger.run()
         assert sorted(ledger.finished) == [0, 1, 10, 11, 12, 13]
 
     def test_a_response_of_one_token_takes_its_slot_like_any_other(self) -> None:
-        """It may begin and end in one step of the engine, beside others that neither begin nor end."""
+        """It may start and end in one step of the engine, beside others that neither start nor end."""
         ledger = Ledger(self.make_engine(self.slots))
-        ledger.submit(self.requests(budgets=(self.long_budget,)))
+        ledger.submit(self.requests(token_limits=(self.long_limit,)))
         while not ledger.started:
             ledger.apply(ledger.engine.poll())
-        ledger.submit(self.requests(budgets=(1,), first_id=10))
-        ledger.run()  # the ledger sees to it that only what runs can finish
+        ledger.submit(self.requests(token_limits=(1,), first_id=10))
+        ledger.run()  # the ledger checks that only running requests finish
         assert 10 in ledger.started and len(ledger.tokens(10)) == 1
 
     def test_poll_returns_when_its_time_is_up(self) -> None:
@@ -213,51 +229,51 @@ class EngineContract:
             assert changes or ledger.engine.now() >= until
             ledger.apply(changes)
 
-    def test_stop_returns_all_tokens_and_leaves_nothing(self) -> None:
+    def test_abort_returns_all_tokens_and_leaves_nothing(self) -> None:
         ledger = Ledger(self.make_engine(self.slots))
-        requests = self.requests(budgets=(2, *[self.long_budget] * 5))
+        requests = self.requests(token_limits=(2, *[self.long_limit] * 5))
         ledger.submit(requests)
         ledger.run_until_first_end()
-        stopped = ledger.open_ids
-        ledger.abort(stopped)
+        aborted = ledger.open_ids
+        ledger.abort(aborted)
         assert ledger.engine.poll() == []
         assert ledger.engine.poll(ledger.engine.now() + 0.01) == []
-        waiting = [id for id in stopped if id not in ledger.started]
-        assert waiting and not any(ledger.segments[id] for id in waiting), "what waits has made nothing"
-        again = self.requests(budgets=(4,) * len(stopped), first_id=100)
+        waiting = [id for id in aborted if id not in ledger.started]
+        assert waiting and not any(ledger.segments[id] for id in waiting), "a waiting request has made no tokens"
+        again = self.requests(token_limits=(4,) * len(aborted), first_id=100)
         ledger.submit(again)
         ledger.run()
         assert all(request.id in ledger.finished for request in again)
 
-    def test_others_go_on_when_some_are_stopped(self) -> None:
+    def test_others_continue_when_some_are_aborted(self) -> None:
         ledger = Ledger(self.make_engine(self.slots))
-        ledger.submit(self.requests(budgets=(2, 40, 30, 40, 25, 35)))
+        ledger.submit(self.requests(token_limits=(2, 40, 30, 40, 25, 35)))
         ledger.run_until_first_end()
         open_ids = ledger.open_ids
         ledger.abort(open_ids[::2])
         ledger.run()
         assert set(open_ids[1::2]) <= set(ledger.finished)
 
-    def test_stop_of_what_is_not_there_changes_nothing(self) -> None:
-        ledger = self.undisturbed(self.requests(budgets=(3, 4)))
+    def test_abort_of_unknown_requests_changes_nothing(self) -> None:
+        ledger = self.undisturbed(self.requests(token_limits=(3, 4)))
         assert ledger.engine.abort([0, 1, 999]) == []
 
-    def test_resume_goes_on_with_what_is_left_of_the_budget(self) -> None:
-        requests = {request.id: request for request in self.requests(budgets=(4, 40, 38, 36))}
+    def test_resume_continues_with_what_is_left_of_the_limit(self) -> None:
+        requests = {request.id: request for request in self.requests(token_limits=(4, 40, 38, 36))}
         ledger = Ledger(self.make_engine(self.slots))
         ledger.submit(list(requests.values()))
         ledger.run_until_first_end()
         open_ids = ledger.open_ids
         ledger.abort(open_ids)
-        stopped = [id for id in open_ids if id not in ledger.finished]  # an engine goes on until it is stopped
-        first_parts = {id: ledger.segments[id] for id in stopped}
-        ledger.submit([resumed(requests[id], first_parts[id]) for id in stopped])
+        aborted = [id for id in open_ids if id not in ledger.finished]  # an engine continues until the abort
+        first_parts = {id: ledger.segments[id] for id in aborted}
+        ledger.submit([resumed(requests[id], first_parts[id]) for id in aborted])
         ledger.run()
-        for id in stopped:
+        for id in aborted:
             total = sum(map(len, first_parts[id])) + len(ledger.tokens(id))
             assert total == requests[id].max_new_tokens if ledger.finished[id] else total <= requests[id].max_new_tokens
 
-    def test_stops_do_not_change_the_tokens(self) -> None:
+    def test_aborts_do_not_change_the_tokens(self) -> None:
         if not self.deterministic:
             return
         requests = {request.id: self.reproducible(request) for request in self.requests()}
@@ -284,7 +300,7 @@ class EngineContract:
 
     def test_segments_carry_the_version_that_made_them(self) -> None:
         engine = self.make_engine(self.slots)
-        requests = {request.id: request for request in self.requests(budgets=(3, *[self.long_budget] * 3))}
+        requests = {request.id: request for request in self.requests(token_limits=(3, *[self.long_limit] * 3))}
         ledger = Ledger(engine)
         engine.update_weights(self.weights(5), 5)
         ledger.submit(list(requests.values()))
@@ -296,7 +312,7 @@ class EngineContract:
         left = [id for id in requests if id not in ledger.finished]
         ledger.submit([resumed(requests[id], first_parts[id]) for id in left])
         ledger.run()
-        # An engine that is far away may have finished all of them before the stop arrived.
+        # A remote engine may have finished all of them before the abort arrived.
         assert {segment.version for id in left for segment in ledger.segments[id]} == ({6} if left else set())
 
     def test_log_probabilities_are_log_probabilities(self) -> None:
@@ -304,3 +320,64 @@ class EngineContract:
         for id in ledger.finished:
             assert len(ledger.logprobs(id)) == len(ledger.tokens(id))
             assert all(value <= 0 for value in ledger.logprobs(id))
+
+
+class BrokenRules(AssertionError):
+    """The rules of the contract that an engine breaks, one per line."""
+
+
+class Outcome(NamedTuple):
+    rule: str
+    error: str  # empty if the engine keeps the rule
+
+
+def check_engine(
+    make_engine: Callable[[int], Engine],
+    *,
+    weights: Callable[[int], Any] = lambda version: None,
+    deterministic: bool = False,
+) -> None:
+    """Check every rule on new engines; raises `BrokenRules`.
+
+    `make_engine` gets the number of slots. `weights` makes the argument of `update_weights` for a version.
+    `deterministic`: equal seeds and weights give equal tokens; that is checked, too.
+    """
+    outcomes = outcomes_of(make_engine, weights=weights, deterministic=deterministic)
+    broken = [f"{outcome.rule}: {outcome.error}" for outcome in outcomes if outcome.error]
+    if broken:
+        raise BrokenRules("\n".join(broken))
+
+
+def outcomes_of(
+    make_engine: Callable[[int], Engine],
+    *,
+    weights: Callable[[int], Any] = lambda version: None,
+    deterministic: bool = False,
+) -> Iterator[Outcome]:
+    """Each rule and how the engine does, as it is checked."""
+    contract = _ContractOf(make_engine, weights)
+    contract.deterministic = deterministic
+    for name in rules():
+        try:
+            getattr(contract, name)()
+            error = ""
+        except Exception as raised:
+            where = traceback.extract_tb(raised.__traceback__)[-1]
+            error = f"{type(raised).__name__}: {raised or where.line} ({where.filename}:{where.lineno})"
+        yield Outcome(name.removeprefix("test_").replace("_", " "), error)
+
+
+class _ContractOf(EngineContract):
+    def __init__(self, make: Callable[[int], Engine], weights_of: Callable[[int], Any]) -> None:
+        self._make, self._weights_of = make, weights_of
+
+    def make_engine(self, slots: int) -> Engine:
+        return self._make(slots)
+
+    def weights(self, version: int) -> Any:
+        return self._weights_of(version)
+
+
+def rules() -> list[str]:
+    """Names of the tests, in the order of the class."""
+    return [name for name in vars(EngineContract) if name.startswith("test_")]
