@@ -69,6 +69,7 @@ def test_a_fraction_of_1_never_stops_a_run_that_scored_once() -> None:
     watch = RejectionWatch(8, max_fraction=1.0)
     score(watch, 1)
     reject(watch, 1000)
+    assert (watch.scored, watch.rejected) == (1, 1000)
 
 
 def test_the_first_rejection_and_new_reasons_are_printed_but_not_each() -> None:

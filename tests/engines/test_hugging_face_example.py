@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from sortedrl.core.engine import Change, Engine, Finished, Tokens
+from sortedrl.core.engine import Change, Engine, Finished, Request, Tokens
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
 from sortedrl.testing import BrokenRules, check_engine
@@ -52,10 +52,9 @@ class ReportsAnEndTwice(Simulated):
         return changes + [change for change in changes if isinstance(change, Finished)]
 
 
-class ExceedsItsSlots(Simulated):
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots + 1)
-        self.slots = slots
+class ExceedsTheLimit(Simulated):
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit([request._replace(max_new_tokens=request.max_new_tokens + 1) for request in requests])
 
 
 class ForgetsTheVersion(Simulated):
@@ -75,7 +74,7 @@ def test_the_simulated_engine_keeps_all_rules() -> None:
     [
         (ReportsAnEndTwice, "every request ends once within its limit: AssertionError: an end is the last change"),
         (ForgetsTheVersion, "segments carry the version that made them"),
-        (ExceedsItsSlots, "starts in order and fills the slots"),
+        (ExceedsTheLimit, "resume continues with what is left of the limit"),
     ],
 )
 def test_an_engine_that_breaks_a_rule_is_found_and_the_rule_named(factory: Callable[[int], Engine], rule: str) -> None:

@@ -257,9 +257,11 @@ def test_the_panel_is_redrawn_at_most_four_times_a_second() -> None:
 def test_a_terminal_that_goes_away_stops_no_run() -> None:
     class Gone(io.StringIO):
         gone = False
+        refused = 0
 
         def write(self, text: str) -> int:
             if self.gone:
+                self.refused += 1
                 raise OSError(5, "Input/output error")
             return super().write(text)
 
@@ -269,7 +271,11 @@ def test_a_terminal_that_goes_away_stops_no_run() -> None:
         file.gone = True
         time.sleep(3 * REDRAW_SECONDS)
         console.evaluating(1, 2)
+        refused = file.refused
+        assert refused > 0, "the panel was drawn"
         console.log("a line")
+        assert file.refused > refused
+    assert console.state.evaluated == (1, 2)
 
 
 def test_an_evaluation_shows_how_far_it_is() -> None:

@@ -151,6 +151,26 @@ def test_the_measured_limit_is_the_simulated_one() -> None:
     assert measured == pytest.approx(limit(WORKLOAD, SCHEDULE), rel=0.03)
 
 
+def test_progress_has_an_eta_at_the_pace_so_far() -> None:
+    lines: list[str] = []
+    now = [100.0]
+    progress = bench.Progress(2, 5, lines.append, now=lambda: now[0])
+    progress.start()
+    case = bench.Case.parsed("partial")
+    now[0] += 30
+    progress.update(case, 1)
+    now[0] += 30
+    progress.update(case, 4)  # it ends early, with one update less
+    progress.end_of_case()
+    now[0] += 60
+    progress.update(case, 1)
+    assert lines == [
+        "partial: update 1/5  elapsed 0:30  ETA 4:30",
+        "partial: update 4/5  elapsed 1:00  ETA 1:30",
+        "partial: update 1/5  elapsed 2:00  ETA 1:20",
+    ]
+
+
 @pytest.mark.parametrize(("text", "why"), [("baseline*much", "not a number"), ("april@psychic", "no such expectation")])
 def test_a_wrong_case_is_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
@@ -165,7 +185,10 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     files = ["--step-time", str(out), "--out", str(tmp_path / "bench.json"), "--events", str(tmp_path / "logs")]
     capsys.readouterr()
     assert main(["bench", *sizes, *lengths, *files, "--modes", "baseline", "partial", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    assert output.err.startswith("4 updates in 2 modes; loading engine embedded")
+    assert "all modes take about 0:" in output.err and "partial: update 2/2  elapsed" in output.err
+    printed = json.loads(output.out)
     written = json.loads((tmp_path / "bench.json").read_text())
     assert printed["modes"] == written["modes"] and list(printed["modes"]) == ["baseline", "partial"]
     assert printed["modes"]["partial"]["trained"] == 8

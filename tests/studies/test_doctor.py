@@ -59,7 +59,7 @@ def test_versions_are_those_of_the_installed_packages_and_nothing_heavy_is_impor
 
 
 def test_the_self_test_passes_here_within_its_time() -> None:
-    words = [sys.executable, "-m", "sortedrl", "doctor", "--json"]
+    words = [sys.executable, "-m", "sortedrl", "doctor", "--full", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(done.stdout)["self_test"]
@@ -68,11 +68,23 @@ def test_the_self_test_passes_here_within_its_time() -> None:
     assert sum(check["seconds"] for check in checks) < 60  # 10 on a machine of one's own
 
 
+def test_the_quick_self_test_names_what_it_skipped_and_imports_no_pytorch() -> None:
+    code = "import sys; from sortedrl.cli import main; main(['doctor', '--json']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    output, has_torch = done.stdout.splitlines()
+    checks = json.loads(output)["self_test"]
+    assert [(check["name"], check["passed"]) for check in checks] == [
+        (name, passed) for name, passed in zip(doctor.SELF_TESTS, (True, None, None), strict=True)
+    ]
+    assert all("sortedrl doctor --full" in check["detail"] for check in checks[1:])
+    assert has_torch == "False"
+
+
 def test_a_part_that_fails_is_said_and_gives_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sortedrl.models.BUILT_IN_MODEL", tmp_path / "no-model-here")
-    assert main(["doctor", "--json"]) == 1
+    assert main(["doctor", "--full", "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)["self_test"]
     assert [check["passed"] for check in checks] == [True, False, None]
     assert "no-model-here" in checks[1]["detail"]
@@ -93,6 +105,6 @@ def test_a_mismatch_of_engine_and_learner_is_found() -> None:
 
 def test_without_pytorch_the_rest_is_skipped_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "torch" else "1.0")
-    checks = doctor.self_test(BUILT_IN_MODEL)
+    checks = doctor.self_test(BUILT_IN_MODEL, full=True)
     assert [check.passed for check in checks] == [True, None, None]
     assert "pip install '.[train]' in the SortedRL checkout" in checks[1].detail

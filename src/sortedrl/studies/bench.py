@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -22,13 +23,16 @@ from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.engine_base import with_defaults
 from sortedrl.core.events import EventLog, JsonLines, Sink
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import length_of_request
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.observe.console import clock
 from sortedrl.observe.metrics import Metrics
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import Oversubscribe, PromptsPerCohort, RolloutsPerUpdate, schedule_from
@@ -171,21 +175,22 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
         make_folder("out", settings.out.parent)
     if settings.events is not None:
         make_folder("events", settings.events)
+    progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
+    log(f"{progress.total} updates in {len(cases)} modes; loading engine {settings.engine}, model {settings.model}")
     engine, vocabulary = bare_engine(settings, max_length)
-    log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
-    warm_up(engine, vocabulary, max_length)
+    log(f"{engine.slots} slots on {machine()}; warming up")
+    rate = warm_up(engine, vocabulary, max_length)
+    seconds = progress.total * schedule.rollouts_per_update * mean_length(workload, schedule) / rate
+    log(f"{rate:,.0f} tok/s in the warm-up: all modes take about {clock(seconds)}")
     limit = None
     if settings.limit == "measured":
+        log("measuring the limit: every slot full")
         limit = measured_limit(engine, workload, schedule, vocabulary)
     elif settings.limit == "simulated":
         limit = simulated.limit(workload, schedule)
     found: dict[str, Any] = {"machine": machine(), "engine": settings.engine, "limit": limit, "modes": {}}
     found["kv_tokens"] = engine.info().kv_tokens
-    began = time.perf_counter()
-
-    def on_update(case: Case, done: int) -> None:
-        log(f"{case.name}: update {done} after {time.perf_counter() - began:.0f} s")
-
+    progress.start()
     with ExitStack() as files:
 
         def sinks(case: Case) -> list[Sink]:
@@ -204,14 +209,52 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
             predict=bool(settings.step_time),
             max_updates=settings.updates,
             sinks=sinks,
-            on_update=on_update,
+            on_update=progress.update,
         ):
+            progress.end_of_case()
             found["modes"][name] = run_metrics
             if settings.out is not None:
                 written = {**found, "settings": as_json(settings)}
                 write_atomically(settings.out, json.dumps(written, indent=1) + "\n")
             log(f"{name}: kept {run_metrics['kept']:,.0f} tok/s, bubble {run_metrics['bubble']:.1%}")
     return found
+
+
+class Progress:
+    """One line per update, with the time that is left at the pace so far. A case may end early."""
+
+    def __init__(self, cases: int, updates_per_case: int, log: Log, now: Callable[[], float] = time.monotonic) -> None:
+        self.total = cases * updates_per_case
+        self._per_case = updates_per_case
+        self._log = log
+        self._now = now
+        self._began = now()
+        self._cases = 0  # that ended
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def update(self, case: Case, done: int) -> None:
+        made = self._cases * self._per_case + done
+        seconds = self._now() - self._began
+        eta = clock(seconds / made * max(0, self.total - made))
+        self._log(f"{case.name}: update {done}/{self._per_case}  elapsed {clock(seconds)}  ETA {eta}")
+
+    def end_of_case(self) -> None:
+        self._cases += 1
+
+
+def updates_per_case(workload: Workload, schedule: Schedule, max_updates: int | None) -> int:
+    rollouts = workload.prompts * schedule.rollouts_per_prompt
+    possible = updates_left(rollouts, schedule.rollouts_per_update)
+    return possible if max_updates is None else min(possible, max_updates)
+
+
+def mean_length(workload: Workload, schedule: Schedule, samples: int = 256) -> float:
+    """Of uncut responses, in tokens: estimated from a sample."""
+    prompts = [Prompt(str(place), (), place) for place in range(min(samples, workload.prompts))]
+    lengths = [workload.lengths(prompt, derive_seed(schedule.seed, prompt.payload)) for prompt in prompts]
+    return fmean(min(length, schedule.max_response_tokens) for length in lengths)
 
 
 def run(

@@ -1,8 +1,8 @@
 """What is installed, what is missing, and whether it works on this machine.
 
-Versions and extras come from package metadata and GPUs from the driver's tool, so nothing heavy is imported. Only the
-self-test imports PyTorch, if it is installed. It runs small real parts: a simulated cohort, the embedded engine on the
-built-in model, one learner step, and the engine under the new weights.
+Versions and extras come from package metadata and GPUs from the driver's tool, so nothing heavy is imported. The
+self-test runs small real parts: a simulated cohort; in full also the embedded engine on the built-in model, one learner
+step, and the engine under the new weights. Only these import PyTorch, if it is installed.
 """
 
 from __future__ import annotations
@@ -172,9 +172,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 # The self-test
 
 
-def self_test(model_folder: Path) -> list[Check]:
-    """Takes a few seconds, most of which are the import of PyTorch."""
+def self_test(model_folder: Path, *, full: bool) -> list[Check]:
+    """Without `full`, only the part that needs no PyTorch; the others are named as skipped."""
     checks = [checked(SELF_TESTS[0], _simulate_a_cohort)]
+    if not full:
+        why = "skipped: it imports PyTorch; `sortedrl doctor --full` runs it"
+        return checks + [Check(name, None, 0.0, why) for name in SELF_TESTS[1:]]
     missing = [name for name in ("torch", "transformers", "safetensors") if version_of(name) is None]
     if missing:
         why = f"skipped: {', '.join(missing)} not installed; {install_hint('train')}"
