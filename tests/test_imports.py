@@ -16,6 +16,7 @@ PARTS = {"engines", "learner", "tasks", "observe"}
 BELOW_TRAINING = {"core", "settings", "models"} | PARTS
 MAY_IMPORT = {
     "core": set[str](),
+    "testing": {"core"},
     "settings": {"core"},
     "models": {"core"},
     **{part: {"core", "settings"} for part in PARTS},
