@@ -243,19 +243,18 @@ class Buffer:
 
     def _leave(self, rollout: Rollout) -> None:
         """The place where its state puts it."""
-        match rollout.state:
-            case State.RUNNING:
-                del self.running[rollout.id]
-            case State.WAITING:
-                self._queue = [entry for entry in self._queue if entry[2] is not rollout]
-                heapq.heapify(self._queue)
-                self._count_waiting(rollout, -1)
-            case State.ENVIRONMENT:
-                del self.in_environment[rollout.id]
-            case State.RETURNING:
-                del self.returning[rollout.id]
-            case _:
-                self._unfinish(rollout)
+        if rollout.state is State.RUNNING:
+            del self.running[rollout.id]
+        elif rollout.state is State.WAITING:
+            self._queue = [entry for entry in self._queue if entry[2] is not rollout]
+            heapq.heapify(self._queue)
+            self._count_waiting(rollout, -1)
+        elif rollout.state is State.ENVIRONMENT:
+            del self.in_environment[rollout.id]
+        elif rollout.state is State.RETURNING:
+            del self.returning[rollout.id]
+        else:
+            self._unfinish(rollout)
 
     def _wait_again(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
         rollout.reached = max(rollout.reached, rollout.policy_length)

@@ -383,19 +383,10 @@ class Controller:
         check_staleness(rollouts, s.version, bound, self.strategy.name)
         batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts))
         self._moves.train(batch, groups)
-        self._forget_expectations(batch)
         s.updates += 1
         s.learning = True
         self.mark_phase("harvest" if self.schedule.overlap else "learner")
         return batch
-
-    def _forget_expectations(self, batch: Batch) -> None:
-        """Of prompts that are not loaded again."""
-        per_prompt = self.schedule.rollouts_per_prompt
-        if per_prompt == 1 or self.schedule.whole_groups:
-            for rollout in batch:
-                if self._state.prompts.is_in_last_epoch(rollout.id // per_prompt):
-                    self._state.expectation.forget(rollout.prompt.id)
 
     # The log
 

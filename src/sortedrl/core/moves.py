@@ -140,7 +140,8 @@ class RolloutMoves:
             return
         buffer.score(rollout, reward, scored.detail)
         self._log.append(events.Scored(self._clock.now(), rollout.id, reward))
-        self._release_environment(rollout)
+        if self._release is not None:
+            self._release(rollout.id)
         self._note_if_complete(buffer.group_of(rollout))
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:
@@ -175,6 +176,15 @@ class RolloutMoves:
         )
         for group in groups:
             self.state.buffer.train(group)
+        self._forget_expectations(batch)
+
+    def _forget_expectations(self, batch: Batch) -> None:
+        """Of prompts that are not loaded again."""
+        s, per_prompt = self.state, self.state.schedule.rollouts_per_prompt
+        if per_prompt == 1 or s.schedule.whole_groups:
+            for rollout in batch:
+                if s.prompts.is_in_last_epoch(rollout.id // per_prompt):
+                    s.expectation.forget(rollout.prompt.id)
 
     def _note_if_complete(self, group: Group) -> None:
         if not group.missing:

@@ -120,8 +120,10 @@ class Rollout:
     _observed: int = field(init=False, repr=False)  # of environment segments
 
     def __post_init__(self) -> None:
-        self._length = sum(map(len, self.segments)) if self.segments else 0
-        self._observed = sum(len(s) for s in self.segments if s.is_environment) if self.segments else 0
+        self._length = self._observed = 0
+        if self.segments:
+            self._length = sum(map(len, self.segments))
+            self._observed = sum(len(segment) for segment in self.segments if segment.is_environment)
 
     def __len__(self) -> int:
         return self._length
@@ -156,10 +158,10 @@ class Rollout:
     @property
     def newest_version(self) -> int | None:
         """Version of the last token that the policy sampled."""
-        for segment in reversed(self.segments):
-            if not segment.is_environment:
-                return segment.version
-        return None
+        if not self.segments:
+            return None
+        last = self.segments[-1].version
+        return last if last != ENVIRONMENT else self.segments[-2].version  # a turn precedes every observation
 
     @property
     def tokens(self) -> list[int]:
@@ -186,12 +188,13 @@ class Rollout:
         """Add tokens of the policy at the end. Tokens of the same version extend the last segment."""
         if not len(segment):
             return
-        if segment.is_environment:
-            raise ValueError(f"rollout {self.id}: tokens of the environment are added with `observe`")
         last = self.segments[-1] if self.segments else None
-        newest = self.newest_version
-        if newest is not None and segment.version < newest:
-            raise ValueError(f"rollout {self.id}: version {segment.version} after version {newest}")
+        newest = self.newest_version or 0
+        if segment.version < newest:
+            raise ValueError(
+                f"rollout {self.id}: version {segment.version} after version {newest}; tokens of the environment are "
+                "added with `observe`"
+            )
         self._length += len(segment)
         if last is None or segment.version != last.version:
             self.segments.append(segment)

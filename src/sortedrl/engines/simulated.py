@@ -249,6 +249,8 @@ class SimulatedEngine(EngineBase):
 
     def _uncached(self, run: _Run, context: int) -> int:
         """Tokens to prefill when the run starts."""
+        if not self._prefix_cache:
+            return 0 if self._reuse_kv_cache and run.first and not run.made else context  # made: it was preempted
         id = run.request.id
         was_evicted = id in self._turns.evicted
         cached = self._turns.take(id)

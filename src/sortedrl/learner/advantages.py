@@ -240,7 +240,7 @@ def rewards_with_truncation(
     max_response_tokens: int | None = None,
     soft_penalty_tokens: int | None = None,
 ) -> Tensor:
-    """The rewards to train with. `keep` and `masked` leave the scores unchanged.
+    """The rewards to train with. `keep` and `masked` leave the scores unchanged. `lengths_b`: tokens of the policy.
 
     `zero`: a truncated rollout gets 0. `soft_penalty`: subtracts a penalty that grows from 0 to 1 over the last
     `soft_penalty_tokens` before the limit; a truncated rollout gets the full penalty.

@@ -253,7 +253,7 @@ class Learner:
         truncated_b = torch.tensor([rollout.truncated for rollout in rollouts])
         rewards_b = rewards_with_truncation(
             torch.tensor([float(rollout.reward or 0.0) for rollout in rollouts]),
-            batch.response_lengths_b,
+            batch.mask_br.sum(1),  # max_response_tokens counts what the policy sampled
             truncated_b,
             self.settings.truncated_rollouts,
             self.settings.max_response_tokens,

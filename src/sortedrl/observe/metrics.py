@@ -189,9 +189,11 @@ class Metrics:
             self._empty[part] += (submitted - self._running) * seconds
         if submitted < self.slots:
             free = self.slots - submitted
-            in_environment = min(free, self._turns.in_environment) if self._gate != "open" else 0
-            self._empty["environment"] += in_environment * seconds
-            self._empty[_PART_OF_GATE[self._gate]] += (free - in_environment) * seconds
+            if self._turns.in_use and self._gate != "open":
+                in_environment = min(free, self._turns.in_environment)
+                self._empty["environment"] += in_environment * seconds
+                free -= in_environment
+            self._empty[_PART_OF_GATE[self._gate]] += free * seconds
 
     def _now(self) -> Moment:
         return Moment(self._time, sum(self._empty.values()) / (self.slots or 1))
@@ -227,9 +229,11 @@ class Metrics:
         rollout = event.rollout
         self._live += 1
         prefilled_before = event.prefix or event.attempt or rollout in self._first_expected
-        new = self._turns.submit(rollout) if prefilled_before else event.prompt_tokens + event.prefix
-        self._count["prefill"] += new
-        self._count["re_prefill"] += event.prompt_tokens + event.prefix - new
+        self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.prefix
+        if self._turns.in_use:
+            new = self._turns.submit(rollout)
+            self._count["prefill"] += new
+            self._count["re_prefill"] -= new
         if not prefilled_before:
             self._first_expected[rollout] = event.expected
 
@@ -254,11 +258,11 @@ class Metrics:
 
     def _on_finished(self, event: events.Finished) -> None:
         rollout = event.rollout
-        if not self._turns.leave(rollout, event.at):
+        if not (self._turns.in_use and self._turns.leave(rollout, event.at)):
             self._leave_engine(rollout, event.made)
         self._length.pop(rollout, None)
         self._count["truncated"] += event.truncated
-        sampled = event.length - self._turns.tokens_of(rollout)
+        sampled = event.length - self._turns.tokens_of(rollout) if self._turns.in_use else event.length
         self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
         self._wall_clock.finish(rollout, self._now())
 
@@ -328,10 +332,13 @@ class Metrics:
         self._reward_sum += sum(event.rewards)
         self._longest_wait = max(self._longest_wait, *event.waited)
         for segments in event.segments:
-            sampled = [segment for segment in segments if segment[0] != ENVIRONMENT]
-            self._segments[len(sampled)] += 1
-            for version, tokens in sampled:
-                self._staleness[event.version - version] += tokens
+            observed = 0
+            for version, tokens in segments:
+                if version == ENVIRONMENT:
+                    observed += 1
+                else:
+                    self._staleness[event.version - version] += tokens
+            self._segments[len(segments) - observed] += 1
         for rollout, length in zip(event.rollouts, lengths, strict=True):
             expected = self._first_expected.get(rollout)
             if expected is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sortedrl.core import events
 from sortedrl.core.rollout import ENVIRONMENT
 
@@ -10,6 +12,7 @@ class TurnTally:
     """Counts for `Metrics`. A rollout of one turn without an environment leaves no trace here."""
 
     def __init__(self) -> None:
+        self.in_use = False  # a turn has ended in this log
         self.seconds = 0.0  # of all rollouts in their environments, added up; of those still there, up to `now`
         self.failures = 0
         self.trained_tokens = 0  # of environments, in rollouts that were trained on
@@ -22,10 +25,6 @@ class TurnTally:
     def in_environment(self) -> int:
         return len(self._since)
 
-    def holds(self, rollout: int) -> bool:
-        """Whether it is in its environment."""
-        return rollout in self._since
-
     def seconds_at(self, now: float) -> float:
         return self.seconds + sum(now - since for since in self._since.values())
 
@@ -34,6 +33,7 @@ class TurnTally:
         return self._tokens.get(rollout, 0)
 
     def end_turn(self, event: events.TurnEnded) -> None:
+        self.in_use = True
         self._since[event.rollout] = event.at
 
     def observe(self, event: events.Observed) -> None:
@@ -58,8 +58,11 @@ class TurnTally:
         self._unseen.pop(rollout, None)
         return self.leave(rollout, at)
 
-    def train(self, event: events.Updated) -> list[int]:
+    def train(self, event: events.Updated) -> Sequence[int]:
         """The policy tokens of each rollout of an update."""
+        if not self.in_use:
+            self.trained_turns += len(event.rollouts)
+            return event.lengths
         lengths = []
         for rollout, length, segments in zip(event.rollouts, event.lengths, event.segments, strict=True):
             observed = [tokens for version, tokens in segments if version == ENVIRONMENT]
