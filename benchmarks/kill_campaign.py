@@ -2,7 +2,9 @@
 
 python benchmarks/kill_campaign.py --kills 1000
 
-Uses the toy model of the tests, the embedded engine and the built-in reward, in all modes. Each run is killed and
+Uses the toy model of the tests and the embedded engine, in all modes. There are four tasks: responses of one turn,
+responses of several turns whose environments answer at once, and the same with slow environments in worker processes,
+so that checkpoints hold rollouts in their environments: restored from their state, or replayed. Each run is killed and
 resumed until it completes. There are three kinds of kill, chosen at random:
 - by the clock: at any time after the start of the process;
 - by operation: just before a file of the run folder is opened, created, renamed or removed;
@@ -11,7 +13,9 @@ resumed until it completes. There are three kinds of kill, chosen at random:
 Each completed run is compared with an uninterrupted run of the same mode: weights and optimizer state must be bitwise
 equal, the same rollouts trained on in the same updates, the exported model and the held-out score the same, every
 loaded rollout trained on at most once, and the event log intact: each line is an event, slots and tokens add up, and no
-half-written folder is left. Exits with 1 at the first difference.
+half-written folder is left. What slow environments answer first depends on the clock, so their runs are not compared
+with another one; in all else they must be as right, no rollout may be rejected, no instance lost, and no worker process
+left after a kill. Exits with 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -37,17 +41,25 @@ import forked
 import toy
 from sortedrl.core import events
 from sortedrl.core.events import read_events, read_intact, without_rolled_back
+from sortedrl.core.rollout import State
 from sortedrl.learner import checkpoint
 from sortedrl.observe.metrics import Metrics
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead")
 UPDATES = 24
+TASKS = {
+    "one-turn": "--task toy:SayA --scoring at-once",
+    "turns": "--task toy:Talk --scoring at-once --max-context-tokens 48",
+    "slow-turns": "--task toy:Talk --task-options seconds 0.1 --max-context-tokens 48",
+    "slow-replayed-turns": "--task toy:Talk --task-options seconds 0.1 remembers False --max-context-tokens 48",
+}
 SMALL = (
-    "--task toy:SayA --scoring at-once --slots 8 --rollouts-per-update 8 --prompts-per-cohort 4 "
+    "--slots 8 --rollouts-per-update 8 --prompts-per-cohort 4 "
     "--rollouts-per-prompt 4 --max-response-tokens 16 --max-prompt-tokens 16 --eval-problems 2 --learning-rate 3e-3 "
     f"--threads 1 --updates {UPDATES}"
 ).split()
 CLOCK, OPERATION, REPLACEMENT = "by the clock", "by operation", "in replacement"
+SECONDS_FOR_WORKERS = 20.0  # to end after their run was killed
 MOST_OPERATIONS = 60  # before a kill by operation: resume and about three checkpoints
 OPERATIONS_OF_A_REPLACEMENT = 22
 SHARE_BETWEEN_KILLS = 0.25  # maximum fraction of an uninterrupted run's duration before a kill by the clock
@@ -73,6 +85,7 @@ class Tally:
     kills_by_mode: Counter[str] = field(default_factory=Counter)
     ended_runs: int = 0
     begun_again: int = 0  # killed before the first checkpoint
+    in_environment: int = 0  # rollouts in their environments in the checkpoints that killed runs resumed from
 
     @property
     def all_kills(self) -> int:
@@ -85,14 +98,15 @@ class Campaign:
         self.draw = random.Random(seed)
         self.model = toy.make_model(folder / "model")
         self.tally = Tally()
-        self._references: dict[str, tuple[Outcome, float]] = {}
+        self._references: dict[tuple[str, str], tuple[Outcome, float]] = {}
 
-    def kill_one_run(self, mode: str, most_kills: int) -> None:
+    def kill_one_run(self, mode: str, task: str, most_kills: int) -> None:
         """Kill and resume a run until it completes; after `most_kills` it is not killed again."""
         run, output = self.folder / "run", self.folder / "output"
         every = str(self.draw.choice((1, 1, 2, 3)))
-        fresh = [*self._fresh(run, mode), "--checkpoint-every", every]
-        reference, seconds = self._reference(mode)
+        fresh = [*self._fresh(run, mode, task), "--checkpoint-every", every]
+        reference, seconds = self._reference(mode, task)
+        name = f"{mode}, {task}"
         words, killed = fresh, 0
         while True:
             kind = self.draw.choice((CLOCK, CLOCK, OPERATION, REPLACEMENT)) if killed < most_kills else None
@@ -100,13 +114,16 @@ class Campaign:
             if done.returncode == 0:
                 break
             if done.returncode != -signal.SIGKILL or kind is None:
-                raise Different(f"{mode}: exit code {done.returncode}: {done.stderr[-2000:]}")
+                raise Different(f"{name}: exit code {done.returncode}: {done.stderr[-2000:]}")
             killed += 1
             self.tally.kills[kind] += 1
-            self.tally.kills_by_mode[mode] += 1
+            self.tally.kills_by_mode[name] += 1
             words = self._next_words(run, fresh)
         found = outcome(run)
-        require_equal(mode, reference, found)
+        if task.startswith("slow"):
+            require_nothing_lost(run, found)
+        else:
+            require_equal(name, reference, found)
         require_consistent_log(run)
         require_nothing_left_over(run)
         self.tally.ended_runs += 1
@@ -115,6 +132,7 @@ class Campaign:
     def _next_words(self, run: Path, fresh: list[str]) -> list[str]:
         saved = run / "checkpoints"
         if saved.exists() and (checkpoint.all_in(saved) or list(saved.glob(".replaced-*"))):
+            self.tally.in_environment += rollouts_in_environments(saved)
             return ["train", "--resume", str(run)]
         shutil.rmtree(run, ignore_errors=True)
         self.tally.begun_again += 1
@@ -134,21 +152,26 @@ class Campaign:
             command.process.join(self.draw.uniform(0.0, SHARE_BETWEEN_KILLS * seconds))
             if command.process.exitcode is None:
                 command.send(signal.SIGKILL)
-        return command.wait()
+        done = command.wait()
+        assert command.process.pid is not None
+        require_no_worker_of(command.process.pid)
+        return done
 
-    def _fresh(self, run: Path, mode: str) -> list[str]:
-        return ["train", "--model", str(self.model), "--out", str(run), "--mode", mode, *SMALL]
+    def _fresh(self, run: Path, mode: str, task: str) -> list[str]:
+        words = ["train", "--model", str(self.model), "--out", str(run), "--mode", mode]
+        return [*words, *TASKS[task].split(), *SMALL]
 
-    def _reference(self, mode: str) -> tuple[Outcome, float]:
-        if mode not in self._references:
-            run = self.folder / f"reference-{mode}"
+    def _reference(self, mode: str, task: str) -> tuple[Outcome, float]:
+        key = mode, task
+        if key not in self._references:
+            run = self.folder / f"reference-{mode}-{task}"
             began = time.perf_counter()
-            done = forked.run(self._fresh(run, mode), self.folder / "output")
+            done = forked.run(self._fresh(run, mode, task), self.folder / "output")
             if done.returncode:
-                raise Different(f"{mode}: the uninterrupted run failed: {done.stderr[-2000:]}")
-            self._references[mode] = (outcome(run), time.perf_counter() - began)
+                raise Different(f"{mode}, {task}: the uninterrupted run failed: {done.stderr[-2000:]}")
+            self._references[key] = (outcome(run), time.perf_counter() - began)
             require_consistent_log(run)
-        return self._references[mode]
+        return self._references[key]
 
 
 def outcome(run: Path) -> Outcome:
@@ -159,6 +182,39 @@ def outcome(run: Path) -> Outcome:
     updates = [event._replace(at=0.0) for event in log if isinstance(event, events.Updated)]
     scores = summary["score_before"]["value"], summary["score_after"]["value"]
     return Outcome(learner, (run / "model" / "model.safetensors").read_bytes(), updates, scores)
+
+
+def rollouts_in_environments(saved: Path) -> int:
+    """In the newest checkpoint."""
+    for folder in reversed(checkpoint.all_in(saved)):
+        groups = json.loads((folder / "state.json").read_text())["controller"]["buffer"]["groups"]
+        return sum(rollout["state"] == State.ENVIRONMENT for _, _, members in groups for rollout in members)
+    return 0
+
+
+def require_no_worker_of(process: int) -> None:
+    """The kernel ends the workers of a killed run; it may take a moment."""
+    until = time.monotonic() + SECONDS_FOR_WORKERS
+    while left := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if is_worker_of(process, path)]:
+        if time.monotonic() > until:
+            raise Different(f"worker processes of {process} are left: {', '.join(left)}")
+        time.sleep(0.05)
+
+
+def is_worker_of(process: int, command_line: Path) -> bool:
+    try:
+        return f", {process}, ".encode() in command_line.read_bytes() and b"serve(" in command_line.read_bytes()
+    except OSError:
+        return False
+
+
+def require_nothing_lost(run: Path, found: Outcome) -> None:
+    log = list(without_rolled_back(read_events(run / "events.jsonl")))
+    if len(found.updates) != UPDATES:
+        raise Different(f"{run}: {len(found.updates)} updates instead of {UPDATES}")
+    lost = [event for event in log if isinstance(event, events.Rejected | events.EnvironmentFailed)]
+    if lost:
+        raise Different(f"{run}: {len(lost)} rollouts or instances were lost, for example {lost[0]}")
 
 
 def require_equal(mode: str, reference: Outcome, found: Outcome) -> None:
@@ -227,6 +283,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, help="default: random, and printed")
     parser.add_argument("--modes", nargs="+", default=MODES)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -236,8 +293,9 @@ def main() -> int:
         tally, run = campaign.tally, 0
         while tally.all_kills < options.kills:
             mode = options.modes[run % len(options.modes)]
+            task = options.tasks[run // len(options.modes) % len(options.tasks)]
             try:
-                campaign.kill_one_run(mode, options.kills - tally.all_kills)
+                campaign.kill_one_run(mode, task, options.kills - tally.all_kills)
             except Different as error:
                 print(f"FAILED with seed {seed} after {tally.all_kills} kills: {error}", flush=True)
                 return 1
@@ -246,7 +304,8 @@ def main() -> int:
     seconds = time.perf_counter() - began
     print(
         f"seed {seed}: {tally.all_kills} kills in {seconds:.0f} s, {tally.ended_runs} runs completed, all equal to the "
-        f"uninterrupted ones; {tally.begun_again} restarted because they were killed before the first checkpoint"
+        f"uninterrupted ones; {tally.begun_again} restarted because they were killed before the first checkpoint; "
+        f"{tally.in_environment} rollouts were in their environments in the checkpoints that runs resumed from"
     )
     for counts in (tally.kills, tally.kills_by_mode):
         print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))

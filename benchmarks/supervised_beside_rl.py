@@ -35,7 +35,7 @@ from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
 from sortedrl.training.engine import engine_of
 from sortedrl.training.evaluate import evaluate
 from sortedrl.training.resources import Resources, eos_token_ids, read_resources
-from sortedrl.training.settings import TrainSettings
+from sortedrl.training.settings import TrainSettings, limits_of
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from warm_start import END, PAD, Example, padded, vocabulary_number
@@ -138,7 +138,7 @@ def score(resources: Resources, settings: TrainSettings) -> Evaluation:
         resources.held_out[: settings.eval_problems],
         DirectScorer(reward_function(resources.task, resources.tokenizer)),
         samples=settings.eval_samples,
-        max_new_tokens=settings.max_response_tokens,
+        limits=limits_of(settings),
         sampling=Sampling(temperature=settings.temperature),
         seed=settings.eval_seed,
     )

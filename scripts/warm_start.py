@@ -15,8 +15,8 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -79,18 +79,21 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Example:
+    """`mask` marks the tokens of the response to train on; empty: all."""
+
     prompt: list[int]
     response: list[int]
+    mask: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(phrases: Sequence[str]) -> PreTrainedTokenizerFast:
     """One token per phrase in puzzles and reasoning; any other word is unknown."""
     special = [PAD, UNKNOWN, END, SYSTEM, USER, ASSISTANT]
-    vocabulary = {token: number for number, token in enumerate([*special, *phrases()])}
-    words = sorted((phrase for phrase in phrases() if phrase[0].isalpha()), key=len, reverse=True)
+    vocabulary = {token: number for number, token in enumerate([*special, *phrases])}
+    words = sorted((phrase for phrase in phrases if phrase[0].isalpha()), key=len, reverse=True)
     pieces = rf"\b(?:{'|'.join(map(re.escape, words))})\b|</?\w+>|\w+|[^\w\s]"
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.add_special_tokens(special)
@@ -153,9 +156,8 @@ def examples(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[Exa
         yield Example(prompts[puzzle], tokenizer(response, add_special_tokens=False)["input_ids"])
 
 
-def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[list[Example]]:
+def batches(recipe: Recipe, source: Iterator[Example]) -> Iterator[list[Example]]:
     """Examples of similar length are batched together, which saves padding; batches in random order."""
-    source = examples(recipe, tokenizer)
     rng = random.Random(recipe.seed + 1)
     while True:
         pool = sorted((next(source) for _ in range(512)), key=len)
@@ -169,22 +171,31 @@ def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[list
 
 
 def padded(batch: Sequence[Example], pad: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and targets that are -100 outside of responses."""
+    """Tokens, and targets that are -100 where there is nothing to train on."""
     width = max(map(len, batch))
     tokens = torch.full((len(batch), width), pad)
     targets = torch.full((len(batch), width), -100)
     for row, example in enumerate(batch):
         tokens[row, : len(example)] = torch.tensor(example.prompt + example.response)
-        targets[row, len(example.prompt) : len(example)] = torch.tensor(example.response)
+        response = torch.tensor(example.response)
+        if example.mask:
+            response = response.where(torch.tensor(example.mask), -100)
+        targets[row, len(example.prompt) : len(example)] = response
     return tokens, targets
 
 
-def train(model: LlamaForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+def train(
+    model: LlamaForCausalLM,
+    recipe: Recipe,
+    source: Iterator[Example],
+    pad: int,
+    muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon,
+) -> None:
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     taken = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=recipe.muon_learning_rate, weight_decay=0.01),
+        muon(matrices, lr=recipe.muon_learning_rate, weight_decay=0.01),
         torch.optim.AdamW(others, lr=recipe.adam_learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 
@@ -193,10 +204,9 @@ def train(model: LlamaForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
         return min(1.0, (step + 1) / recipe.warmup_steps) * max(0.03, cosine)
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, fraction_of_peak) for optimizer in optimizers]
-    pad = vocabulary_number(tokenizer, PAD)
     model.train()
     begin = time.monotonic()
-    for step, batch in zip(range(1, recipe.steps + 1), batches(recipe, tokenizer), strict=False):
+    for step, batch in zip(range(1, recipe.steps + 1), batches(recipe, source), strict=False):
         tokens, targets = padded(batch, pad)
         logits = model(input_ids=tokens, attention_mask=(tokens != pad).long()).logits
         # A constant divisor: every token has the same weight, in batches of short and of long responses.
@@ -308,9 +318,9 @@ def main() -> None:
     recipe = Recipe(seed=arguments.seed)
     torch.set_num_threads(recipe.threads)
     begin = time.monotonic()
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(phrases())
     model = make_model(recipe, tokenizer)
-    train(model, recipe, tokenizer)
+    train(model, recipe, examples(recipe, tokenizer), vocabulary_number(tokenizer, PAD))
     training_seconds = round(time.monotonic() - begin)
     save(model, tokenizer, arguments.out)
     report = {

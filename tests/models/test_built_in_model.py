@@ -61,7 +61,7 @@ def test_it_is_small_and_of_a_kind_that_every_engine_loads(model: Any) -> None:
 def test_it_is_what_the_script_makes(warm_start: ModuleType, tokenizer: Any) -> None:
     report = json.loads((BUILT_IN_MODEL / "recipe.json").read_text(encoding="utf-8"))
     assert report["recipe"] == asdict(warm_start.Recipe())
-    assert warm_start.make_tokenizer().get_vocab() == tokenizer.get_vocab()
+    assert warm_start.make_tokenizer(phrases()).get_vocab() == tokenizer.get_vocab()
 
 
 def test_the_recorded_figures_are_those_that_were_asked_for() -> None:

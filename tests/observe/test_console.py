@@ -300,7 +300,7 @@ def test_an_evaluation_shows_how_far_it_is() -> None:
             list(map(SimulatedPrompts(10, 4).__getitem__, range(10))),
             DirectScorer(lambda rollout: Reward(1.0, correct=True)),
             samples=2,
-            max_new_tokens=64,
+            limits=Schedule(max_response_tokens=64),
             sampling=Sampling(),
             seed=0,
             on_progress=on_progress,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,3 +76,51 @@ class SlowAndRaisesSometimes(RaisesSometimes):
 class RaisesAlways(SayA):
     def score(self, problem: Problem, response: str) -> Reward:
         raise RuntimeError("judge out of order")
+
+
+class Talk(SayA):
+    """Rollouts of `turns` turns. The environment answers after up to `seconds`, with a word that depends on what was
+    said. Reward: the share of `a` among all words."""
+
+    name = "talk"
+
+    def __init__(self, problems: int = 64, turns: int = 3, seconds: float = 0.0, remembers: bool = True) -> None:
+        super().__init__(problems)
+        self._arguments = turns, seconds
+        self._remembers = remembers
+
+    def environment(self) -> Talker:
+        return (RememberingTalker if self._remembers else Talker)(*self._arguments)
+
+
+class Talker:
+    def __init__(self, turns: int, seconds: float) -> None:
+        self._turns = turns
+        self._seconds = seconds
+        self._said: list[list[str]] = []
+
+    def reset(self, problem: Problem) -> str:
+        self._problem = problem
+        return problem.question
+
+    async def step(self, response: str) -> str | Reward:
+        if self._seconds:
+            await asyncio.sleep(random.uniform(0.0, self._seconds))
+        self._said.append(response.split())
+        if len(self._said) == self._turns:
+            return self._reward()
+        return f"q{(len(self._said) + 7 * len(response)) % 40}"
+
+    async def finish(self, reason: str) -> Reward:
+        return self._reward()
+
+    def _reward(self) -> Reward:
+        return SayA().score(self._problem, " ".join(word for said in self._said for word in said))
+
+
+class RememberingTalker(Talker):
+    def state(self) -> list[list[str]]:
+        return self._said
+
+    def restore(self, state: list[list[str]]) -> None:
+        self._said = state

@@ -33,7 +33,7 @@ def run(settings: TrainSettings) -> int:
 
 def print_dry_run(settings: TrainingSettings) -> int:
     per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
-    context_tokens = settings.max_prompt_tokens + settings.max_response_tokens
+    context_tokens = settings.longest_context()
     derived = {
         "rollouts_per_cohort": per_cohort,
         "updates_per_cohort": updates_left(per_cohort, settings.rollouts_per_update),

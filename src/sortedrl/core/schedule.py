@@ -89,6 +89,17 @@ class Schedule:
             return left
         return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - len(rollout))
 
+    def limit_reached(self, rollout: Rollout, observed: int) -> str:
+        """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
+        if self.max_turns is not None and rollout.observations + 1 >= self.max_turns:
+            return "max_turns"
+        if rollout.policy_length >= self.max_response_tokens:
+            return "max_response_tokens"
+        context = self.max_context_tokens
+        if context is not None and len(rollout.prompt.tokens) + len(rollout) + observed >= context:
+            return "max_context_tokens"
+        return ""
+
     @property
     def rollouts_per_cohort(self) -> int | None:
         return None if self.prompts_per_cohort is None else self.prompts_per_cohort * self.rollouts_per_prompt

@@ -105,7 +105,7 @@ class Turns:
         elif answer.observation is None:
             self._end(rollout, answer)
         else:
-            limit = self._limit_reached(rollout, len(answer.observation))
+            limit = self._schedule.limit_reached(rollout, len(answer.observation))
             if limit:
                 rollout.ended_by = limit
                 self._moves.finish(rollout, self._clock.now(), truncated=True)
@@ -123,17 +123,6 @@ class Turns:
             self._score(rollout)
         else:
             self._moves.score(Scored(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
-
-    def _limit_reached(self, rollout: Rollout, observed: int) -> str:
-        """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
-        turns, context = self._schedule.max_turns, self._schedule.max_context_tokens
-        if turns is not None and rollout.observations + 1 >= turns:
-            return "max_turns"
-        if rollout.policy_length >= self._schedule.max_response_tokens:
-            return "max_response_tokens"
-        if context is not None and len(rollout.prompt.tokens) + len(rollout) + observed >= context:
-            return "max_context_tokens"
-        return ""
 
     # Harvests and checkpoints
 

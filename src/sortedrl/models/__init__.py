@@ -1,6 +1,7 @@
-"""The built-in model: a small Llama that reasons aloud about small Knights & Knaves puzzles.
+"""The built-in models: small Llamas that reason aloud about small Knights & Knaves puzzles, the second in dialogues.
 
-`scripts/warm_start.py` makes it; `recipe.json` in its folder says how, and what it measured.
+`scripts/warm_start.py` and `scripts/warm_start_dialogue.py` make them; `recipe.json` in the folder of each says how,
+and what it measured.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ _FIX = "Name a folder with config.json and weights, a hub name that this machine
 _PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 HUB_SECONDS = 5.0  # to open a connection
 BUILT_IN_MODEL = Path(__file__).parent / "knights-tiny"
+DIALOGUE_TASK = "knights_and_knaves:dialogue"
+DIALOGUE_MODEL = Path(__file__).parent / "knights-dialogue"
 
 
-def model_named(name: str) -> str:
-    """The folder or hub name that a user's `model` stands for. A path without a model is refused at once.
+def model_named(name: str, task: str = "") -> str:
+    """The folder or hub name that a user's `model` stands for; `task` decides between the built-in ones.
+
+    A path without a model is refused at once.
 
     For a hub name, the hub's own log lines about retries are turned off: one error follows. If the hub cannot be
     reached, only its cache is read.
     """
     if name == "built-in":
-        return str(BUILT_IN_MODEL)
+        return str(DIALOGUE_MODEL if task == DIALOGUE_TASK else BUILT_IN_MODEL)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ConfigurationError("model", name, "this folder has no config.json", _FIX)

@@ -224,7 +224,7 @@ class MicroRun:
 
         from sortedrl.engines.embedded.engine import EmbeddedEngine
         from sortedrl.tasks.encode import encode
-        from sortedrl.tasks.registry import task_by_name
+        from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
         from sortedrl.tasks.scoring import DirectScorer, reward_function
 
         disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -232,7 +232,7 @@ class MicroRun:
         tokenizer = AutoTokenizer.from_pretrained(self._model_folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(self._model_folder, dtype=torch.float32)
         self._model.to(device).eval()  # type: ignore[arg-type]
-        task = task_by_name("knights_and_knaves:small")
+        task = KnightsAndKnaves.small()
         engine = EmbeddedEngine(
             self._model, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=448, tokenizer=tokenizer
         )

@@ -1,8 +1,8 @@
 """Your own reward function or task by import path, `your.module:name`.
 
 A reward is a function `(problem, response) -> float | Reward` and comes with a file of prompts; a task is a class or an
-object with `train`, `held_out` and `score`. A plain number counts as correct if it is at least 1; return a Reward to
-override that.
+object with `train`, `held_out` and `score`, or with `environment` instead of `score` (environment.py). A plain number
+counts as correct if it is at least 1; return a Reward to override that.
 
 An invalid reward function is refused here, before the run. Its errors on a response are handled by scoring.py.
 """
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from sortedrl.core.import_path import import_object
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
-from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
+from sortedrl.tasks.environment import AnyTask, require_environment
+from sortedrl.tasks.task import Problem, Reward, checked_reward
 
 T = TypeVar("T")
-TASK_MEMBERS = ("train", "held_out", "score")
+TASK_MEMBERS = ("train", "held_out")  # and score, or environment
 
 
 class CustomReward:
@@ -77,7 +78,7 @@ class CustomReward:
         return without(train, held_out), held_out
 
 
-def custom_task(path: str, **options: Any) -> Task:
+def custom_task(path: str, **options: Any) -> AnyTask:
     """The task at an import path: a task class called with `options`, a task object, or a reward function."""
     found = import_object(path, _is_task)
     if inspect.isclass(found):
@@ -89,7 +90,7 @@ def custom_task(path: str, **options: Any) -> Task:
     if not callable(found):
         raise ValueError(
             f"{path} is a {type(found).__name__}: expected a reward function (problem, response) -> float, "
-            f"or a task with {', '.join(TASK_MEMBERS)}"
+            f"or a task with {', '.join(TASK_MEMBERS)} and score or environment"
         )
     if "data" not in options:
         raise ValueError(
@@ -113,11 +114,16 @@ def _is_task(value: Any) -> bool:
     return not inspect.ismodule(value) and all(hasattr(value, member) for member in TASK_MEMBERS)
 
 
-def _require_task(task: Any, path: str) -> Task:
+def _require_task(task: Any, path: str) -> AnyTask:
     missing = [member for member in TASK_MEMBERS if not callable(getattr(task, member, None))]
+    if not callable(getattr(task, "environment", None)) and not callable(getattr(task, "score", None)):
+        missing.append("score (or environment)")
     if missing:
         raise ValueError(f"{path} is not a task: it has no {' and no '.join(missing)}; see sortedrl.tasks.task")
-    _two_argument_function(task.score, f"{path}, its score")
+    if callable(getattr(task, "environment", None)):
+        require_environment(task.environment(), path)
+    else:
+        _two_argument_function(task.score, f"{path}, its score")
     if not hasattr(task, "name"):
         task.name = path
     return task  # type: ignore[no-any-return]

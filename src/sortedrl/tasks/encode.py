@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sortedrl.core.rollout import Prompt
+from sortedrl.tasks.environment import Environment, as_messages
 from sortedrl.tasks.task import Problem
 
 if TYPE_CHECKING:
@@ -40,14 +41,26 @@ class Encoded:
         )
 
 
-def encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Encoded:
-    """One prompt per problem that fits, with the problem as its payload."""
+def encode(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    environment: Callable[[], Environment] | None = None,
+) -> Encoded:
+    """One prompt per problem that fits, with the problem as its payload.
+
+    With `environment`, the prompt is what a new instance's `reset` returns.
+    """
     require_eos(tokenizer)
     _require_unique_ids(problems)
     prompts: list[Prompt] = []
     rejected: list[TooLong] = []
     for problem in problems:
-        tokens = prompt_tokens(problem, tokenizer)
+        tokens = (
+            prompt_tokens(problem, tokenizer)
+            if environment is None
+            else environment_prompt(environment(), problem, tokenizer)
+        )
         if len(tokens) > max_prompt_tokens:
             rejected.append(TooLong(problem, len(tokens)))
         else:
@@ -62,29 +75,51 @@ def encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_
     return encoded
 
 
-def prompt_tokens(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt_tokens(problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> list[int]:
     """The tokens of `prompt_text`, including the tokens that the tokenizer adds at the start of a text."""
+    return _encoded(prompt_text(problem, tokenizer, tools), tokenizer)
+
+
+def environment_prompt(environment: Environment, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of the prompt with which an episode starts. Raises TypeError for a prompt of the wrong type."""
+    tools = tuple(getattr(environment, "tools", ()))
+    prompt = environment.reset(problem)
+    if prompt is None:
+        return prompt_tokens(problem, tokenizer, tools)
+    if isinstance(prompt, str):
+        return prompt_tokens(Problem(problem.id, prompt, None), tokenizer, tools)
+    tokens = [token for token in prompt if isinstance(token, int)]
+    if tokens and len(tokens) == len(prompt):
+        return tokens
+    messages = as_messages(prompt, f"the result of reset for {problem.id}")
+    if not tokenizer.chat_template:
+        return _encoded("\n\n".join(str(message["content"]) for message in messages) + "\n", tokenizer)
+    return _encoded(_render(messages, tokenizer, tools), tokenizer)
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     templated = bool(tokenizer.chat_template)
     # A template already contains its special tokens; adding them again would double the first one.
-    tokens = list(tokenizer(prompt_text(problem, tokenizer), add_special_tokens=not templated)["input_ids"])
+    tokens = list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
     if not templated and tokens and tokens[-1] == tokenizer.eos_token_id:
         tokens.pop()  # some tokenizers end every text with EOS, but the response is still to come
     return tokens
 
 
-def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
+def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> str:
     """The chat template's text up to the start of the response; without a template, the texts joined."""
     if not tokenizer.chat_template:
+        _require_no_tools(tools, tokenizer)
         return "\n\n".join(filter(None, (problem.system, problem.question))) + "\n"
     user = {"role": "user", "content": problem.question}
     if not problem.system:
-        return _render([user], tokenizer)
+        return _render([user], tokenizer, tools)
     from jinja2 import TemplateError
 
     try:
-        return _render([{"role": "system", "content": problem.system}, user], tokenizer)
+        return _render([{"role": "system", "content": problem.system}, user], tokenizer, tools)
     except TemplateError:  # the templates of some models refuse a system message
-        return _render([{"role": "user", "content": f"{problem.system}\n\n{problem.question}"}], tokenizer)
+        return _render([{"role": "user", "content": f"{problem.system}\n\n{problem.question}"}], tokenizer, tools)
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -96,8 +131,26 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> str:
+    """With `tools`, transformers derives their schemas; a template that ignores them is refused."""
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    if not tools:
+        return text
+    with_tools = str(
+        tokenizer.apply_chat_template(messages, tools=list(tools), tokenize=False, add_generation_prompt=True)
+    )
+    if with_tools == text:
+        _require_no_tools(tools, tokenizer)
+    return with_tools
+
+
+def _require_no_tools(tools: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    if tools:
+        names = ", ".join(tool.__name__ for tool in tools)
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} does not show tools, so the model would not see "
+            f"{names}: use a model whose template does, or describe them in the prompt"
+        )
 
 
 def _require_unique_ids(problems: Sequence[Problem]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
@@ -32,12 +32,13 @@ class Estimate(NamedTuple):
 class Evaluation:
     """Which samples of which problems are correct. All problems have the same number of samples, at least one.
 
-    `rewards` are those of the samples with a score, in no particular order.
+    `rewards` are those of the samples with a score, in no particular order; `parts` are the means of their parts.
     """
 
     problem_ids: tuple[str, ...]
     correct: tuple[tuple[bool, ...], ...]
     rewards: tuple[float, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.problem_ids) != len(self.correct):
@@ -70,6 +71,15 @@ class Evaluation:
             )
         rows = dict(zip(before.problem_ids, before.correct, strict=True))
         return paired_difference([rows[problem_id] for problem_id in self.problem_ids], self.correct)
+
+
+def mean_parts(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each part of a reward, over the rewards that have it."""
+    found: dict[str, list[float]] = {}
+    for parts in rewards:
+        for name, value in parts.items():
+            found.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def mean_at_k(correct: Correct, confidence: float = 0.95) -> Estimate:

@@ -144,12 +144,12 @@ _DRAWS_WITHOUT_A_NEW_PUZZLE = 10_000
 def random_puzzle(characters: int, rng: random.Random) -> Puzzle:
     """A puzzle with exactly one answer. The six kinds of claim are equally likely, as in Logic-RL's files."""
     while True:
-        puzzle = Puzzle(tuple(_random_claim(characters, rng) for _ in range(characters)))
+        puzzle = Puzzle(tuple(random_claim(characters, rng) for _ in range(characters)))
         if _consistent(puzzle).bit_count() == 1:
             return puzzle
 
 
-def _random_claim(characters: int, rng: random.Random) -> Claim:
+def random_claim(characters: int, rng: random.Random) -> Claim:
     kind = rng.randrange(2 + len(Connective))
     left = _random_is(characters, rng)
     if kind == 0:
@@ -346,7 +346,7 @@ class KnightsAndKnaves:
         data: Path | str | None = None,
         wording: Wording = Wording.STORY,
     ) -> None:
-        _check(characters, count, held_out_fraction, wording)
+        check_sizes(characters, count, held_out_fraction, wording)
         self._characters = tuple(characters)
         self._count = count
         self._held_out_fraction = held_out_fraction
@@ -404,7 +404,7 @@ class KnightsAndKnaves:
         return Problem(f"{puzzle.characters}ppl-{_digest(_content(puzzle))}", question, answer, system)
 
 
-def _check(characters: Sequence[int], count: int, held_out_fraction: float, wording: Wording) -> None:
+def check_sizes(characters: Sequence[int], count: int, held_out_fraction: float, wording: Wording) -> None:
     most = len(COMPACT_NAMES) if wording is Wording.COMPACT else MOST_CHARACTERS
     if not characters or min(characters) < 2 or max(characters) > most:
         raise ValueError(

@@ -1,21 +1,36 @@
 """Tasks by name, as in flags and configuration files.
 
-    knights_and_knaves[:small|:mixed]   math:<preset>, math          reasoning_gym:<dataset>          your.module:name
+    knights_and_knaves[:VARIANT]     math:<preset>, math     reasoning_gym:<dataset>     your.module:name
 
 Dependencies of a task are imported only when it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sortedrl.tasks.custom import custom_task, make
+from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.task import Task
 
 
-def task_by_name(name: str, **options: Any) -> Task:
-    """Create a task with these options; the error for an unknown name or option lists the valid ones."""
+def task_by_name(name: str, *, tools: Sequence[str] = (), **options: Any) -> AnyTask:
+    """Create a task with these options; the error for an unknown name or option lists the valid ones.
+
+    `tools` are functions that its responses may call (tools.py), by import path.
+    """
+    task = _without_tools(name, options)
+    if not tools:
+        return task
+    if isinstance(task, EnvironmentTask):
+        raise ValueError(f"{name} has an environment of its own, which answers its responses: it takes no tools")
+    from sortedrl.tasks.tools import WithTools
+
+    return WithTools(task, tools)
+
+
+def _without_tools(name: str, options: dict[str, Any]) -> AnyTask:
     kind, _, variant = name.partition(":")
     if kind in _MAKERS:
         return _MAKERS[kind](variant, options)
@@ -32,16 +47,22 @@ def is_built_in(name: str) -> bool:
     return name.partition(":")[0] in _MAKERS
 
 
-def _knights_and_knaves(variant: str, options: dict[str, Any]) -> Task:
+def _knights_and_knaves(variant: str, options: dict[str, Any]) -> AnyTask:
     from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
+    if variant == "dialogue":
+        from sortedrl.tasks.knights_dialogue import KnightsDialogue
+
+        return make(KnightsDialogue, "knights_and_knaves:dialogue", options)
     makers: dict[str, Callable[..., KnightsAndKnaves]] = {
         "": KnightsAndKnaves,
         "small": KnightsAndKnaves.small,
         "mixed": KnightsAndKnaves.mixed,
     }
     if variant not in makers:
-        raise ValueError(f"knights_and_knaves has no variant {variant!r}; use small or mixed, or leave it out")
+        raise ValueError(
+            f"knights_and_knaves has no variant {variant!r}; use small, mixed or dialogue, or leave it out"
+        )
     return make(makers[variant], "knights_and_knaves", options)
 
 
@@ -59,7 +80,7 @@ def _reasoning_gym(variant: str, options: dict[str, Any]) -> Task:
     return ReasoningGym(variant, **options)
 
 
-_MAKERS: dict[str, Callable[[str, dict[str, Any]], Task]] = {
+_MAKERS: dict[str, Callable[[str, dict[str, Any]], AnyTask]] = {
     "knights_and_knaves": _knights_and_knaves,
     "math": _math,
     "reasoning_gym": _reasoning_gym,

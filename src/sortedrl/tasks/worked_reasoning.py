@@ -39,14 +39,20 @@ class Flaws:
     reject: float = 0.0  # a claim that fits its speaker is taken for a contradiction
 
 
+Heard = Sequence[tuple[int, Claim]]  # speaker and claim, in the order of the conversation
 NO_FLAWS = Flaws()
 SUPPOSE, INSTEAD, GUESS, ENOUGH, YES, NO = "suppose", "instead", "guess", "enough", "yes", "no"
 
 
 def worked_response(puzzle: Puzzle, rng: random.Random, flaws: Flaws) -> str:
     """A complete response in the task's format; with `NO_FLAWS`, the answer is always right."""
+    return worked_answer(tuple(enumerate(puzzle.claims)), puzzle.characters, rng, flaws)
+
+
+def worked_answer(heard: Heard, characters: int, rng: random.Random, flaws: Flaws) -> str:
+    """A response that goes through the claims that were heard; without flaws, its answer fits all of them."""
     guesses = rng.random() < flaws.guess
-    thought, answer = ([GUESS], _random_case(puzzle, rng)) if guesses else _search(puzzle, rng, flaws)
+    thought, answer = ([GUESS], _random_case(characters, rng)) if guesses else _search(heard, characters, rng, flaws)
     return " ".join(("<think>", *thought, "</think>", "<answer>", *_stated(answer), "</answer>"))
 
 
@@ -67,20 +73,20 @@ def phrases() -> list[str]:
     ]
 
 
-def _search(puzzle: Puzzle, rng: random.Random, flaws: Flaws) -> tuple[list[str], tuple[bool, ...]]:
+def _search(heard: Heard, characters: int, rng: random.Random, flaws: Flaws) -> tuple[list[str], tuple[bool, ...]]:
     thought: list[str] = []
-    for case in product((True, False), repeat=puzzle.characters):
+    for case in product((True, False), repeat=characters):
         thought += [INSTEAD if thought else SUPPOSE, *_stated(case)]
-        if _seems_to_fit(puzzle, case, thought, rng, flaws):
+        if _seems_to_fit(heard, case, thought, rng, flaws):
             return thought, case
         if rng.random() < flaws.give_up:
             break
-    return [*thought, ENOUGH], _random_case(puzzle, rng)
+    return [*thought, ENOUGH], _random_case(characters, rng)
 
 
-def _seems_to_fit(puzzle: Puzzle, case: Sequence[bool], thought: list[str], rng: random.Random, flaws: Flaws) -> bool:
+def _seems_to_fit(heard: Heard, case: Sequence[bool], thought: list[str], rng: random.Random, flaws: Flaws) -> bool:
     """Appends the check of a case to `thought`, up to the first contradiction."""
-    for speaker, claim in enumerate(puzzle.claims):
+    for speaker, claim in heard:
         thought += [_speaker(speaker), *_called(claim, case)]
         fits = holds(claim, case) == case[speaker]
         if rng.random() < (flaws.reject if fits else 1.0 - flaws.overlook):
@@ -103,5 +109,5 @@ def _speaker(character: int) -> str:
     return f"{COMPACT_NAMES[character]} says"
 
 
-def _random_case(puzzle: Puzzle, rng: random.Random) -> tuple[bool, ...]:
-    return tuple(rng.random() < 0.5 for _ in puzzle.claims)
+def _random_case(characters: int, rng: random.Random) -> tuple[bool, ...]:
+    return tuple(rng.random() < 0.5 for _ in range(characters))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sortedrl.core.scoring import one_line, reason_of, shown
 
@@ -36,7 +36,7 @@ EXIT_SECONDS = 2.0  # for a process that closed its connection to exit
 MAX_ANSWER_BYTES = 16 * 1024
 MAX_FRACTION_OF_MEMORY = 0.5  # of the machine or container, per worker
 _PR_SET_PDEATHSIG = 1
-_LOST_CONNECTION = 76  # exit code of a worker whose function closed its connection
+LOST_CONNECTION = 76  # exit code of a worker whose function closed its connection
 _SIZE = struct.Struct("!Q")
 
 
@@ -97,14 +97,14 @@ class WorkerPool:
         limit_seconds: float,
         memory_bytes: int | None = None,
     ) -> None:
-        self._build = _pickled(build)
+        self._build = pickled(build)
         self._limit_seconds = limit_seconds
-        self._memory_bytes = memory_bytes or int(MAX_FRACTION_OF_MEMORY * _memory_there_is())
+        self._memory_bytes = memory_bytes or memory_per_worker()
         self._free = _FairSemaphore(workers)
         self._most = workers + 1  # including the spare one
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []  # the last one is used first, since it is warm
-        self._all: set[_Worker] = set()
+        self._idle: list[WorkerProcess] = []  # the last one is used first, since it is warm
+        self._all: set[WorkerProcess] = set()
         self._starting = 0
         self._closed = False
         # Linux kills a child with the *thread* that started it, so one thread of the pool starts all of them.
@@ -143,7 +143,7 @@ class WorkerPool:
             return [worker.process_id for worker in self._all]
 
     @contextmanager
-    def _borrowed(self) -> Iterator[_Worker]:
+    def _borrowed(self) -> Iterator[WorkerProcess]:
         """A worker for one call. It is killed if it did not answer."""
         with self._free:
             worker = self._take()
@@ -155,7 +155,7 @@ class WorkerPool:
             with self._lock:
                 self._idle.append(worker)
 
-    def _take(self) -> _Worker:
+    def _take(self) -> WorkerProcess:
         """A live idle worker, or a new one. Starts another spare worker if this was the last."""
         while True:
             with self._lock:
@@ -185,10 +185,10 @@ class WorkerPool:
             with self._lock:
                 self._starting -= 1
 
-    def _started(self) -> _Worker:
+    def _started(self) -> WorkerProcess:
         if self._closed:
             raise WorkerError("the worker processes were closed")
-        worker = _Worker(self._build, self._memory_bytes)
+        worker = WorkerProcess(self._build, self._memory_bytes)
         with self._lock:
             self._all.add(worker)
             closed_meanwhile = self._closed
@@ -196,20 +196,22 @@ class WorkerPool:
             self.close()
         return worker
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: WorkerProcess) -> None:
         with self._lock:
             self._all.discard(worker)
         worker.kill()
         self._keep_spare()
 
 
-class _Worker:
-    def __init__(self, pickled_build: bytes, memory_bytes: int) -> None:
+class WorkerProcess:
+    """A process that builds an object and serves it: `serve` of the module `served_by`."""
+
+    def __init__(self, pickled_build: bytes, memory_bytes: int, served_by: str = __name__) -> None:
         ours, theirs = socket.socketpair()
-        self._channel = _Channel(ours)
+        self.channel = Channel(ours)
         self._first_words = tempfile.TemporaryFile()  # noqa: SIM115 (what it prints until it is ready)
         self._ready = False
-        serve_it = f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()}, {memory_bytes})"
+        serve_it = f"from {served_by} import serve; serve({theirs.fileno()}, {os.getpid()}, {memory_bytes})"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", serve_it],
@@ -222,7 +224,7 @@ class _Worker:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
         with suppress(OSError):  # it died, which the waiting call will notice
-            self._channel.send(pickled_build, START_LIMIT_SECONDS)
+            self.channel.send(pickled_build, START_LIMIT_SECONDS)
 
     @property
     def process_id(self) -> int:
@@ -247,11 +249,11 @@ class _Worker:
     def call(self, call: bytes, limit_seconds: float) -> tuple[str, Any]:
         self.wait_until_ready()
         try:
-            self._channel.send(call, limit_seconds)
+            self.channel.send(call, limit_seconds)
         except TimeoutError:
             raise TimeoutError(f"its worker process took no call within {limit_seconds:g} s, and was killed") from None
         except OSError:
-            raise self._death() from None
+            raise self.death() from None
         try:
             return self._receive(limit_seconds)
         except TimeoutError:
@@ -259,21 +261,22 @@ class _Worker:
 
     def _receive(self, limit_seconds: float) -> tuple[str, Any]:
         try:
-            kind, value = json.loads(self._channel.receive(limit_seconds, MAX_ANSWER_BYTES))
+            kind, value = json.loads(self.channel.receive(limit_seconds, MAX_ANSWER_BYTES))
         except TimeoutError:
             raise
         except (EOFError, OSError):
-            raise self._death() from None
+            raise self.death() from None
         except (ValueError, TypeError):
             raise WorkerError("a worker process sent an invalid message and was killed") from None
         return str(kind), value
 
-    def _death(self) -> WorkerError:
+    def death(self) -> WorkerError:
+        """Why its connection ended."""
         try:
             code = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            code = _LOST_CONNECTION
-        if code == _LOST_CONNECTION:
+            code = LOST_CONNECTION
+        if code == LOST_CONNECTION:
             return WorkerError("a worker process lost its connection: its file descriptor was closed")
         how = f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
         return WorkerError(f"a worker process died with {how}{self._last_words()}")
@@ -290,11 +293,11 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        self._channel.close()
+        self.channel.close()
         self._first_words.close()
 
 
-class _Channel:
+class Channel:
     """Length-prefixed messages over a socket; sending and receiving have deadlines."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -323,6 +326,9 @@ class _Channel:
             size -= len(part)
         return b"".join(parts)
 
+    def fileno(self) -> int:
+        return self._end.fileno()
+
     def close(self) -> None:
         self._end.close()
 
@@ -332,31 +338,37 @@ class _Channel:
 
 def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
     """The main loop of a worker process: build the function, then answer calls until the connection closes."""
-    _end_with(parent)
-    _limit_resources(memory_bytes)
-    os.set_inheritable(descriptor, False)
-    channel = _Channel(socket.socket(fileno=descriptor))
-    os.register_at_fork(after_in_child=channel.close)  # otherwise a child process of the reward would keep it open
     home = os.getcwd()
-    try:
-        function = pickle.loads(channel.receive())()
-    except BaseException as error:
-        channel.send(_message("raised", reason_of(error)))
-        _end_group()
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    channel.send(_message("ready", None))
+    channel, function = built(descriptor, parent, memory_bytes)
     while True:
         try:
             call = channel.receive()
         except BaseException:  # the parent closed the connection
-            _end_group()
+            end_group()
         answer = _answer(function, call)
         try:
             channel.send(answer)
             os.chdir(home)
         except BaseException:
-            os._exit(_LOST_CONNECTION)
+            os._exit(LOST_CONNECTION)
+
+
+def built(descriptor: int, parent: int, memory_bytes: int) -> tuple[Channel, Any]:
+    """The connection to the parent, and what this process serves. Ends the process if that cannot be built."""
+    _end_with(parent)
+    _limit_resources(memory_bytes)
+    os.set_inheritable(descriptor, False)
+    channel = Channel(socket.socket(fileno=descriptor))
+    os.register_at_fork(after_in_child=channel.close)  # otherwise a child process of the reward would keep it open
+    try:
+        served = pickle.loads(channel.receive())()
+    except BaseException as error:
+        channel.send(message_of("raised", reason_of(error)))
+        end_group()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    channel.send(message_of("ready", None))
+    return channel, served
 
 
 def _answer(function: Callable[..., Any], call: bytes) -> bytes:
@@ -364,20 +376,20 @@ def _answer(function: Callable[..., Any], call: bytes) -> bytes:
         limit_seconds, arguments = pickle.loads(call)
         # On systems where a process does not end with its parent, nothing else would end an endless call.
         signal.setitimer(signal.ITIMER_REAL, limit_seconds + 1)
-        answer = _message("returned", function(*arguments))
+        answer = message_of("returned", function(*arguments))
     except BaseException as error:  # including SystemExit and KeyboardInterrupt from the function
-        answer = _message("raised", reason_of(error))
+        answer = message_of("raised", reason_of(error))
     signal.setitimer(signal.ITIMER_REAL, 0)
     return answer
 
 
-def _message(kind: str, value: Any) -> bytes:
+def message_of(kind: str, value: Any, most: int = MAX_ANSWER_BYTES) -> bytes:
     try:
         message = json.dumps((kind, value)).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        return _message("raised", f"its result, {shown(value)}, is not plain data: {reason_of(error)}")
-    if len(message) > MAX_ANSWER_BYTES:
-        return _message("raised", f"its result has {len(message)} bytes; the maximum is {MAX_ANSWER_BYTES}")
+        return message_of("raised", f"its result, {shown(value)}, is not plain data: {reason_of(error)}")
+    if len(message) > most:
+        return message_of("raised", f"its result has {len(message)} bytes; the maximum is {most}")
     return message
 
 
@@ -398,7 +410,7 @@ def _limit_resources(memory_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _end_group() -> None:
+def end_group() -> NoReturn:
     """Exit immediately, together with all processes that the function started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -408,7 +420,7 @@ def _end_group() -> None:
 # Helpers
 
 
-def _pickled(build: Callable[[], Callable[..., Any]]) -> bytes:
+def pickled(build: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(build)
     except Exception as error:  # __reduce__ and __getstate__ may raise anything
@@ -418,11 +430,12 @@ def _pickled(build: Callable[[], Callable[..., Any]]) -> bytes:
         ) from error
 
 
-def _memory_there_is() -> int:
+def memory_per_worker() -> int:
+    """The default memory limit of a worker process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory
+    return int(MAX_FRACTION_OF_MEMORY * memory)
 
 
 def _signal_name(number: int) -> str:
@@ -432,6 +445,6 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def _kill_all(workers: set[_Worker]) -> None:
+def _kill_all(workers: set[WorkerProcess]) -> None:
     while workers:
         workers.pop().kill()

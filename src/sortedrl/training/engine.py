@@ -32,9 +32,9 @@ def engine_of(
 ) -> EngineBase:
     """The engine that the settings ask for. `module` is what the embedded one decodes with."""
     spec = EngineSpec(
-        model=model_named(settings.model),
+        model=model_named(settings.model, settings.task),
         slots=settings.slots,
-        max_length=settings.max_prompt_tokens + settings.max_response_tokens,
+        max_length=settings.longest_context(),
         eos_token_ids=eos_token_ids,
         module=module,
         tokenizer=tokenizer,

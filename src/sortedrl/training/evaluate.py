@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.generate import Response, generate
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.registry import SERVERS
 from sortedrl.learner.models import response_logprobs
-from sortedrl.tasks.evaluation import Evaluation, mean_at_k, pass_at_k
+from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
+from sortedrl.tasks.task import Reward
 from sortedrl.training.build import dtype_of, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.resources import Log, eos_token_ids, read_resources
-from sortedrl.training.rewards import EvaluationScores, Rewards, unscored_notice
-from sortedrl.training.settings import EvalSettings
+from sortedrl.training.rewards import Rewards
+from sortedrl.training.settings import EvalSettings, limits_of
 
+SECONDS_BETWEEN_LOOKS = 0.25  # an interrupt must not wait for a score
 EVALUATION_WORTH = 64  # `sortedrl eval` stops if a reward function fails on this many responses and scores none
 
 
@@ -32,9 +36,10 @@ def evaluate(
     scorer: Scorer,
     *,
     samples: int,
-    max_new_tokens: int,
+    limits: Schedule,
     sampling: Sampling,
     seed: int,
+    environments: Environments | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     watch: RejectionWatch | None = None,
 ) -> Evaluation:
@@ -48,28 +53,141 @@ def evaluate(
         for i, prompt in enumerate(prompts)
         for j in range(samples)
     }
-    scores = EvaluationScores(scorer, watch or RejectionWatch(EVALUATION_WORTH))
-    ended = 0
-
-    def score(response: Response) -> None:
-        nonlocal ended
-        ended += 1
-        on_progress(ended, len(rollouts))
-        if response.failure is None:
-            rollout = rollouts[response.request.id]
-            for segment in response.segments:
-                rollout.append(segment)
-            scores.submit(rollout)
-
-    requests = [Request(r.id, r.prompt, (), max_new_tokens, r.seed, sampling) for r in rollouts.values()]
-    generate(engine, requests, on_end=score)
+    scores = _Scores(scorer, watch or RejectionWatch(EVALUATION_WORTH), len(rollouts), on_progress)
+    turns = _Turns(engine, rollouts, scores, limits, sampling, environments)
+    waiting = list(rollouts.values())
+    while waiting:
+        waiting = turns.generate(waiting)
     found = scores.all()
     correct = tuple(
         tuple(i * samples + j in found and found[i * samples + j].correct for j in range(samples))
         for i in range(len(prompts))
     )
-    rewards = tuple(found[id].value for id in sorted(found))
-    return Evaluation(tuple(prompt.id for prompt in prompts), correct, rewards)
+    ordered = [found[id] for id in sorted(found)]
+    ids = tuple(prompt.id for prompt in prompts)
+    return Evaluation(ids, correct, tuple(one.value for one in ordered), mean_parts(one.parts for one in ordered))
+
+
+class _Turns:
+    """Generates one turn of many rollouts. Their environments answer meanwhile; the next turn starts when all have
+    answered."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rollouts: Mapping[int, Rollout],
+        scores: _Scores,
+        limits: Schedule,
+        sampling: Sampling,
+        environments: Environments | None,
+    ) -> None:
+        self._engine = engine
+        self._rollouts = rollouts
+        self._scores = scores
+        self._limits = limits
+        self._sampling = sampling
+        self._environments = environments
+
+    def generate(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns those that go on."""
+        requests = [
+            Request(r.id, r.prompt, tuple(r.segments), self._limits.room_for(r), r.seed, self._sampling)
+            for r in rollouts
+        ]
+        generate(self._engine, requests, on_end=self._end_turn)
+        continued: list[Rollout] = []
+        while self._environments is not None and self._environments.pending:
+            self._environments.wait(SECONDS_BETWEEN_LOOKS)
+            continued += [self._rollouts[one.rollout_id] for one in self._environments.collect() if self._goes_on(one)]
+        return sorted(continued, key=lambda rollout: rollout.id)
+
+    def _end_turn(self, response: Response) -> None:
+        rollout = self._rollouts[response.request.id]
+        for segment in response.segments:
+            rollout.append(segment)
+        if response.failure is not None:
+            self._scores.end()
+        elif self._environments is not None and not response.truncated:
+            self._environments.submit(rollout, rollout.observations)
+        else:
+            self._end(rollout, "max_response_tokens" if response.truncated else "")
+
+    def _goes_on(self, answer: Answer) -> bool:
+        rollout = self._rollouts[answer.rollout_id]
+        if answer.error is not None:
+            self._scores.end()
+            self._scores.fail(answer.error)
+        elif answer.observation is None and answer.reward is not None:
+            self._scores.end()
+            self._scores.add(rollout.id, Reward(answer.reward, **answer.detail))
+        elif answer.observation is None:
+            self._end(rollout, "")
+        elif limit := self._limits.limit_reached(rollout, len(answer.observation)):
+            self._end(rollout, limit)
+        else:
+            rollout.observe(answer.observation)
+            return True
+        return False
+
+    def _end(self, rollout: Rollout, limit: str) -> None:
+        rollout.truncated, rollout.ended_by = bool(limit), limit
+        self._scores.end()
+        self._scores.submit(rollout)
+
+
+class _Scores:
+    """The scores of an evaluation. A response without one counts as wrong; `watch` raises if too many do."""
+
+    def __init__(
+        self, scorer: Scorer, watch: RejectionWatch, total: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._scorer = scorer
+        self._watch = watch
+        self._total = total
+        self._on_progress = on_progress
+        self._ended = 0
+        self._found: dict[int, Reward] = {}
+
+    def end(self) -> None:
+        """A response is complete."""
+        self._ended += 1
+        self._on_progress(self._ended, self._total)
+
+    def submit(self, rollout: Rollout) -> None:
+        self._scorer.submit(rollout)
+        self._collect()
+
+    def add(self, rollout_id: int, reward: Reward) -> None:
+        self._watch.count_scored()
+        self._found[rollout_id] = reward
+
+    def fail(self, reason: str) -> None:
+        self._watch.count_rejected(reason, "a response of the evaluation")
+
+    def all(self) -> dict[int, Reward]:
+        """Waits until all are scored; by rollout id, those without a score left out."""
+        while self._scorer.pending:
+            self._scorer.wait(SECONDS_BETWEEN_LOOKS)
+            self._collect()
+        return self._found
+
+    def _collect(self) -> None:
+        for scored in self._scorer.collect():
+            if scored.reward is None:
+                self.fail(scored.error or "no reward")
+            else:
+                self.add(scored.rollout_id, Reward(scored.reward, **scored.detail))
+
+
+def unscored_notice(watch: RejectionWatch) -> str | None:
+    """What an evaluation has to say about responses without a score."""
+    if not watch.rejected:
+        return None
+    responses = watch.rejected + watch.scored
+    return (
+        f"{watch.rejected} of {responses} responses of the evaluation got no score and count as wrong; "
+        f"{watch.most_frequent()}"
+    )
 
 
 def evaluate_model(
@@ -81,6 +199,7 @@ def evaluate_model(
     rewards = Rewards(settings, resources)
     held_out = resources.held_out[: settings.eval_problems]
     with closing(rewards):
+        source = rewards.source()
         engine = engine_of(
             settings,
             resources.model,
@@ -97,9 +216,10 @@ def evaluate_model(
         found = evaluate(
             engine,
             held_out,
-            rewards.scorer(),
+            source.scorer,
+            environments=source.environments,
             samples=settings.eval_samples,
-            max_new_tokens=settings.max_response_tokens,
+            limits=limits_of(settings),
             sampling=Sampling(temperature=settings.temperature),
             seed=settings.eval_seed,
             on_progress=on_progress,
@@ -116,5 +236,6 @@ def evaluate_model(
         "unscored": watch.rejected,
         "mean_at_k": mean_at_k(found.correct)._asdict(),
         "pass_at_k": pass_at_k(found.correct, settings.eval_samples)._asdict(),
+        "parts": dict(found.parts),
         "seconds": time.perf_counter() - began,
     }

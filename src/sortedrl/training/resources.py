@@ -12,8 +12,8 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import encode
+from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.registry import task_by_name
-from sortedrl.tasks.task import Task
 from sortedrl.training.build import device_of, dtype_of
 from sortedrl.training.settings import ModelSettings
 
@@ -26,17 +26,18 @@ class Resources:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    task: Task
+    task: AnyTask
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
 
 
 def read_resources(settings: ModelSettings, log: Log) -> Resources:
-    tokenizer, model = read_model(model_named(settings.model), settings)
+    tokenizer, model = read_model(model_named(settings.model, settings.task), settings)
     try:
-        task = task_by_name(settings.task, **settings.resolved_task_options())
-        train = encode(task.train(), tokenizer, settings.max_prompt_tokens)
-        held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens)
+        task = task_by_name(settings.task, tools=settings.tools, **settings.resolved_task_options())
+        environment = task.environment if isinstance(task, EnvironmentTask) else None
+        train = encode(task.train(), tokenizer, settings.max_prompt_tokens, environment)
+        held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens, environment)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _task_error(settings, error) from None
     for part in (train, held_out):

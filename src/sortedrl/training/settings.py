@@ -39,9 +39,23 @@ class ModelSettings(Settings, EngineSettings):
         str, Field(description="knights_and_knaves[:VARIANT], math:PRESET, reasoning_gym:NAME, or your.module:name")
     ] = "knights_and_knaves:small"
     task_options: Annotated[dict[str, str], Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
+    tools: Annotated[
+        tuple[str, ...], Field(description="functions that responses may call: your.module:function, or calculator")
+    ] = ()
     data: Annotated[Path | None, Field(description="data file or folder of the task, if it reads one")] = None
     max_prompt_tokens: Annotated[int, Field(ge=1, description="longer prompts are skipped and counted")] = 256
     max_response_tokens: Annotated[int, Field(ge=1, description="responses are cut here")] = 320
+    max_turns: Annotated[
+        int | None, Field(ge=1, description="turns per response, if the task has an environment or tools; None: any")
+    ] = None
+    max_context_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="limit of prompt, turns and observations together; None: max_prompt_tokens plus "
+            "max_response_tokens",
+        ),
+    ] = None
     temperature: Annotated[float, Field(ge=0, description="sampling temperature")] = 1.0
     eval_problems: Annotated[int, Field(ge=1, description="held-out problems per evaluation")] = 500
     eval_samples: Annotated[int, Field(ge=1, description="samples per problem, for mean@k and pass@k")] = 1
@@ -51,17 +65,22 @@ class ModelSettings(Settings, EngineSettings):
         Field(
             ge=0,
             le=1024,
-            description="processes for your own reward function; 0: in this process, where it can block the run",
+            description="processes for your own reward function or environment; 0: in this process, where it can "
+            "block the run",
         ),
     ] = 2
     score_limit_seconds: Annotated[
-        float, Field(gt=0, description="time limit of your own reward function; its process is killed after that")
+        float,
+        Field(gt=0, description="time limit of your own reward function, or of one turn of your environment"),
     ] = 30.0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda if there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
     threads: Annotated[
         int, Field(ge=0, le=1024, description="CPU threads of PyTorch; 0: chosen by model size and load")
     ] = 0
+
+    def longest_context(self) -> int:
+        return self.max_context_tokens or self.max_prompt_tokens + self.max_response_tokens
 
     def resolved_task_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {key: literal(value) for key, value in self.task_options.items()}
@@ -155,12 +174,19 @@ class TrainSettings(TrainingSettings):
         require_packages(self.tracker)
 
 
+def limits_of(settings: ModelSettings) -> Schedule:
+    """The limits of a response, for an evaluation."""
+    return schedule_from(settings, max_prompt_tokens=None, max_context_tokens=settings.longest_context())
+
+
 def schedule_of(settings: TrainSettings) -> Schedule:
     return schedule_from(
         settings,
         whole_groups=settings.wants_whole_groups(),
+        max_context_tokens=settings.longest_context(),
         max_prompt_tokens=None,  # longer prompts are skipped when the task is read
         score_wait_seconds=score_wait_seconds(settings.score_limit_seconds),
+        max_environment_seconds=max(Schedule().max_environment_seconds, 2 * settings.score_limit_seconds),
     )
 
 

@@ -26,7 +26,6 @@ from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scorer
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import copy_weights
@@ -42,14 +41,15 @@ from sortedrl.observe.trackers import Trackers, open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.observe.watch import kept_readable
 from sortedrl.settings.base import as_json
-from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference, pass_at_k
+from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, paired_difference, pass_at_k
 from sortedrl.training.build import dtype_of, learner_settings_of, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
-from sortedrl.training.evaluate import evaluate
+from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
-from sortedrl.training.rewards import Rewards, ShuffledRewards, unscored_notice
+from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder, cannot_write
 from sortedrl.training.settings import TrainSettings, schedule_of
+from sortedrl.training.shuffled_rewards import shuffled
 from sortedrl.training.signals import Interrupted, interruptible
 
 
@@ -75,17 +75,18 @@ class TrainingRun:
         self.checked = self._checked(engine)
         self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()
-        self.scorer = self._scorer()
-        self.evaluation_scorer = self.rewards.scorer()
+        self.training_rewards = self._training_rewards()
+        self.evaluation_rewards = self.rewards.source()
         self.batched = Batched(self.metrics)
         self.log = EventLog(self.batched)
         self.controller = Controller(
             self.engine,
             Prompts(resources.train, epochs=settings.epochs, seed=settings.seed),
-            self.scorer,
+            self.training_rewards.scorer,
             schedule_of(settings),
             sampling=self.sampling,
             log=self.log,
+            environments=self.training_rewards.environments,
             max_updates=settings.updates,
         )
         self.rejections = self._rejection_watch()
@@ -135,9 +136,9 @@ class TrainingRun:
         """From now on the console shows the run. Its folder must be there: before that its name may change."""
         self.batched.sinks.append(self.console.begin(self.metrics, str(self.folder.path), self.total_updates()))
 
-    def _scorer(self) -> Scorer:
-        scorer = self.rewards.scorer()
-        return ShuffledRewards(scorer, self.settings.seed) if self.settings.shuffle_rewards else scorer
+    def _training_rewards(self) -> RewardSource:
+        source = self.rewards.source()
+        return shuffled(source, self.settings.seed) if self.settings.shuffle_rewards else source
 
     def _rejection_watch(self) -> RejectionWatch:
         return RejectionWatch(
@@ -265,7 +266,7 @@ class TrainingRun:
         self._put_in_place(self.folder.path / "model", save_model)
         if self.settings.lora_rank:
             adapter = self.folder.path / "adapter"
-            base = model_named(self.settings.model)
+            base = model_named(self.settings.model, self.settings.task)
             self._put_in_place(adapter, lambda folder: self.learner.save_adapter(folder, base))
             self.console.log(f"LoRA adapter in {adapter} (peft format), merged weights in {self.folder.path / 'model'}")
 
@@ -301,9 +302,10 @@ class TrainingRun:
         found = evaluate(
             self.engine,
             held_out,
-            self.evaluation_scorer,
+            self.evaluation_rewards.scorer,
+            environments=self.evaluation_rewards.environments,
             samples=self.settings.eval_samples,
-            max_new_tokens=self.settings.max_response_tokens,
+            limits=self.controller.schedule,
             sampling=self.sampling,
             seed=self.settings.eval_seed,
             on_progress=self.console.evaluating,
@@ -315,12 +317,16 @@ class TrainingRun:
         line: dict[str, Any] = {"update": done, "seconds": self._seconds(), "held_out": score._asdict()}
         if self.settings.eval_samples > 1:
             line["pass_at_k"] = pass_at_k(found.correct, self.settings.eval_samples)._asdict()
+        if found.parts:
+            line["held_out_parts"] = dict(found.parts)
         self.folder.append("metrics.jsonl", line)
         self.trackers.line(line)
         self.console.line(line)
+        has_turns = self.evaluation_rewards.environments is not None
+        parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
         self.console.log(
             f"held-out score after {done} updates: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
-            f" ({len(held_out)} problems)"
+            f" ({len(held_out)} problems{parts})"
         )
         self.evaluated = (done, found)
         return found
@@ -344,7 +350,8 @@ class TrainingRun:
             **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
             "run_staleness_mean": run_metrics.staleness_mean,
             "rejected": run_metrics.rejected,
-            "scoring_backlog": self.scorer.pending,
+            "reward_parts": mean_parts((rollout.detail or {}).get("parts", {}) for rollout in batch),
+            "scoring_backlog": self.training_rewards.scorer.pending,
             **({"rejected_most": run_metrics.rejected_most} if run_metrics.rejected else {}),
             **stats,
         }

@@ -1,0 +1,252 @@
+"""The environments of a run for the scheduler (core/environment.py): tokens to text, text to tokens.
+
+The same object is the scorer of rollouts that a limit ended: `finish` of their instance gives the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from sortedrl.core.environment import Answer
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.scoring import Scored
+from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
+from sortedrl.tasks.environment import Message, Response
+from sortedrl.tasks.environment_host import Call, Host, Result
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    response: list[int]
+    observation: list[int] | None  # None: not answered yet
+
+
+@dataclass(slots=True)
+class _Instance:
+    """Of one attempt of a rollout; `answered` turns are behind it."""
+
+    number: int
+    attempt: int
+    answered: int
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    rollout_id: int
+    attempt: int
+    instance: int
+    turns: list[_Turn]
+    call: int | None  # None: the end of a rollout, for the scorer
+
+
+class TaskEnvironments:
+    """Environments and, for rollouts that a limit ended, scorer (`ends`)."""
+
+    def __init__(self, tokenizer: Any, host: Host, tools: Sequence[Callable[..., Any]] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._chat = ChatTurns(tokenizer)
+        self._host = host
+        self._instances: dict[int, _Instance] = {}  # by rollout id
+        self._pending: dict[int, _Pending] = {}  # by number of the host's call
+        self._answers: list[Answer] = []
+        self._scores: list[Scored] = []
+        self._numbers = count()
+        self.ends = Ends(self)
+
+    # For the scheduler
+
+    @property
+    def pending(self) -> int:
+        return len(self._answers) + sum(pending.call is not None for pending in self._pending.values())
+
+    def submit(self, rollout: Rollout, call: int) -> None:
+        turns = _turns_of(rollout)
+        *earlier, last = self._responses(rollout, turns)
+        self._start(rollout, turns, earlier, last, call)
+
+    def collect(self) -> list[Answer]:
+        self._take_results()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self._answers and not self._scores:
+            self._host.wait(timeout_seconds)
+
+    def cancel(self, rollout_id: int) -> None:
+        for number in [number for number, pending in self._pending.items() if pending.rollout_id == rollout_id]:
+            del self._pending[number]
+        self._answers = [answer for answer in self._answers if answer.rollout_id != rollout_id]
+        self._drop(rollout_id)
+
+    def state(self, rollout_id: int) -> Any:
+        instance = self._instances.get(rollout_id)
+        return None if instance is None else instance.state
+
+    def restore(self, rollout: Rollout, state: Any) -> bool:
+        self._instances[rollout.id] = _Instance(next(self._numbers), rollout.attempt, rollout.observations, state)
+        return True
+
+    # For rollouts that a limit ended
+
+    def submit_end(self, rollout: Rollout) -> None:
+        turns = _turns_of(rollout)
+        earlier = self._responses(rollout, turns[: self._passed(rollout, turns)])
+        self._start(rollout, turns, earlier, None, None, rollout.ended_by)
+
+    @property
+    def pending_ends(self) -> int:
+        return len(self._scores) + sum(pending.call is None for pending in self._pending.values())
+
+    def collect_ends(self) -> list[Scored]:
+        self._take_results()
+        scores, self._scores = self._scores, []
+        return scores
+
+    # Calls and results
+
+    def _passed(self, rollout: Rollout, turns: Sequence[_Turn]) -> int:
+        """How many turns of a rollout that a limit ended its instance got: all, unless the limit cut the last one."""
+        instance = self._instances.get(rollout.id)
+        if instance is not None and instance.attempt == rollout.attempt and instance.answered >= len(turns) - 1:
+            return instance.answered
+        last = turns[-1]
+        is_whole = last.observation is not None or last.response[-1] == self._tokenizer.eos_token_id
+        return len(turns) if is_whole else len(turns) - 1
+
+    def _start(
+        self,
+        rollout: Rollout,
+        turns: list[_Turn],
+        earlier: Sequence[Response],
+        response: Response | None,
+        call: int | None,
+        reason: str = "",
+    ) -> None:
+        instance = self._instance_of(rollout, len(earlier))
+        number = next(self._numbers)
+        self._pending[number] = _Pending(rollout.id, rollout.attempt, instance.number, turns, call)
+        problem = rollout.prompt.payload
+        self._host.submit(Call(number, instance.number, problem, tuple(earlier), instance.state, response, reason))
+
+    def _instance_of(self, rollout: Rollout, answered: int) -> _Instance:
+        """The rollout's own, if it has answered these turns; otherwise a new one, which the host brings there."""
+        instance = self._instances.get(rollout.id)
+        if instance is None or (instance.attempt, instance.answered) != (rollout.attempt, answered):
+            self._drop(rollout.id)
+            instance = self._instances[rollout.id] = _Instance(next(self._numbers), rollout.attempt, answered)
+        return instance
+
+    def _drop(self, rollout_id: int) -> None:
+        instance = self._instances.pop(rollout_id, None)
+        if instance is not None:
+            self._host.drop(instance.number)
+
+    def _take_results(self) -> None:
+        for result in self._host.collect():
+            pending = self._pending.pop(result.call, None)
+            if pending is None:  # canceled
+                continue
+            answer = self._answer(pending, result)
+            if pending.call is not None:
+                self._answers.append(answer)
+            else:
+                self._scores.append(
+                    Scored(answer.rollout_id, answer.reward, answer.detail, answer.error, pending.attempt)
+                )
+
+    def _answer(self, pending: _Pending, result: Result) -> Answer:
+        answer = Answer(pending.rollout_id, -1 if pending.call is None else pending.call)
+        difference = self._difference(pending.turns, result)
+        if difference is not None:
+            result = Result(result.call, error=difference, is_lost=True)
+        if result.observation is None:
+            self._end(pending)
+        if result.error is not None:
+            return answer._replace(error=result.error, is_lost=result.is_lost)
+        if result.reward is not None:
+            value, correct, parts = result.reward
+            turns = sum(turn.observation is not None for turn in pending.turns) + 1
+            return answer._replace(reward=value, detail={"correct": correct, "parts": parts | {"turns": turns}})
+        try:
+            tokens = self._chat.observation(result.observation or [], pending.turns[-1].response)
+        except TemplateRefused as error:
+            self._drop(pending.rollout_id)
+            return answer._replace(error=str(error))
+        instance = self._instances[pending.rollout_id]
+        instance.answered += 1
+        instance.state = result.state
+        return answer._replace(observation=tokens)
+
+    def _end(self, pending: _Pending) -> None:
+        instance = self._instances.get(pending.rollout_id)
+        if instance is not None and instance.number == pending.instance:
+            self._drop(pending.rollout_id)
+
+    def _difference(self, turns: Sequence[_Turn], result: Result) -> str | None:
+        """Why a replay is not what the rollout recorded; None if it is, or if nothing was replayed."""
+        for place, (turn, messages) in enumerate(zip(turns, result.replayed or (), strict=False), 1):
+            if turn.observation is None:
+                continue
+            if self._chat.observation(messages, turn.response) != turn.observation:
+                return f"the observation of turn {place} differed when it was replayed"
+        return None
+
+    def _responses(self, rollout: Rollout, turns: Sequence[_Turn]) -> list[Response]:
+        """The text of each turn, with the tool calls that the chat template's parser finds in it."""
+        context = list(rollout.prompt.tokens)
+        responses = []
+        for turn in turns:
+            text = str(self._tokenizer.decode(turn.response, skip_special_tokens=True))
+            responses.append(Response(text, self._tool_calls(turn.response, context)))
+            context += [*turn.response, *(turn.observation or ())]
+        return responses
+
+    def _tool_calls(self, response: Sequence[int], context: Sequence[int]) -> list[Message] | None:
+        """None if the tokenizer has no parser. A response that it cannot parse is a call without a name."""
+        if getattr(self._tokenizer, "response_template", None) is None:
+            return None
+        tools = {"tools": list(self._tools)} if self._tools else {}
+        try:
+            parsed = self._tokenizer.parse_response(list(response), prefix=list(context), **tools)
+        except Exception:  # whatever a model writes must not end the run
+            return [{}]
+        return list(parsed.get("tool_calls") or ())
+
+
+class Ends:
+    """The scorer of a run with environments: it only gets rollouts that a limit ended."""
+
+    def __init__(self, environments: TaskEnvironments) -> None:
+        self._environments = environments
+
+    @property
+    def pending(self) -> int:
+        return self._environments.pending_ends
+
+    def submit(self, rollout: Rollout) -> None:
+        self._environments.submit_end(rollout)
+
+    def collect(self) -> list[Scored]:
+        return self._environments.collect_ends()
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._environments.wait(timeout_seconds)
+
+
+def _turns_of(rollout: Rollout) -> list[_Turn]:
+    """The policy's turns with their observations, from the recorded segments."""
+    turns: list[_Turn] = []
+    response: list[int] = []
+    for segment in rollout.segments:
+        if segment.is_environment:
+            turns.append(_Turn(response, list(segment.tokens)))
+            response = []
+        else:
+            response = [*response, *segment.tokens]
+    return [*turns, _Turn(response, None)] if response else turns

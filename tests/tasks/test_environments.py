@@ -1,0 +1,356 @@
+"""Environments of a run: instances in this process and in worker processes, replay, time limits, limits of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_tokenizer import chat_tokenizer
+from counting_task import CountingTask
+from processes import PATIENCE_SECONDS, wait_for_end
+from sortedrl.core.environment import Answer
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.core.scoring import Scored
+from sortedrl.tasks.calculator import calculator
+from sortedrl.tasks.environment_host import Host, LocalHost
+from sortedrl.tasks.environment_workers import WorkerHosts
+from sortedrl.tasks.environments import TaskEnvironments
+from sortedrl.tasks.task import Problem
+from sortedrl.tasks.tools import ToolEnvironment
+from sortedrl.tasks.workers import WorkerError
+
+TOKENIZER = chat_tokenizer()
+LIMIT_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def host_of(kind: str, task: CountingTask, limit_seconds: float = LIMIT_SECONDS) -> Iterator[Any]:
+    host: Host = (
+        LocalHost(task.environment, limit_seconds=limit_seconds)
+        if kind == "local"
+        else WorkerHosts(task, workers=1, limit_seconds=limit_seconds)
+    )
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def rollout_of(number: int = 0) -> Rollout:
+    problem = Problem(f"p{number}", "question", None)
+    return Rollout(number, Prompt(problem.id, [3, 4], problem), 0, 0, 0, 0)
+
+
+def speak(rollout: Rollout, text: str, *, ends: bool = True) -> None:
+    """A turn of the policy, in two chunks."""
+    tokens = [*TOKENIZER(text)["input_ids"], *([TOKENIZER.eos_token_id] if ends else [])]
+    for part in (tokens[:2], tokens[2:]):
+        rollout.append(Segment(part, [-0.5] * len(part), 0))
+
+
+def answers_of(environments: TaskEnvironments, count: int = 1) -> list[Answer]:
+    found: list[Answer] = []
+    until = time.monotonic() + PATIENCE_SECONDS
+    while len(found) < count and time.monotonic() < until:
+        environments.wait(1.0)
+        found += environments.collect()
+    assert len(found) == count and environments.pending == 0
+    return found
+
+
+def turn(environments: TaskEnvironments, rollout: Rollout, text: str, call: int = 0) -> Answer:
+    """The policy says `text`; an observation is added to the rollout."""
+    speak(rollout, text)
+    environments.submit(rollout, call)
+    (answer,) = answers_of(environments)
+    assert (answer.rollout_id, answer.call) == (rollout.id, call)
+    if answer.observation is not None:
+        rollout.observe(list(answer.observation))
+    return answer
+
+
+def shown(answer: Answer) -> str:
+    assert answer.observation is not None, answer
+    return str(TOKENIZER.decode(answer.observation))
+
+
+@pytest.fixture(params=["local", "workers"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def notes(log: Path) -> list[str]:
+    return log.read_text().splitlines()
+
+
+def test_turns_of_an_episode_go_to_one_instance_in_order(kind: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with host_of(kind, CountingTask(str(log))) as host:
+        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        first = turn(environments, rollout, "hello", call=7)
+        assert shown(first) == "\n<|im_start|>user\nturn 1 of p0<|im_end|>\n<|im_start|>assistant\n"
+        assert "turn 2 of p0" in shown(turn(environments, rollout, "again", call=8))
+        end = turn(environments, rollout, "end", call=9)
+        assert (end.reward, end.detail) == (3.0, {"correct": True, "parts": {"part": 0.5, "turns": 3}})
+        until = time.monotonic() + PATIENCE_SECONDS
+        while "p0 close" not in notes(log) and time.monotonic() < until:
+            time.sleep(0.01)
+    assert notes(log) == ["p0 reset", "p0 step hello", "p0 step again", "p0 step end", "p0 close"]
+
+
+def test_rollouts_have_their_own_instances(kind: str) -> None:
+    with host_of(kind, CountingTask()) as host:
+        environments = TaskEnvironments(TOKENIZER, host)
+        rollouts = [rollout_of(number) for number in range(20)]
+        for place in range(3):
+            for rollout in rollouts:
+                speak(rollout, "go")
+                environments.submit(rollout, place)
+            for answer in answers_of(environments, len(rollouts)):
+                assert f"turn {place + 1} of p{answer.rollout_id}" in shown(answer)
+                rollouts[answer.rollout_id].observe(list(answer.observation or ()))
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_lost_instance_comes_back_by_replay_or_from_its_state(kind: str, tmp_path: Path, remembers: bool) -> None:
+    log = tmp_path / "log"
+    task = CountingTask(str(log), remembers)
+    with host_of(kind, task) as host:
+        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        for text in ("one", "two"):
+            turn(environments, rollout, text)
+        state = environments.state(rollout.id)
+    assert state == ({"turns": 2} if remembers else None)
+    with host_of(kind, task) as host:  # a resumed run
+        environments = TaskEnvironments(TOKENIZER, host)
+        assert environments.restore(rollout, state)
+        assert "turn 3 of p0" in shown(turn(environments, rollout, "three"))
+    again = [line for line in notes(log) if line != "p0 close"][3:]
+    steps = ["p0 restore"] if remembers else ["p0 step one", "p0 step two"]
+    assert again == ["p0 reset", *steps, "p0 step three"]
+
+
+@pytest.mark.parametrize("earlier", ["random", "end"])
+def test_a_replay_that_differs_means_that_the_rollout_is_lost(kind: str, earlier: str) -> None:
+    with host_of(kind, CountingTask()) as host:
+        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        speak(rollout, earlier)
+        rollout.observe(TOKENIZER("\nwhat was recorded")["input_ids"])
+        answer = turn(environments, rollout, "next")
+        assert answer.is_lost and answer.observation is None and "replayed" in str(answer.error)
+        assert environments.state(rollout.id) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "ValueError: told to raise"),
+        ("exit", "SystemExit"),
+        ("nothing", "return a number or a sortedrl.tasks.task.Reward"),
+    ],
+)
+def test_an_error_is_an_answer_and_the_next_call_gets_a_new_instance(kind: str, text: str, reason: str) -> None:
+    with host_of(kind, CountingTask()) as host:
+        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        turn(environments, rollout, "one")
+        before = list(rollout.segments)
+        answer = turn(environments, rollout, text, call=3)
+        assert reason in str(answer.error) and not answer.is_lost
+        rollout.segments[:] = before
+        assert "turn 2 of p0" in shown(turn(environments, rollout, "two", call=4)), "after a replay"
+
+
+def test_a_turn_that_waits_too_long_is_canceled_and_others_go_on(kind: str) -> None:
+    with host_of(kind, CountingTask(), limit_seconds=1.0) as host:
+        environments = TaskEnvironments(TOKENIZER, host)
+        slow, quick = rollout_of(0), rollout_of(1)
+        turn(environments, quick, "start")
+        speak(slow, "sleep 600")
+        environments.submit(slow, 1)
+        speak(quick, "go")
+        environments.submit(quick, 2)
+        answers = {answer.rollout_id: answer for answer in answers_of(environments, 2)}
+        assert answers[0].error == "no answer within 1 s"
+        assert "turn 2 of p1" in shown(answers[1])
+
+
+def test_many_instances_wait_at_the_same_time_in_one_process() -> None:
+    with host_of("workers", CountingTask()) as host:
+        environments = TaskEnvironments(TOKENIZER, host)
+        host.wait_until_ready()
+        began = time.monotonic()
+        for number in range(50):
+            rollout = rollout_of(number)
+            speak(rollout, "sleep 1")
+            environments.submit(rollout, number)
+        answers_of(environments, 50)
+        assert time.monotonic() - began < 25, "one after the other they would take 50 s"
+
+
+@pytest.mark.parametrize("text", ["block", "die"])
+def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: str) -> None:
+    with host_of("workers", CountingTask(), limit_seconds=1.0 if text == "block" else LIMIT_SECONDS) as host:
+        environments = TaskEnvironments(TOKENIZER, host)
+        bystander, culprit = rollout_of(0), rollout_of(1)
+        turn(environments, bystander, "one")
+        (process_id,) = host.process_ids()
+        answer = turn(environments, culprit, text)
+        assert ("was killed" if text == "block" else "exit code 3") in str(answer.error)
+        wait_for_end(process_id)
+        assert "turn 2 of p0" in shown(turn(environments, bystander, "two")), "replayed in a new process"
+
+
+def test_an_answer_that_is_too_large_is_an_error() -> None:
+    with host_of("workers", CountingTask()) as host:
+        answer = turn(TaskEnvironments(TOKENIZER, host), rollout_of(), "large")
+        assert "bytes; the maximum is" in str(answer.error)
+
+
+def test_a_canceled_call_has_no_answer_and_its_instance_is_closed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with host_of("workers", CountingTask(str(log)), limit_seconds=2.0) as host:
+        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        turn(environments, rollout, "one")
+        (process_id,) = host.process_ids()
+        speak(rollout, "sleep 600")
+        environments.submit(rollout, 1)
+        environments.cancel(rollout.id)
+        assert environments.pending == 0
+        rollout.drop_tokens()
+        rollout.attempt += 1
+        time.sleep(5)
+        assert "turn 1 of p0" in shown(turn(environments, rollout, "new", call=2)), "a new instance"
+        assert host.process_ids() == [process_id], "the canceled call had no deadline left to miss"
+    assert notes(log)[:4] == ["p0 reset", "p0 step one", "p0 step sleep 600", "p0 close"]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("cuts_a_turn", [True, False])
+def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
+    kind: str, tmp_path: Path, cuts_a_turn: bool, resumed: bool
+) -> None:
+    """A turn that the limit cut is not passed to the instance; a whole one is, before there is no room for another."""
+    log = tmp_path / "log"
+    with host_of(kind, CountingTask(str(log))) as host:
+        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        turn(environments, rollout, "one")
+        speak(rollout, "two", ends=not cuts_a_turn)
+        if not cuts_a_turn:
+            environments.submit(rollout, 5)
+            answers_of(environments)
+        rollout.truncated, rollout.ended_by = True, "max_response_tokens"
+        if resumed:
+            environments.cancel(rollout.id)
+        environments.ends.submit(rollout)
+        scored: list[Scored] = []
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not scored and time.monotonic() < until:
+            environments.ends.wait(1.0)
+            scored = environments.ends.collect()
+        assert [(one.rollout_id, one.reward, one.error) for one in scored] == [(0, -1.0 if cuts_a_turn else -2.0, None)]
+        assert environments.ends.pending == environments.pending == 0
+    assert "p0 finish max_response_tokens" in notes(log)
+    assert notes(log).count("p0 reset") == 1 + resumed
+
+
+def test_calls_are_parsed_with_the_parser_of_the_chat_template() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "CALL ",
+                "close_pattern": r" END\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    environments = TaskEnvironments(tokenizer, LocalHost(ToolTask().environment, limit_seconds=LIMIT_SECONDS))
+    rollout = rollout_of()
+    rollout.prompt = Prompt("p0", tokenizer("<|im_start|>assistant\n")["input_ids"], rollout.prompt.payload)
+    call = 'CALL {"name": "calculator", "arguments": {"expression": "6*7"}} END'
+    assert "tool\n42<|im_end|>" in shown(turn(environments, rollout, call))
+    assert "tool\nerror: " in shown(turn(environments, rollout, 'CALL {"name": "calculator", END', call=1))
+    assert turn(environments, rollout, "<tool_call>not this template's</tool_call>", call=2).reward == 1.0
+
+
+class ToolTask(CountingTask):
+    """Any response without a call is correct."""
+
+    def environment(self) -> Any:
+        return ToolEnvironment(self, [calculator])
+
+    def score(self, problem: Problem, response: str) -> float:
+        return 1.0
+
+
+def test_a_task_that_cannot_be_built_in_a_worker_is_an_error_before_the_run() -> None:
+    class Local(CountingTask):
+        pass
+
+    with pytest.raises(ValueError, match="cannot be sent to a worker process"):
+        WorkerHosts(Local(), workers=1, limit_seconds=1.0)
+    host = WorkerHosts(BreaksInWorker(os.getpid()), workers=1, limit_seconds=1.0)
+    with contextlib.closing(host), pytest.raises(WorkerError, match="no database here"):
+        host.wait_until_ready()
+
+
+class BreaksInWorker(CountingTask):
+    def __init__(self, home: int) -> None:
+        super().__init__()
+        self.home = home
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("no database here")
+
+
+def test_no_process_or_socket_is_left_after_close() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    host = WorkerHosts(CountingTask(), workers=2, limit_seconds=LIMIT_SECONDS)
+    environments = TaskEnvironments(TOKENIZER, host)
+    for number in range(4):
+        rollout = rollout_of(number)
+        speak(rollout, "sleep 600")
+        environments.submit(rollout, number)
+    host.wait_until_ready()
+    until = time.monotonic() + PATIENCE_SECONDS
+    while len(host.process_ids()) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    processes = host.process_ids()
+    assert len(processes) == 2
+    host.close()
+    wait_for_end(*processes)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_workers_end_when_this_process_is_killed(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, time; sys.path[:0] = sys.argv[1:]\n"
+        "from counting_task import CountingTask\n"
+        "from sortedrl.tasks.environment_workers import WorkerHosts\n"
+        "host = WorkerHosts(CountingTask(), workers=1, limit_seconds=30.0)\n"
+        "host.wait_until_ready(); print(host.process_ids()[0], flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(Path(__file__).parents[1] / "support")], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_for_end(worker)

@@ -1,0 +1,193 @@
+"""`sortedrl train` and `sortedrl eval` with environments: several turns, in this process and in workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+import toy
+from processes import PATIENCE_SECONDS, wait_for_end
+from sortedrl.core import events
+from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.core.import_path import import_object
+from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
+from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
+from sortedrl.observe.metrics import Metrics
+from sortedrl.tasks.registry import task_by_name
+
+ROOT = Path(__file__).parents[2]
+SMALL_FLAGS = "--slots 8 --max-response-tokens 40 --max-prompt-tokens 16 --max-context-tokens 80 --eval-problems 10"
+TRAIN_FLAGS = "--rollouts-per-update 16 --prompts-per-cohort 16 --rollouts-per-prompt 2 --threads 1"
+DIALOGUE = "eval --task knights_and_knaves:dialogue --task-options count 240 --eval-problems 40 --threads 1 --json"
+GUESS = (
+    "train --task guess:GuessTask --max-turns 3 --updates 1 --eval-problems 4 --rollouts-per-update 8 --threads 1 "
+    "--prompts-per-cohort 4 --rollouts-per-prompt 2 --slots 8 --max-response-tokens 24"
+)
+SMALL, TRAIN = SMALL_FLAGS.split(), TRAIN_FLAGS.split()
+TALK = ["--task", "toy:Talk"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.make_model(tmp_path_factory.mktemp("model"))
+
+
+def trained(model: Path, run: Path, *more: str, updates: int = 4) -> None:
+    words = ["train", "--model", str(model), *TALK, *SMALL, *TRAIN, "--updates", str(updates), "--out", str(run), *more]
+    done = forked.run(words, run.parent / "output")
+    assert done.returncode == 0, done.stderr
+
+
+def updates_of(run: Path) -> list[events.Updated]:
+    return [event for event in read_events(run / "events.jsonl") if isinstance(event, events.Updated)]
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "on-policy"])
+def test_a_run_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path, mode: str) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--mode", mode, "--scoring", "at-once")
+    updates = updates_of(run)
+    kinds = [[version == FROM_ENVIRONMENT for version, _ in segments] for e in updates for segments in e.segments]
+    assert len(updates) == 4 and any(sum(kind) == 2 for kind in kinds), "three turns, two answers between them"
+    assert all(not kind[0] and not kind[-1] for kind in kinds)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(1 <= line["reward_parts"]["turns"] <= 3 for line in lines if "reward" in line)
+    assert all(1 <= line["held_out_parts"]["turns"] <= 3 for line in lines if "held_out" in line)
+    rollout = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
+    assert rollout["detail"]["parts"]["turns"] >= 1
+
+
+def test_environments_in_workers_hold_no_slot_and_leave_no_process(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--task-options", "seconds", "0.2", "--mode", "partial+elevator")
+    log = list(read_events(run / "events.jsonl"))
+    metrics = Metrics().fold(log).run_metrics()
+    assert metrics.rejected == 0 and metrics.turns_mean > 1 and metrics.environment_seconds > 1
+    running: set[int] = set()
+    for event in log:
+        if isinstance(event, events.Started):
+            running.add(event.rollout)
+        elif isinstance(event, events.TurnEnded | events.Finished | events.Aborted | events.Failed):
+            running.discard(event.rollout)
+        elif isinstance(event, events.Observed):
+            assert event.rollout not in running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remembers", ["True", "False"])
+def test_a_killed_run_goes_on_with_rollouts_in_their_environments(model: Path, tmp_path: Path, remembers: str) -> None:
+    """Killed after a checkpoint, with environments in worker processes; from their state, or by replay."""
+    run = tmp_path / "run"
+    words = ["train", "--model", str(model), *TALK, *SMALL, *TRAIN, "--out", str(run), "--checkpoint-every", "1"]
+    words += [
+        "--task-options",
+        "seconds",
+        "0.3",
+        "remembers",
+        remembers,
+        "--mode",
+        "partial+elevator",
+        "--updates",
+        "8",
+    ]
+    command = forked.Command(words, tmp_path / "output")
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not (run / "checkpoints" / "update-000003").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert command.process.pid is not None
+    workers = descendants_of(command.process.pid)
+    command.send(signal.SIGKILL)
+    assert command.wait().returncode == -signal.SIGKILL
+    assert workers
+    wait_for_end(*workers)
+    done = forked.run(["train", "--resume", str(run)], tmp_path / "output")
+    assert done.returncode == 0, done.stderr
+    log = list(without_rolled_back(read_events(run / "events.jsonl")))
+    trained_on = [id for event in log if isinstance(event, events.Updated) for id in event.rollouts]
+    assert len(trained_on) == len(set(trained_on)) and len(updates_of(run)) >= 8
+    assert not [event for event in log if isinstance(event, events.Rejected)]
+    lost = [e for e in log if isinstance(e, events.EnvironmentFailed)]
+    assert not lost, "every instance came back as it was"
+
+
+def test_an_evaluation_of_a_dialogue_reports_its_parts(tmp_path: Path) -> None:
+    done = forked.run(DIALOGUE.split(), tmp_path / "output")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["problems"] == 40 and result["unscored"] == 0
+    assert 0 < result["parts"]["asked"] < 1 and result["parts"]["turns"] == pytest.approx(1.6, abs=0.5)
+
+
+def test_a_limit_of_turns_ends_rollouts_with_the_reward_of_finish(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(model, run, "--max-turns", "2", "--scoring", "at-once", "--mode", "partial")
+    segments = [segments for event in updates_of(run) for segments in event.segments]
+    assert max(sum(version == FROM_ENVIRONMENT for version, _ in one) for one in segments) == 1
+    log = list(read_events(run / "events.jsonl"))
+    assert not [event for event in log if isinstance(event, events.Rejected)]
+
+
+def descendants_of(process: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
+    children = [int(word) for word in found.stdout.split()]
+    return [one for one in children if _is_worker(one)]
+
+
+def _is_worker(process: int) -> bool:
+    try:
+        return b"environment_workers" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_the_second_built_in_model_is_picked_for_its_task_and_small() -> None:
+    assert model_named("built-in", "knights_and_knaves:dialogue") == str(DIALOGUE_MODEL)
+    assert model_named("built-in", "knights_and_knaves:small") == str(BUILT_IN_MODEL)
+    assert sum(file.stat().st_size for file in DIALOGUE_MODEL.iterdir()) < 2_000_000
+    recipe = json.loads((DIALOGUE_MODEL / "recipe.json").read_text())
+    assert recipe["measured_at_temperature_1"]["format_right"] > 0.95
+    script = ROOT / "scripts" / "warm_start_dialogue.py"
+    assert recipe["made_by"] == f"scripts/{script.name}" and script.exists()
+
+
+@pytest.fixture
+def documented(tmp_path: Path) -> Path:
+    """A folder with the files of the documentation."""
+    page = (ROOT / "docs" / "environments.md").read_text()
+    for name, code in re.findall(r"```python file=(\S+)\n(.*?)```", page, re.DOTALL):
+        (tmp_path / name).write_text(code)
+    return tmp_path
+
+
+def test_the_environment_of_the_documentation_has_30_lines_and_plays(
+    documented: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line for line in (documented / "guess.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 30
+    monkeypatch.syspath_prepend(str(documented))
+    task: Any = task_by_name("guess:GuessTask")
+    environment = task.environment()
+    environment.reset(task.train()[41])
+    said = [asyncio.run(environment.step(text)) for text in ("a number", "50", "30", "42")]
+    assert said == ["Write a number.", "Lower.", "Higher.", 1.0]
+    tool: Any = import_object("units:celsius")
+    assert tool(212.0) == pytest.approx(100.0)
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_documentation_trains(documented: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, "-m", "sortedrl", *GUESS.split(), "--out", str(documented / "run")]
+    done = subprocess.run(words, cwd=documented, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
