@@ -36,8 +36,10 @@ class MultiTurn:
         """Policy tokens of the whole response, without a limit."""
         return sum(self.turn_length(lengths, prompt, seed, turn) for turn in range(self.turns))
 
-    def seconds(self, seed: int, turn: int) -> float:
-        return self.seconds_mean * math.exp(self.sigma * normal(derive_seed(seed, turn, 5)) - self.sigma**2 / 2)
+    def seconds(self, seed: int, turn: int, failures: int = 0) -> float:
+        """After a failure the environment is asked again, and the time is drawn again."""
+        noise = normal(derive_seed(seed, turn, 5, *([failures] if failures else [])))
+        return self.seconds_mean * math.exp(self.sigma * noise - self.sigma**2 / 2)
 
     def end_of_turn(self, lengths: LengthOf) -> Callable[[Request], int]:
         """For the simulated engine: the length of the response at the end of the turn that a request runs."""
@@ -127,6 +129,6 @@ def simulated_environments(
         turn = rollout.observations
         if turn + 1 >= turns.turns:
             return Step()
-        return Step(turns.seconds(seed_of(rollout), turn), turns.observation_tokens)
+        return Step(turns.seconds(seed_of(rollout), turn, rollout.failures), turns.observation_tokens)
 
     return SimulatedEnvironments(engine, step)
