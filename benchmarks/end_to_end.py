@@ -281,7 +281,8 @@ class Bench:
         )
         self.learner = Learner(model, settings)
         probes = [prompt.tokens for prompt in random_prompts((-1, -2), 24, self.engine.info().vocabulary)]
-        self.checked = CheckedWeights(self.engine, self.learner.logprobs_of, probes)
+        # With random weights bf16 alone puts the two 0.11 nats apart (measured at 8B). Wrong weights: more than 1.
+        self.checked = CheckedWeights(self.engine, self.learner.logprobs_of, probes, tolerance=0.5)
         self.checked.update_weights(self.learner.weights(), 1)
         self.log(f"learner started, its weights are in the engine ({self.checked.last_difference:.3g} nats apart)")
         warm_up(self.engine, self.engine.info().vocabulary, self.max_length)
