@@ -167,7 +167,7 @@ def test_learning_curves_hold_what_the_run_folders_say(
     assert "learner-mismatch-kl" not in panels, "engine and learner share the model: it would be a flat line at 0"
     for chart in panels:
         key = chart.removeprefix("learner-").replace("-", "_")
-        factor = 100 if key == "clipped_fraction" else 1
+        factor = 100 if key.endswith("_fraction") else 1
         having = [mode for mode in MODES if all(any(key in line for line in of) for of in lines[mode])]
         traces = drawn(browser, chart)
         for i, mode in enumerate(having):

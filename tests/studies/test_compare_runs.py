@@ -143,14 +143,15 @@ def test_an_error_is_the_last_line_and_how_the_run_ended(tmp_path: Path) -> None
     assert error_of(run, 2) == "CUDA out of memory (exit code 2)"
 
 
-def test_a_wrong_setting_is_refused_before_anything_starts(study: Path, tmp_path: Path) -> None:
+def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    study = STUDY.format(model="m", settings=SETTINGS)
     for wrong, expected in (
         ('[arms.c]\nmode = "partiel"\n', "(arm c)"),
         ("[arms.c]\nlearning_rat = 1.0\n", "Did you mean learning_rate?"),
         ("[arms.c]\nslots = 0\n", "slots = 0"),
     ):
         file = tmp_path / "wrong.toml"
-        file.write_text(study.read_text() + wrong)
+        file.write_text(study + wrong)
         done = compare(file, "--out", tmp_path / "out")
         assert done.returncode == 2
         assert expected in done.stderr and done.stderr.count("\n") == 1

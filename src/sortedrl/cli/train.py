@@ -15,7 +15,7 @@ from sortedrl.cli.help_page import flag_of, help_position
 from sortedrl.cli.output import console_of_run, print_settings
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
-from sortedrl.training.settings import TrainingSettings, TrainSettings
+from sortedrl.training.settings import TrainSettings
 
 SETTINGS = TrainSettings
 
@@ -31,7 +31,7 @@ def run(settings: TrainSettings) -> int:
     return 130 if summary["interrupted"] else 0
 
 
-def print_dry_run(settings: TrainingSettings) -> int:
+def print_dry_run(settings: TrainSettings) -> int:
     per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
     context_tokens = settings.longest_context()
     derived = {

@@ -95,8 +95,8 @@ class EvalSettings(ModelSettings):
     """Score a model on held-out problems of a task: mean@k and pass@k with confidence intervals."""
 
 
-class TrainingSettings(ModelSettings, ScheduleSettings, LearnerFlags):
-    """What one training run and a comparison of several share."""
+class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
+    """Train a model with RL on one machine, with any schedule."""
 
     file_only: ClassVar[frozenset[str]] = frozenset(
         {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient", "warmup_updates", "steps_per_update"}
@@ -141,19 +141,14 @@ class TrainingSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         Field(ge=0, le=65535, description="serve metrics for Prometheus on this port of localhost; 0: any free port"),
     ] = None
     out: Annotated[Path | None, Field(description="run folder; default: runs/TIME-MODE-SEED")] = None
-
-    def updates_per_cohort(self) -> int:
-        return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
-
-
-class TrainSettings(TrainingSettings):
-    """Train a model with RL on one machine, with any schedule."""
-
     mode: Annotated[str, Field(description="schedule; `sortedrl simulate` and `sortedrl plan` compare them")] = (
         "partial+elevator"
     )
     seed: Annotated[int, Field(description="seed of data order and sampling")] = 0
     resume: Annotated[Path | None, Field(description="run folder of an interrupted run to continue")] = None
+
+    def updates_per_cohort(self) -> int:
+        return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
 
     def check(self) -> None:
         super().check()

@@ -140,8 +140,8 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
             }
         ]
         layout = {
-            "xaxis": {"title": {"text": f"{outcome}: difference, 95 % t interval"}, "zeroline": True},
-            "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": "  ", "title": {"text": ""}},
+            "xaxis": {"title": {"text": f"{outcome}: difference, 95 % t interval"}, "rangemode": "tozero"},
+            "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": "  "},
             "hovermode": "closest",
             "showlegend": False,
         }
