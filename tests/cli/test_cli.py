@@ -235,6 +235,7 @@ def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
     assert 'Use off_policy_correction = "mask".' in sortedrl("train", *old).stderr
 
 
+STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]
 BAD_INPUT = {
     "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
     "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "1"]),
@@ -250,6 +251,22 @@ BAD_INPUT = {
         ["Did you mean vllm?", "your.module:factory"],
     ),
     "a key without its value": (["train", "--engine-options", "a"], ["expected KEY VALUE pairs"]),
+    "streaming in one process": (
+        ["train", "--stream"],
+        ["stream = True", "engine embedded runs in this process", "--engine vllm-server"],
+    ),
+    "streaming several batches per harvest": (
+        [*STREAMED, "--mode", "cohort-at-once"],
+        ["mode cohort-at-once decides at the end of a harvest"],
+    ),
+    "streaming with the batch's own mean": (
+        [*STREAMED, "--algorithm", "reinforce++", "--advantage-baseline", "batch"],
+        ["advantage_baseline = batch: an advantage depends on the other rollouts"],
+    ),
+    "streaming parts of groups": (
+        [*STREAMED, "--algorithm", "reinforce++"],
+        ["8 rollouts per prompt are not trained on as whole groups"],
+    ),
     "a rare setting as a flag": (["train", "--clip-low", "0.1"], ["set clip_low in a TOML file with --config"]),
     "an old flag": (["train", "--stale-tokens", "plain"], ["use --off-policy-correction", "plain is now ppo_clip"]),
     "another old flag": (["train", "--baseline", "siblings"], ["use --advantage-baseline (siblings is now group)"]),

@@ -17,6 +17,7 @@ from sortedrl.learner.advantages import (
     group_indices,
     grpo_advantages,
     normalized,
+    require_groups,
     reward_advantages,
     rewards_with_truncation,
     rloo_advantages,
@@ -195,7 +196,8 @@ def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
 
 def test_comparing_siblings_without_siblings_is_an_error() -> None:
     with pytest.raises(ValueError, match="each of the 3 in this update is alone"):
-        reward_advantages(torch.zeros(3), torch.arange(3), torch.zeros(3).long(), "grpo", "group", CohortStatistics())
+        require_groups(torch.arange(3), "grpo")
+    require_groups(torch.tensor([0, 1, 0]), "grpo")
 
 
 def test_statistics_survive_their_state_dict() -> None:

@@ -112,24 +112,21 @@ def sampled_with(model: nn.Module, rollouts: list[Rollout], temperature: float =
 
 
 def gradients(learner: Learner, rollouts: list[Rollout], version: int = 0) -> dict[str, Tensor]:
-    """Of one update, before clipping."""
+    """Of one update: what its last optimizer step gets, normalized. Use it without clipping."""
     found: dict[str, Tensor] = {}
+    optimizer = learner._optimizer
+    step = optimizer.step
 
-    def keep(name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            found[name] = parameter.grad.clone()
+    def keep(learning_rate: float, gradient_scale: float = 1.0) -> None:
+        named = {name: weight.grad for name, weight in learner.model.named_parameters()}
+        found.update({name: grad.float() * gradient_scale for name, grad in named.items() if grad is not None})
+        step(learning_rate, gradient_scale)
 
-        return hook
-
-    handles = [
-        parameter.register_post_accumulate_grad_hook(keep(name))  # type: ignore[no-untyped-call]
-        for name, parameter in learner.model.named_parameters()
-        if parameter.requires_grad
-    ]
-    learner.step(rollouts, version)
-    for handle in handles:
-        handle.remove()
+    optimizer.step = keep  # type: ignore[method-assign]
+    try:
+        learner.step(rollouts, version)
+    finally:
+        optimizer.step = step  # type: ignore[method-assign]
     return found
 
 

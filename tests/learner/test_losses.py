@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sortedrl.learner.losses import (
     effective_sample_fraction,
     kl_k3,
+    loss_normalizer,
     policy_loss,
     selected_logprobs,
     token_weights,
@@ -192,7 +193,8 @@ def test_weights_sum_to_the_aggregation(aggregation: Aggregation) -> None:
         "token_mean": sum(sum(row) for row in rows) / sum(len(row) for row in rows),
         "sequence_mean": sum(sum(row) / len(row) for row in trained) / len(trained),
     }[aggregation]
-    found = (values * token_weights(mask, aggregation, 100.0)).sum().item()
+    summed = (values * token_weights(mask, aggregation)).sum().item()
+    found = summed / loss_normalizer(mask, aggregation, 100.0)
     assert found == pytest.approx(expected, abs=1e-6)
 
 

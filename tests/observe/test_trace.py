@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chromium import Chromium, chromium_or_skip
-from scenarios import MODES, Run, Scenario, run, troubled
+from scenarios import MODES, STREAMABLE, Run, Scenario, run, troubled
 from sortedrl.cli import main
-from sortedrl.core.events import Event, JsonLines, RolledBack, Updated
+from sortedrl.core.events import Event, JsonLines, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.observe.trace import COLOURS, COUNTERS, trace_events
@@ -45,6 +46,25 @@ def test_the_trace_of_any_simulated_run_is_valid(mode: str) -> None:
         assert_valid_trace(log[: max(1, round(share * len(log)))])  # as a killed run leaves it
 
     check()
+
+
+@RANDOM
+@given(troubled(STREAMABLE))
+def test_the_trace_of_a_streamed_run_is_valid(scenario: Scenario) -> None:
+    assert_valid_trace(Run(replace(scenario, streams=True)).to_end().events)
+
+
+def test_learner_work_during_the_harvest_is_on_the_learner_s_track() -> None:
+    log = run("baseline", LENGTHS, slots=4, streams=True, **SMALL).events
+    trace = written_trace(log)
+    phases = {event["name"]: event for event in trace if event.get("cat") == "phase"}
+    streamed = [event for event in trace if event.get("cat") == "streamed"]
+    assert [event["name"] for event in streamed[:2]] == ["streamed to update 1"] * 2
+    assert sum(event["dur"] for event in streamed) == pytest.approx(
+        1e6 * sum(event.seconds for event in log if isinstance(event, Streamed))
+    )
+    harvest = next(event for event in trace if event.get("cat") == "phase" and event["name"] == "harvest")
+    assert harvest["ts"] < streamed[0]["ts"] < harvest["ts"] + harvest["dur"] and "learner" in phases
 
 
 @pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial", "partial+elevator"])

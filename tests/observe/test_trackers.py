@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from config_file import config_file
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe import trackers
 from sortedrl.observe.prometheus import Endpoint, exposition
@@ -328,9 +329,9 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     words = f"""-m sortedrl train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
         --scoring at-once --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8 --rollouts-per-prompt 4
         --max-response-tokens 40 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
-        --tracker tensorboard --prometheus-port 0"""
+        --tracker tensorboard"""
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", "PYTHONUNBUFFERED": "1"}
-    run = Scraper([sys.executable, *words.split()], environment)
+    run = Scraper([sys.executable, *words.split(), *config_file(tmp_path, prometheus_port=0)], environment)
 
     summary = json.loads(run.stdout)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

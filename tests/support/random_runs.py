@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from scenarios import MODES, NEVER, STEP_TIMES, EnvironmentCall, Run, Scenario, WatchedEngine
+from scenarios import MODES, NEVER, STEP_TIMES, STREAMABLE, EnvironmentCall, Run, Scenario, WatchedEngine
 from sortedrl.core import STRATEGIES, Batch, Event, Schedule, events
 from sortedrl.core.engine import EngineDied
 
@@ -49,6 +49,7 @@ class Case:
             "max_staleness": schedule.max_staleness is not None,
             "oversubscribe": schedule.oversubscribe is not None,
             "overlap": schedule.overlap,
+            "streams": scenario.streams,
             "publishes not every update": bool(scenario.silent_updates),
             "ends early": scenario.max_updates is not None,
             "several turns": bool(scenario.turns),
@@ -111,6 +112,7 @@ def case_of(seed: int, *, with_turns: bool = False) -> Case:
         Ending(rng.choice((rng.randint(1, 30), rng.randint(20, 200))), dies=rng.random() < 0.7) for _ in range(lives)
     )
     saves = tuple(rng.random() < 0.8 for _ in range(rng.randint(1, 5)))
+    scenario = replace(scenario, streams=mode in STREAMABLE and rng.random() < 0.4)
     return Case(seed=seed, scenario=scenario, saves=saves, endings=endings)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from sortedrl.core import (
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.simulated_environments import SimulatedEnvironments, Step, place_of
+from sortedrl.engines.simulated_learner import SimulatedLearner
 from sortedrl.engines.step_time import StepTime, linear
 from sortedrl.observe.metrics import Metrics, RunMetrics
 
@@ -38,6 +39,7 @@ STEP_TIMES = (
     linear(0.5, 0.125, per_cached_token=0.01, per_prefill_token=0.1),
 )
 MODES = sorted(STRATEGIES)
+STREAMABLE = [mode for mode in MODES if not mode.startswith("cohort-at-once")]
 NEVER = float("inf")
 E = TypeVar("E")
 PATIENCE = 5_000  # waits and events after which a small run counts as endless
@@ -75,6 +77,7 @@ class Scenario:
     unscorable: frozenset[int] = frozenset()  # rollouts whose reward raises
     lost_after: tuple[int | None, ...] = (None,)  # tokens after which the engine loses a request
     max_updates: int | None = None
+    streams: bool = False  # the learner works during the harvest, on what is certain to be in the coming update
     silent_updates: frozenset[int] = frozenset()  # after these the learner publishes nothing
     turns: tuple[int, ...] = ()  # of prompt i; empty: no environments
     observations: tuple[int, ...] = (2,)  # tokens of an environment's answer to turn i
@@ -216,6 +219,34 @@ class WatchedScorer(SimulatedScorer):
         super().wait(timeout_seconds)
 
 
+class WatchedLearner(SimulatedLearner):
+    """Checks what is streamed to it: whole groups, each once, all of them in the next batch, of its version."""
+
+    def __init__(self, engine: SimulatedEngine, scenario: Scenario) -> None:
+        super().__init__(engine, lambda rollouts: len(rollouts) * scenario.learner_seconds / 4)
+        self._whole_groups = scenario.schedule.whole_groups
+        self._streamed: dict[int, tuple[Rollout, int, int]] = {}  # with version and length
+        self.parts = 0
+
+    def start(self, rollouts: Sequence[Rollout], version: int) -> None:
+        assert not self.is_working and rollouts
+        self.parts += 1
+        for rollout in rollouts:
+            assert rollout.id not in self._streamed and rollout.reward is not None
+            self._streamed[rollout.id] = (rollout, version, len(rollout))
+        super().start(rollouts, version)
+
+    def check(self, batch: Batch) -> None:
+        assert not self.is_working
+        for rollout, version, length in self._streamed.values():
+            assert rollout in batch.rollouts, f"rollout {rollout.id} was streamed for update {batch.update}"
+            assert version == batch.version and len(rollout) == length
+        if self._whole_groups:
+            groups = {rollout.group for rollout, _, _ in self._streamed.values()}
+            assert all((rollout.id in self._streamed) == (rollout.group in groups) for rollout in batch)
+        self._streamed.clear()
+
+
 class Run:
     """A scenario while it runs, and what it left behind. `state` starts it from a checkpoint, in a log that ended at
     `last_time`."""
@@ -245,6 +276,7 @@ class Run:
         )
         self.environments = WatchedEnvironments(self.engine, scenario) if scenario.turns else None
         self.scorer = WatchedScorer(self.engine, seconds_of=self._score_seconds, reward_of=self._reward)
+        self.learner = WatchedLearner(self.engine, scenario) if scenario.streams else None
         self.controller = Controller(
             self.engine,
             Prompts(scenario.dataset(), epochs=scenario.epochs, seed=scenario.schedule.seed, shuffle=scenario.shuffle),
@@ -255,6 +287,7 @@ class Run:
             expectation=expectation,
             log=EventLog(self._keep, self.metrics),
             max_updates=scenario.max_updates,
+            stream_to=self.learner,
         )
         if state is not None:
             self.engine.update_weights(None, state["version"])
@@ -309,6 +342,8 @@ class Run:
 
     def learn(self, batch: Batch) -> None:
         seconds = self.scenario.learner_seconds
+        if self.learner is not None:
+            self.learner.check(batch)
         if self.scenario.schedule.overlap:
             self.controller.carry_on(until=self.engine.now() + seconds)
         else:

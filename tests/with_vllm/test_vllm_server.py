@@ -145,7 +145,14 @@ class TestServer(ServerTests):
         assert any(isinstance(change, Preempted) for change in seen)
 
 
-@pytest.mark.parametrize("flags", [[], ["--overlap", "--max-staleness", "4"]], ids=["in turn", "overlap"])
+OVERLAP = ["--overlap", "--max-staleness", "4"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], OVERLAP, ["--stream", "--mode", "baseline"], [*OVERLAP, "--stream"]],
+    ids=["in turn", "overlap", "streamed", "overlap, streamed"],
+)
 def test_training_with_a_server(
     tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +180,8 @@ def test_training_with_a_server(
     assert len(updates) == 4
     assert all(update["weight_difference"] < 1e-2 and abs(update.get("mismatch_kl", 0.0)) < 1e-3 for update in updates)
     run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
-    assert ("learner" in run_metrics["idle_parts"]) != bool(flags)
+    assert ("learner" in run_metrics["idle_parts"]) != ("--overlap" in flags)
+    assert (run_metrics["streamed_fraction"] > 0) == ("--stream" in flags)
 
 
 def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ GROUPS = {
     "learner": (
         *("algorithm", "advantage_baseline", "off_policy_correction", "learning_rate", "lora_rank"),
         *("gradient_checkpointing", "learner_seconds_per_update", "learner_seconds_per_token"),
+        *("stream", "share_gpu"),
     ),
     "rewards": ("scoring", "reward_workers", "score_limit_seconds", "score_seconds"),
     "length of a run": ("updates", "epochs", "cohorts", "seed", "seeds", "jobs", "stopped_after_seconds", "full"),

@@ -48,6 +48,8 @@ def workload_line(settings: SimulatedSettings) -> str:
     seconds = settings.resolved_weight_update_seconds()
     more = (f", {seconds:.3g} s per weight update" if seconds else "") + (
         ", KV cache kept across weight updates" * settings.reuse_kv_cache
+        + ", learner streamed" * settings.stream
+        + " on the engine's GPU" * settings.share_gpu
     )
     return (
         f"lengths: {lengths}\nslots {settings.slots}, updates of {settings.rollouts_per_update}, cohorts of "

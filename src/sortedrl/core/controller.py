@@ -11,6 +11,8 @@ One harvest:
                         +----- abort ------+     tokens kept (partial) or dropped (on-policy)
 
 With environments, a response has several turns; between two of them it holds no slot (core/turns.py).
+With `stream_to`, rollouts that are certain to be in the coming batch go to the learner while the rest is generated
+(core/streaming.py).
 
 Guarantees for every strategy:
 - every rollout of a loaded prompt is in exactly one batch or rejected with a reason;
@@ -45,6 +47,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy, overdue_and_unfinished
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming
 from sortedrl.core.turns import Turns
 
 __all__ = ["Batch", "Controller", "StaleTokens"]
@@ -68,6 +71,7 @@ class Controller:
         sampling: Sampling | None = None,
         log: EventLog | None = None,
         max_updates: int | None = None,
+        stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
         self.engine = engine
         self.scorer = scorer
@@ -93,6 +97,7 @@ class Controller:
         if environments is not None:
             self._turns = Turns(environments, self._moves, self._clock, engine.now, self._submit_for_scoring)
         self._late_scores = LateScores(self._moves, self._clock)
+        self._streaming = Streaming(stream_to, self.strategy, self._state, self._clock, self.log)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._batches_left = 0  # of the last harvest, not yet handed out
         self._phase = ""
@@ -238,19 +243,31 @@ class Controller:
 
     def _harvest(self) -> list[list[Group]]:
         self._start_harvest()
-        while not self._has_enough():
-            self._fill()
-            if self._is_interrupted:
+        with self._streaming:
+            while not self._has_enough():
+                self._fill()
+                if self._is_interrupted:
+                    self._abort_running()
+                    self._wait_for_learner()
+                    return []
+                if not self.buffer.untrained:  # every remaining rollout was rejected
+                    return []
+                self._streaming.hand_over()
+                if not (self._has_enough() or self._late_scores.give_up(self.strategy.wanted(self._state))):
+                    self._advance()
+            if not self.schedule.overlap:
                 self._abort_running()
-                return []
-            if not self.buffer.untrained:  # every remaining rollout was rejected
-                return []
-            if not (self._has_enough() or self._late_scores.give_up(self.strategy.wanted(self._state))):
-                self._advance()
-        if not self.schedule.overlap:
-            self._abort_running()
-        self._wait_for_scores()
-        return self.strategy.take(self._state)
+            self._wait_for_scores()
+            self._wait_for_learner()
+            return self.strategy.take(self._state)
+
+    def _wait_for_learner(self) -> None:
+        """No batch is handed out while the learner works on a part of it. With `overlap` the engine carries on."""
+        while self._streaming.is_working and self.schedule.overlap and not self._is_interrupted:
+            self.carry_on(until=self._streaming.next_check(self.engine.now()))
+        if self._streaming.is_working:
+            self.mark_phase("learner")
+        self._streaming.wait()
 
     def _has_enough(self) -> bool:
         return self.buffer.untrained > 0 and self.strategy.enough(self._state)
@@ -303,7 +320,9 @@ class Controller:
         )
 
     def _advance(self, until: float | None = None) -> None:
-        """Wait for the engine, or for an answer of an environment or a score if nothing runs."""
+        """Wait for the engine, or for an answer of an environment or a score if nothing runs; not past the moment when
+        the learner may be free."""
+        until = self._streaming.deadline(self.engine.now, until)
         between_turns = self._turns if self.buffer.in_environment else None
         if self.buffer.running or (between_turns and self.scorer.pending):
             until = between_turns.poll_until(until) if between_turns else until

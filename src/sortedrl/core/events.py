@@ -169,6 +169,16 @@ class Rejected(NamedTuple):
     reason: str
 
 
+class Streamed(NamedTuple):
+    """During the harvest, the learner computed the gradient of these rollouts for the coming update. It took `seconds`
+    and ended just before this event."""
+
+    at: float
+    update: int
+    seconds: float
+    rollouts: tuple[int, ...]
+
+
 class Updated(NamedTuple):
     """A batch went to the learner, which held `version`. Columns are parallel, one entry per rollout.
 
@@ -224,6 +234,7 @@ Event = (
     | Regenerated
     | Scored
     | Rejected
+    | Streamed
     | Updated
     | Published
     | RolledBack
@@ -231,32 +242,7 @@ Event = (
 )
 Sink = Callable[[Any], None]
 
-_TYPES: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        RunBegan,
-        Phase,
-        Loaded,
-        HarvestBegan,
-        Submitted,
-        Gate,
-        Started,
-        Preempted,
-        TurnEnded,
-        Observed,
-        EnvironmentFailed,
-        Finished,
-        Aborted,
-        Failed,
-        Regenerated,
-        Scored,
-        Rejected,
-        Updated,
-        Published,
-        RolledBack,
-        Lost,
-    )
-}
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def _template(kind: type) -> str:

@@ -84,6 +84,12 @@ class SimulatedEngine(EngineBase):
         self._undelivered: list[Change] = []
         self._has_ended = False  # an undelivered change is an end or a failure
         self._alarms: list[float] = []
+        self._speed_at: Callable[[int], float] | None = None
+
+    @property
+    def running(self) -> int:
+        """Requests in a slot."""
+        return len(self._running)
 
     # The protocol
 
@@ -153,6 +159,11 @@ class SimulatedEngine(EngineBase):
         """Advance the clock without generating: the learner steps, or weights are updated."""
         self._clock = self._now = self.now() + seconds
 
+    def slow_down(self, speed_at: Callable[[int], float] | None) -> None:
+        """From the next step on, decode at this fraction of the speed, by the number of running requests; None: at full
+        speed."""
+        self._speed_at = speed_at
+
     def wake_at(self, time: float) -> None:
         """Make `poll` return at this time at the latest."""
         heapq.heappush(self._alarms, time)
@@ -192,7 +203,8 @@ class SimulatedEngine(EngineBase):
         """Duration of the next `steps` steps, while the running requests stay the same."""
         running = len(self._running)
         cached_in_all = self._cached * steps + running * steps * (steps - 1) / 2
-        return steps * self._step_time.at(running) + self._step_time.per_cached_token * cached_in_all
+        seconds = steps * self._step_time.at(running) + self._step_time.per_cached_token * cached_in_all
+        return seconds if self._speed_at is None else seconds / self._speed_at(running)
 
     def _steps_until(self, limit: float, most: int) -> int:
         """How many complete steps end by `limit`."""

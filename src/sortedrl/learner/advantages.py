@@ -196,6 +196,20 @@ def zero_variance(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     return (size_b > 1) & (spread_b < 1e-6 * size_b)
 
 
+def has_groups(group_b: Tensor) -> bool:
+    """Whether any two rollouts are of one group."""
+    return bool((group_b.bincount() > 1).any())
+
+
+def require_groups(group_b: Tensor, algorithm: Algorithm) -> None:
+    """Raise a ValueError if no two rollouts of an update are of one group: there is nothing to compare."""
+    if not has_groups(group_b):
+        raise ValueError(
+            f"{algorithm} compares the rollouts of a group, but each of the {len(group_b)} in this update is alone: "
+            "set rollouts_per_prompt to 2 or more, or use reinforce++ with advantage_baseline = previous_cohorts"
+        )
+
+
 def reward_advantages(
     rewards_b: Tensor,
     group_b: Tensor,
@@ -212,12 +226,6 @@ def reward_advantages(
     that is alone in its group gets 0, because being alone depends on length. With one rollout per prompt, all are
     alone and use the initial reference.
     """
-    has_groups = bool((group_b.bincount() > 1).any())
-    if advantage_baseline == "group" and not has_groups:
-        raise ValueError(
-            f"{algorithm} compares the rollouts of a group, but each of the {len(group_b)} in this update is alone: "
-            "set rollouts_per_prompt to 2 or more, or use reinforce++ with advantage_baseline = previous_cohorts"
-        )
     if algorithm == "grpo":
         return grpo_advantages(rewards_b, group_b), statistics
     if algorithm == "rloo":
@@ -226,7 +234,7 @@ def reward_advantages(
         return normalized(rewards_b, cohort_b, advantage_baseline, statistics)
     compared_b = centered_on_group(rewards_b, group_b) if advantage_baseline == "group" else rewards_b
     advantages_b, after = normalized(compared_b, cohort_b, "previous_cohorts", statistics)
-    if not has_groups:
+    if not has_groups(group_b):
         return advantages_b, after
     by_group_b = after.without_predecessor(cohort_b)
     return torch.where(by_group_b, grpo_advantages(rewards_b, group_b), advantages_b), after

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sortedrl.core.rollout import Rollout
 
@@ -34,6 +34,7 @@ class UpdateBatch:
     proximal_br: Tensor
     advantages_br: Tensor
     returns_br: Tensor
+    gae_br: Tensor  # with a critic: advantages before they are scaled
     weights_br: Tensor  # weight of each token in the loss
 
     def __len__(self) -> int:
@@ -58,6 +59,18 @@ class UpdateBatch:
             return tensor if device is None else tensor.to(device)
 
         return UpdateBatch(**{field.name: picked(field.name) for field in fields(self)})
+
+    def joined(self, more: UpdateBatch) -> UpdateBatch:
+        """These rollouts, then `more`, padded to the longest of both."""
+
+        def both(name: str) -> Tensor:
+            first, second = getattr(self, name), getattr(more, name)
+            if first.ndim == 1:
+                return torch.cat((first, second))
+            width = max(first.shape[1], second.shape[1])
+            return torch.cat([nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in (first, second)])
+
+        return UpdateBatch(**{field.name: both(field.name) for field in fields(self)})
 
     def trained_positions(self) -> tuple[Tensor, Tensor]:
         """Row and position in `tokens_bt` of each token in the mask, in row-major order."""
@@ -95,6 +108,7 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
         proximal_br=empty_br,
         advantages_br=empty_br,
         returns_br=empty_br,
+        gae_br=empty_br,
         weights_br=empty_br,
     )
     _check_logprobs(rollouts, batch)

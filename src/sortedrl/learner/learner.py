@@ -2,11 +2,19 @@
 
     rollouts -> rewards -> advantages -> micro-batches -> gradients -> optimizer -> weights()
 
+    learner.step(batch.rollouts, batch.version)       # is accumulate(rollouts not accumulated yet), then apply()
+
+Rollouts that are certain to be in the coming update can be passed to `accumulate` earlier, in any parts: the controller
+does this with `Controller(..., stream_to=learner.accumulate)`.
+
 Invariants:
 - the old policy is the sampling policy, token by token; it is never replaced by recomputed log-probabilities;
-- neither padding nor the split into micro-batches changes the gradient;
+- neither padding, the split into micro-batches nor streaming changes the gradient;
+- an update has the gradient of exactly the rollouts that it is made of: what was accumulated for another batch, or with
+  advantages that later rollouts changed, is dropped and computed again;
 - a `step` that fails before its optimizer step has no effect and can be repeated;
-- `state_dict` holds everything that the next update depends on, except the initial model and the settings.
+- `state_dict` holds everything that the next update depends on, except the initial model and the settings. The gradient
+  so far is not part of it.
 """
 
 from __future__ import annotations
@@ -15,9 +23,8 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,6 +39,7 @@ from sortedrl.learner.advantages import (
     generalised_advantages,
     group_indices,
     normalized,
+    require_groups,
     reward_advantages,
     rewards_with_truncation,
     zero_variance,
@@ -48,6 +56,7 @@ from sortedrl.learner.gradient_cosine import GradientCosine
 from sortedrl.learner.losses import (
     effective_sample_fraction,
     kl_k3,
+    loss_normalizer,
     policy_loss,
     token_weights,
     within_second_moment,
@@ -57,34 +66,16 @@ from sortedrl.learner.models import (
     ValueModel,
     checkpoint_layers,
     compile_layers,
+    copy_into,
     response_logprobs,
     scattered,
+    trainable,
     with_adapters,
 )
 from sortedrl.learner.optimizer import AdamW
-from sortedrl.learner.settings import LearnerSettings, require
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Data from an update's micro-batches for its metrics. Entries are per trained token or sums."""
-
-    gap: list[Tensor] = field(default_factory=list)  # new - behavior log-probability before any step
-    staleness: list[Tensor] = field(default_factory=list)
-    entropy: list[Tensor] = field(default_factory=list)
-    clipped: list[Tensor] = field(default_factory=list)
-    weight: list[Tensor] = field(default_factory=list)
-    policy_loss: list[Tensor] = field(default_factory=list)
-    kl_reference: list[Tensor] = field(default_factory=list)
-    critic_loss: list[Tensor] = field(default_factory=list)
-    rollout_log_weight: list[Tensor] = field(default_factory=list)  # of the current step: new / behavior, untruncated
-    ess_rollouts: list[float] = field(default_factory=list)  # one per step
-    learning_rates: list[float] = field(default_factory=list)
-    gradient_cosines: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    critic_grad_norms: list[float] = field(default_factory=list)
-    micro_batches: int = 0
-    skipped_steps: int = 0
+from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_streamable
+from sortedrl.learner.update_metrics import Tally, summary
+from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 
 
 class Learner:
@@ -102,6 +93,8 @@ class Learner:
         self.updates = 0
         self._normalizer_tokens = settings.normalizer_tokens
         self._statistics = CohortStatistics()
+        self._so_far: UpdateSoFar | None = None
+        self._is_streamed_to = False
         self._device: torch.device = model.device
         self._policy_scorer = TokenScorer(model, settings.temperature)
         self._reference_scorer = self._frozen_scorer()
@@ -115,9 +108,9 @@ class Learner:
                 checkpoint_layers(module, settings.recompute_above_tokens)
             if module is not None and settings.compile_layers:
                 compile_layers(module)
-        self._optimizer = AdamW(list(_trainable(model).values()), settings.weight_decay)
+        self._optimizer = AdamW(list(trainable(model).values()), settings.weight_decay)
         self._critic_optimizer = (
-            AdamW(list(_trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None
+            AdamW(list(trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None
         )
         self._gradient_cosine = GradientCosine(self._optimizer.parameters) if settings.gradient_cosine else None
 
@@ -149,52 +142,35 @@ class Learner:
         `harvest_index` is the update's position within its cohort: the quality of a critic may depend on length.
         """
         require(len(rollouts) > 0, "rollouts", len(rollouts), "an update needs at least one rollout")
-        whole = update_batch(rollouts, version)
-        rewards_b, truncated_b = self._rewards(rollouts, whole)
-        group_b = group_indices([rollout.group for rollout in rollouts])
-        cohort_b = torch.tensor([rollout.cohort for rollout in rollouts])
-        flat_b = zero_variance(rewards_b, group_b)
+        if self._so_far is not None and not self._so_far.is_part_of(rollouts, version):
+            self._drop_gradient()
+        self._add(rollouts, version)
+        return self.apply(harvest_index)
 
-        trains_b = whole.mask_br.any(1)
-        if self.settings.truncated_rollouts == "masked":
-            trains_b &= ~truncated_b
-        if self.settings.drop_zero_variance_groups:
-            trains_b &= ~flat_b
-        rows = [row for row, trains in enumerate(trains_b.tolist()) if trains]
-        batch = whole.select(rows)
-        metrics = {
-            "rollouts": float(len(whole)),
-            "rollouts_trained": float(len(batch)),
-            "tokens_trained": float(batch.mask_br.sum()),
-            "reward_mean": rewards_b.mean().item(),
-            "reward_std": rewards_b.std(correction=0).item(),
-            "length_mean": whole.response_lengths_b.float().mean().item(),
-            "truncated_fraction": truncated_b.float().mean().item(),
-            "groups": float(group_b.max() + 1),
-            "zero_variance_groups": float(len(set(group_b[flat_b].tolist()))),
-        }
-        if self.critic is None:
-            advantages_b, statistics = reward_advantages(
-                rewards_b,
-                group_b,
-                cohort_b,
-                self.settings.algorithm,
-                self.settings.resolved_advantage_baseline,
-                self._statistics,
-            )
-            batch = replace(batch, advantages_br=advantages_b[rows][:, None] * batch.mask_br)
-        elif len(batch):
-            batch, statistics, quality = self._critic_advantages(batch, rewards_b[rows], cohort_b[rows])
-            metrics["explained_variance"] = quality
-            metrics[f"explained_variance/harvest_{harvest_index}"] = quality
-        else:
-            statistics = self._statistics
-        if len(batch):
-            load_order = sorted(range(len(batch)), key=lambda row: rollouts[rows[row]].id)
-            metrics |= self._padding(batch, load_order)
-            metrics |= self._train(batch)
-        self._statistics = statistics
-        return metrics
+    def accumulate(self, rollouts: Sequence[Rollout], version: int) -> None:
+        """Add the gradient of rollouts that are certain to be in the coming update, whole groups at a time.
+
+        An error drops the gradient so far. The weights do not change before `apply`.
+        """
+        require_streamable(self.settings)
+        self._is_streamed_to = True
+        if self._so_far is not None and self._so_far.version != version:
+            self._drop_gradient()
+        self._add(rollouts, version).streamed += len(rollouts)
+
+    def apply(self, harvest_index: int = 0) -> dict[str, float]:
+        """Make the update from all rollouts that were accumulated; returns metrics by name."""
+        require(self._so_far is not None, "rollouts", 0, "accumulate rollouts first, or call step with a batch")
+        assert self._so_far is not None
+        try:
+            found = self._assess(self._so_far)
+            if not (needs_whole_update(self.settings) or self._so_far.agrees_with(found)):
+                version, rollouts = self._so_far.version, self._so_far.rollouts
+                self._drop_gradient()
+                self._add(rollouts, version)
+            return self._update(self._so_far, found, harvest_index)
+        finally:
+            self._drop_gradient()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names, with LoRA merged in and tied weights under both names.
@@ -229,25 +205,88 @@ class Learner:
             "updates": self.updates,
             "normalizer_tokens": self._normalizer_tokens,
             "statistics": self._statistics.state_dict(),
-            "policy": {name: weight.detach() for name, weight in _trainable(self.model).items()},
+            "policy": {name: weight.detach() for name, weight in trainable(self.model).items()},
             "optimizer": self._optimizer.state_dict(),
         }
         if self.critic is not None and self._critic_optimizer is not None:
-            state["critic"] = {name: weight.detach() for name, weight in _trainable(self.critic).items()}
+            state["critic"] = {name: weight.detach() for name, weight in trainable(self.critic).items()}
             state["critic_optimizer"] = self._critic_optimizer.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, in a learner built from the same initial model with the same settings."""
-        _copy_into(_trainable(self.model), state["policy"], "policy")
+        self._drop_gradient()
+        copy_into(trainable(self.model), state["policy"], "policy")
         self._optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None and self._critic_optimizer is not None:
-            _copy_into(_trainable(self.critic), state["critic"], "critic")
+            copy_into(trainable(self.critic), state["critic"], "critic")
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
         # A run goes on with the constant that its optimizer has seen. Older versions saved None at update 0.
         self._normalizer_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
         self.updates = int(state["updates"])
+
+    def _drop_gradient(self) -> None:
+        """Forget the rollouts that were accumulated and their gradient."""
+        self._so_far = None
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.forget_gradients()
+        if self._critic_optimizer is not None:
+            self._critic_optimizer.forget_gradients()
+
+    def _add(self, rollouts: Sequence[Rollout], version: int) -> UpdateSoFar:
+        """The update so far with these rollouts and, unless that needs the whole update, with their gradient."""
+        known = set(self._so_far.rollouts) if self._so_far is not None else set()
+        new = [rollout for rollout in rollouts if rollout not in known]
+        if self._so_far is not None and not new:
+            return self._so_far
+        try:
+            batch = self._with_critic(new, update_batch(new, version))
+            so_far = self._so_far.with_more(new, batch) if self._so_far else UpdateSoFar.of(version, new, batch)
+            self._so_far = so_far
+            if not needs_whole_update(self.settings):
+                rows = so_far.train_with(self._assess(so_far), so_far.rows_of(new))
+                self._add_gradient(so_far.batch.select(rows), so_far.tally)
+            return so_far
+        except BaseException:
+            self._drop_gradient()
+            raise
+
+    def _assess(self, so_far: UpdateSoFar) -> Assessment:
+        rollouts, batch = so_far.rollouts, so_far.batch
+        rewards_b, truncated_b = self._rewards(rollouts, batch)
+        group_b = group_indices([rollout.group for rollout in rollouts])
+        cohort_b = torch.tensor([rollout.cohort for rollout in rollouts])
+        flat_b = zero_variance(rewards_b, group_b)
+        trains_b = self._may_train(batch, truncated_b)
+        if self.settings.drop_zero_variance_groups:
+            trains_b &= ~flat_b
+        if self.critic is None:
+            advantages_b, statistics = reward_advantages(
+                rewards_b,
+                group_b,
+                cohort_b,
+                self.settings.algorithm,
+                self.settings.resolved_advantage_baseline,
+                self._statistics,
+            )
+            advantages_br = advantages_b[:, None] * batch.mask_br
+        else:
+            advantages_br, statistics = self._scaled_gae(batch, cohort_b, trains_b)
+        metrics = {
+            "rollouts": float(len(batch)),
+            "rollouts_trained": float(trains_b.sum()),
+            "tokens_trained": float(batch.mask_br[trains_b].sum()),
+            "reward_mean": rewards_b.mean().item(),
+            "reward_std": rewards_b.std(correction=0).item(),
+            "length_mean": batch.response_lengths_b.float().mean().item(),
+            "truncated_fraction": truncated_b.float().mean().item(),
+            "groups": float(group_b.max() + 1),
+            "zero_variance_groups": float(len(set(group_b[flat_b].tolist()))),
+        }
+        return Assessment(advantages_br, trains_b, statistics, metrics)
 
     def _rewards(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> tuple[Tensor, Tensor]:
         truncated_b = torch.tensor([rollout.truncated for rollout in rollouts])
@@ -261,68 +300,98 @@ class Learner:
         )
         return rewards_b, truncated_b
 
-    def _critic_advantages(
-        self, batch: UpdateBatch, rewards_b: Tensor, cohort_b: Tensor
-    ) -> tuple[UpdateBatch, CohortStatistics, float]:
-        """Values under the current critic, GAE over them, and the explained variance of the returns."""
-        assert self.critic is not None
-        mask_br = batch.mask_br
+    def _may_train(self, batch: UpdateBatch, truncated_b: Tensor) -> Tensor:
+        """Which rollouts have a gradient, as far as it depends on the rollout alone."""
+        has_tokens_b = batch.mask_br.any(1)
+        return has_tokens_b & ~truncated_b if self.settings.truncated_rollouts == "masked" else has_tokens_b
+
+    def _with_critic(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> UpdateBatch:
+        """The batch with GAE over the values of the current critic, if there is one."""
+        if self.critic is None:
+            return batch
+        rewards_b, truncated_b = self._rewards(rollouts, batch)
+        mask_br = batch.mask_br & self._may_train(batch, truncated_b)[:, None]
         values_br = torch.zeros_like(batch.behavior_br)
         with torch.no_grad():
-            for rows in self._plan(batch, range(len(batch))):
+            for rows in self._plan(batch, mask_br.any(1).nonzero()[:, 0].tolist()):
                 part = batch.select(rows, self._device)
                 values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
         rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b[:, None])
-        advantages_br, returns_br = generalised_advantages(
+        gae_br, returns_br = generalised_advantages(
             rewards_br, values_br, mask_br, self.settings.gamma, self.settings.gae_lambda
         )
-        quality = explained_variance(values_br[mask_br], returns_br[mask_br])
+        return replace(batch, gae_br=gae_br, returns_br=returns_br)
+
+    def _scaled_gae(self, batch: UpdateBatch, cohort_b: Tensor, trains_b: Tensor) -> tuple[Tensor, CohortStatistics]:
+        mask_br = batch.mask_br & trains_b[:, None]
         normalized_n, statistics = normalized(
-            advantages_br[mask_br],
+            batch.gae_br[mask_br],
             cohort_b[:, None].expand_as(mask_br)[mask_br],
             self.settings.resolved_advantage_baseline,
             self._statistics,
         )
-        advantages_br = scattered(normalized_n, mask_br)
-        return replace(batch, advantages_br=advantages_br, returns_br=returns_br), statistics, quality
+        return scattered(normalized_n, mask_br), statistics
 
     def _plan(self, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
         return sorted_micro_batches(rows, batch.lengths_b.tolist(), self.settings.tokens_per_micro_batch)
 
-    def _padding(self, batch: UpdateBatch, load_order: Sequence[int]) -> dict[str, float]:
+    def _update(self, so_far: UpdateSoFar, found: Assessment, harvest_index: int) -> dict[str, float]:
+        """Optimizer steps, statistics and metrics of an update that is complete."""
+        settings = self.settings
+        if settings.resolved_advantage_baseline == "group":
+            require_groups(group_indices([rollout.group for rollout in so_far.rollouts]), settings.algorithm)
+        rows = found.trains_b.nonzero()[:, 0].tolist()
+        metrics = dict(found.metrics)
+        if rows:
+            batch = replace(so_far.batch, advantages_br=found.advantages_br).select(rows)
+            tally = so_far.tally
+            warm = min(1.0, (self.updates + 1) / max(1, settings.warmup_updates))
+            if needs_whole_update(settings):
+                metrics |= self._step_by_step(batch, warm, tally)
+            else:
+                self._optimizer_step(batch, warm, tally)
+            self.updates += 1
+            metrics |= summary(tally, batch)
+            metrics |= self._padding(batch, [so_far.rollouts[row].id for row in rows], tally.computed_tokens)
+            if self._is_streamed_to:
+                metrics["streamed_fraction"] = so_far.streamed / len(so_far.rollouts)
+            if self.critic is not None:
+                returns_n, gae_n = batch.returns_br[batch.mask_br], batch.gae_br[batch.mask_br]
+                metrics["explained_variance"] = explained_variance(returns_n - gae_n, returns_n)
+                metrics[f"explained_variance/harvest_{harvest_index}"] = metrics["explained_variance"]
+        self._statistics = found.statistics
+        return metrics
+
+    def _padding(self, batch: UpdateBatch, ids: Sequence[int], computed: int) -> dict[str, float]:
         """`padding_fraction`: the fraction of computed tokens that are padding. `padding_saved`: the fraction of tokens
         saved compared with micro-batches of the same limit in the order in which the prompts were loaded."""
         lengths = batch.lengths_b.tolist()
-        computed = padded_tokens(self._plan(batch, range(len(batch))), lengths)
+        load_order = sorted(range(len(batch)), key=lambda row: ids[row])
         unsorted = padded_tokens(micro_batches(load_order, lengths, self.settings.tokens_per_micro_batch), lengths)
         return {"padding_fraction": 1.0 - sum(lengths) / computed, "padding_saved": 1.0 - computed / unsorted}
 
-    def _train(self, batch: UpdateBatch) -> dict[str, float]:
-        if self.settings.off_policy_correction == "decoupled" and self.settings.steps_per_update > 1:
-            batch = replace(batch, proximal_br=self._proximal(batch))
+    def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> dict[str, float]:
+        """The optimizer steps of an update whose gradients depend on all of its rollouts; returns further metrics."""
         metrics: dict[str, float] = {}
+        if self.settings.off_policy_correction == "decoupled":
+            batch = replace(batch, proximal_br=self._proximal(batch))
         if self.settings.off_policy_correction == "m2po":
             batch, metrics["m2po_dropped_fraction"] = self._within_second_moment(batch)
-        parts = balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)
-        tally = _Tally()
-        warm = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_updates))
-        for index, rows in enumerate(parts):
+        for index, rows in enumerate(balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)):
             part = batch.select(rows)
-            normalizer_tokens = self._normalizer_tokens / self.settings.steps_per_update
-            weights_br = token_weights(part.mask_br, self.settings.aggregation, normalizer_tokens)
-            part = replace(part, weights_br=weights_br)
-            self._forget_gradients()  # of an update that failed halfway
-            for group in self._plan(part, range(len(part))):
-                self._accumulate(part.select(group, self._device), first_step=index == 0, tally=tally)
-            self._apply(warm, tally)
-        self.updates += 1
-        return metrics | _summary(tally, batch)
+            self._add_gradient(part, tally, first_step=index == 0)
+            self._optimizer_step(part, warm, tally)
+        return metrics
 
-    def _forget_gradients(self) -> None:
-        self._optimizer.forget_gradients()
-        if self._critic_optimizer is not None:
-            self._critic_optimizer.forget_gradients()
+    def _add_gradient(self, batch: UpdateBatch, tally: Tally, *, first_step: bool = True) -> None:
+        """Add the gradient of these rollouts, which is not normalized yet."""
+        batch = replace(batch, weights_br=token_weights(batch.mask_br, self.settings.aggregation))
+        for rows in self._plan(batch, range(len(batch))):
+            part = batch.select(rows, self._device)
+            tally.micro_batches += 1
+            tally.computed_tokens += part.tokens_bt.numel()
+            self._add_micro_batch(part, tally, first_step=first_step)
 
     @torch.no_grad()
     def _proximal(self, batch: UpdateBatch) -> Tensor:
@@ -344,7 +413,7 @@ class Learner:
         kept_br = scattered(kept_n.to(batch.advantages_br.dtype), batch.mask_br)
         return replace(batch, advantages_br=batch.advantages_br * kept_br), 1.0 - kept_n.float().mean().item()
 
-    def _accumulate(self, batch: UpdateBatch, first_step: bool, tally: _Tally) -> None:
+    def _add_micro_batch(self, batch: UpdateBatch, tally: Tally, *, first_step: bool) -> None:
         """Add the gradient of a micro-batch to those of the policy and the critic."""
         settings, mask_br = self.settings, batch.mask_br
         new_br, entropy_br = self._policy_scorer(batch, entropy_gradient=settings.entropy_coefficient > 0)
@@ -372,7 +441,7 @@ class Learner:
         if self.critic is not None:
             critic_loss = 0.5 * ((self.critic(batch) - batch.returns_br).square() * batch.weights_br).sum()
             critic_loss.backward()
-            tally.critic_loss.append(critic_loss.detach())
+            tally.summed_critic_loss.append(critic_loss.detach())
         gap_br = (new_br.detach() - batch.behavior_br) * mask_br
         tally.rollout_log_weight.append(gap_br.sum(1, dtype=torch.float64))
         if first_step:
@@ -381,8 +450,7 @@ class Learner:
         tally.entropy.append(entropy_br[mask_br].detach())
         tally.clipped.append(policy.clipped_bt[mask_br])
         tally.weight.append(policy.weight_bt[mask_br])
-        tally.policy_loss.append((policy.loss_bt.detach() * batch.weights_br).sum())
-        tally.micro_batches += 1
+        tally.summed_policy_loss.append((policy.loss_bt.detach() * batch.weights_br).sum())
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: UpdateBatch) -> Tensor:
@@ -390,103 +458,27 @@ class Learner:
         with self._adapted.disable_adapter() if self._adapted is not None else contextlib.nullcontext():
             return self._reference_scorer(batch)[0]
 
-    def _apply(self, warm: float, tally: _Tally) -> None:
-        """An optimizer step with the accumulated, clipped gradients; skipped if they are not finite."""
+    def _optimizer_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> None:
+        """A step with the gradient of `batch`, which was accumulated: normalized, then clipped; skipped if it is not
+        finite."""
+        tokens = self._normalizer_tokens / self.settings.steps_per_update
+        normalizer = loss_normalizer(batch.mask_br, self.settings.aggregation, tokens)
         ess = effective_sample_fraction(torch.cat(tally.rollout_log_weight))
-        tally.ess_rollouts.append(ess)
-        tally.rollout_log_weight.clear()
         scale = math.sqrt(ess) if self.settings.scale_learning_rate_by_ess else 1.0
-        tally.learning_rates.append(scale * warm * self.settings.learning_rate)
+        learning_rate = scale * warm * self.settings.learning_rate
+        tally.close_step(normalizer, ess, learning_rate)
         if self._gradient_cosine is not None:
             tally.gradient_cosines += self._gradient_cosine.with_previous()
-        norm = self._step_of(self._optimizer, tally.learning_rates[-1])
+        norm = self._step_of(self._optimizer, learning_rate, normalizer)
         tally.grad_norms.append(norm)
         tally.skipped_steps += not math.isfinite(norm)
         if self._critic_optimizer is not None:
-            critic_norm = self._step_of(self._critic_optimizer, warm * self.settings.critic_learning_rate)
-            tally.critic_grad_norms.append(critic_norm)
+            of_critic = warm * self.settings.critic_learning_rate
+            tally.critic_grad_norms.append(self._step_of(self._critic_optimizer, of_critic, normalizer))
 
-    def _step_of(self, optimizer: AdamW, learning_rate: float) -> float:
-        norm = optimizer.grad_norm()
+    def _step_of(self, optimizer: AdamW, learning_rate: float, normalizer: float) -> float:
+        norm = optimizer.grad_norm() / normalizer
         if math.isfinite(norm):
-            optimizer.step(learning_rate, min(1.0, self.settings.max_grad_norm / max(norm, 1e-12)))
+            optimizer.step(learning_rate, min(1.0, self.settings.max_grad_norm / max(norm, 1e-12)) / normalizer)
         optimizer.forget_gradients()
         return norm
-
-
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-
-
-@torch.no_grad()
-def _copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
-    differing = sorted(own.keys() ^ saved.keys())
-    require(
-        not differing,
-        f"{what} state",
-        f"{len(saved)} tensors",
-        f"this model has {len(own)}, and {len(differing)} names differ, first {differing[:1]}: resume with "
-        "the model and the lora_rank that the state was saved with",
-    )
-    for name, tensor in own.items():
-        require(
-            tensor.shape == saved[name].shape,
-            f"{what} state of {name}",
-            tuple(saved[name].shape),
-            f"this model has {tuple(tensor.shape)}: resume with the model that the state was saved with",
-        )
-        tensor.copy_(saved[name])
-
-
-def _summary(tally: _Tally, batch: UpdateBatch) -> dict[str, float]:
-    advantages_n = batch.advantages_br[batch.mask_br]
-    metrics = {
-        "policy_loss": torch.stack(tally.policy_loss).sum().item(),
-        "advantage_mean": advantages_n.mean().item(),
-        "advantage_std": advantages_n.std(correction=0).item(),
-        "entropy": torch.cat(tally.entropy).mean().item(),
-        "clipped_fraction": torch.cat(tally.clipped).float().mean().item(),
-        "importance_weight_mean": torch.cat(tally.weight).mean().item(),
-        "ess_token_fraction": effective_sample_fraction(torch.cat(tally.gap)),
-        "ess_rollout_fraction": tally.ess_rollouts[0],
-        "learning_rate": min(tally.learning_rates),
-        "grad_norm": max(tally.grad_norms),
-        "skipped_steps": float(tally.skipped_steps),
-        "micro_batches": float(tally.micro_batches),
-        "staleness_mean": batch.staleness_br[batch.mask_br].float().mean().item(),
-        "staleness_max": float(batch.staleness_br[batch.mask_br].max()),
-    }
-    if tally.gradient_cosines:
-        metrics["gradient_cosine"] = fmean(tally.gradient_cosines)
-    if tally.kl_reference:
-        metrics["kl_reference"] = torch.cat(tally.kl_reference).mean().item()
-    if tally.critic_loss:
-        metrics["critic_loss"] = torch.stack(tally.critic_loss).sum().item()
-        metrics["critic_grad_norm"] = max(tally.critic_grad_norms)
-    return metrics | mismatch(torch.cat(tally.gap), torch.cat(tally.staleness))
-
-
-def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
-    """How far the learner's log-probabilities are from those of the sampling policy.
-
-    `gap_n` is learner - engine. Tokens of the learner's own version differ only because engine and learner compute
-    differently: `mismatch_*`; a growing KL means that the engine has the wrong weights. For stale tokens the policy has
-    changed as well: `stale_*`. Metrics without tokens are left out.
-    """
-    fresh_n, stale_n = gap_n[staleness_n == 0], gap_n[staleness_n > 0]
-    metrics = {"mismatch_tokens": float(len(fresh_n)), "stale_fraction": len(stale_n) / max(1, len(gap_n))}
-    if len(fresh_n):
-        metrics |= {
-            "mismatch_kl": kl_k3(torch.zeros_like(fresh_n), fresh_n).mean().item(),
-            "mismatch_mean_abs": fresh_n.abs().mean().item(),
-            "mismatch_max_abs": fresh_n.abs().max().item(),
-        }
-    if len(stale_n):
-        ratio_n = stale_n.exp()
-        metrics |= {
-            "stale_kl": kl_k3(torch.zeros_like(stale_n), stale_n).mean().item(),
-            "stale_ratio_mean": ratio_n.mean().item(),
-            "stale_ratio_max": ratio_n.max().item(),
-            "stale_ratio_min": ratio_n.min().item(),
-        }
-    return metrics

@@ -127,19 +127,29 @@ def kl_k3(new: Tensor, other: Tensor) -> Tensor:
     return gap.exp() - gap - 1.0
 
 
-def token_weights(mask_bt: Tensor, aggregation: Aggregation, normalizer_tokens: float) -> Tensor:
-    """The weight of each token in the summed loss; 0 outside the mask.
+def token_weights(mask_bt: Tensor, aggregation: Aggregation) -> Tensor:
+    """The weight of each token in the summed loss, before the sum is divided by `loss_normalizer`; 0 outside the mask.
 
-    Computed over the whole batch of an optimizer step, so that micro-batches add up to the same gradient. `constant`:
-    1 / normalizer_tokens, the same in every update, so that tokens in batches of short and long rollouts have equal
-    weight. `token_mean`: 1 / tokens. `sequence_mean`: the average of each rollout's mean.
+    A rollout's weights depend on that rollout alone. So its gradient can be computed before the rest of the update is
+    known, and micro-batches add up to the same gradient.
+    """
+    if aggregation == "sequence_mean":
+        return mask_bt / mask_bt.sum(1, keepdim=True).clamp(min=1)
+    return mask_bt.float()
+
+
+def loss_normalizer(mask_bt: Tensor, aggregation: Aggregation, normalizer_tokens: float) -> float:
+    """What the summed loss of an optimizer step is divided by; `mask_bt` has all rollouts of the step.
+
+    `constant`: normalizer_tokens, the same in every update, so that tokens in batches of short and long rollouts have
+    equal weight. `token_mean`: the number of tokens. `sequence_mean`: the number of rollouts, since each rollout counts
+    with its mean.
     """
     if aggregation == "constant":
-        return mask_bt / normalizer_tokens
+        return normalizer_tokens
     if aggregation == "token_mean":
-        return mask_bt / mask_bt.sum().clamp(min=1)
-    tokens_b1 = mask_bt.sum(1, keepdim=True)
-    return mask_bt / tokens_b1.clamp(min=1) / (tokens_b1 > 0).sum().clamp(min=1)
+        return max(1.0, float(mask_bt.sum()))
+    return max(1.0, float(mask_bt.any(1).sum()))
 
 
 def selected_logprobs(

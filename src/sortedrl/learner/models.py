@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.learner.batching import UpdateBatch
 from sortedrl.learner.losses import selected_logprobs
+from sortedrl.learner.settings import require
 
 
 class TokenScorer:
@@ -144,3 +145,28 @@ def compile_layers(module: PreTrainedModel) -> None:
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True)
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+@torch.no_grad()
+def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
+    """Copy saved tensors into a model's own; raises a ValueError if they are those of another model."""
+    differing = sorted(own.keys() ^ saved.keys())
+    require(
+        not differing,
+        f"{what} state",
+        f"{len(saved)} tensors",
+        f"this model has {len(own)}, and {len(differing)} names differ, first {differing[:1]}: resume with "
+        "the model and the lora_rank that the state was saved with",
+    )
+    for name, tensor in own.items():
+        require(
+            tensor.shape == saved[name].shape,
+            f"{what} state of {name}",
+            tuple(saved[name].shape),
+            f"this model has {tuple(tensor.shape)}: resume with the model that the state was saved with",
+        )
+        tensor.copy_(saved[name])

@@ -212,6 +212,32 @@ def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> Lea
         raise ConfigurationError("algorithm", flags.algorithm, str(error), "See docs/learner.md.") from None
 
 
+def needs_whole_update(settings: LearnerSettings) -> bool:
+    """Whether no gradient can be computed before all rollouts of the update are known, not even with their advantages:
+    each of several optimizer steps needs a mix of all rollouts, and M2PO drops tokens by a limit on the whole."""
+    return settings.steps_per_update > 1 or settings.off_policy_correction == "m2po"
+
+
+def require_streamable(settings: LearnerSettings) -> None:
+    """Raise a ValueError that names the setting because of which nothing can be streamed."""
+    baseline = settings.resolved_advantage_baseline
+    require(
+        baseline not in ("batch", "cohort_so_far"),
+        "advantage_baseline",
+        baseline,
+        "an advantage depends on the other rollouts of its update, so no gradient can be streamed before the update is "
+        "complete: use group or previous_cohorts, or leave stream out",
+    )
+    name = "steps_per_update" if settings.steps_per_update > 1 else "off_policy_correction"
+    require(
+        not needs_whole_update(settings),
+        name,
+        getattr(settings, name),
+        "it needs all rollouts of the update, so no gradient can be streamed before the update is complete: use one "
+        "step per update and ppo_clip, tis, mask or decoupled, or leave stream out",
+    )
+
+
 def require(holds: bool, name: str, value: object, why: str) -> None:
     if not holds:
         raise ValueError(f"{name} = {value}: {why}")

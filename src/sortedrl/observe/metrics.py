@@ -91,6 +91,8 @@ class RunMetrics:
     expectation_quality: float | None
     longest_wait_updates: int
     mean_reward: float
+    streamed_fraction: float  # of the trained rollouts: their gradient was computed during the harvest
+    streamed_seconds: float  # the learner's work during harvests
     turns_mean: float  # of trained rollouts
     environment_seconds: float  # of all rollouts in their environments, added up
     environment_tokens: int  # of trained rollouts; `trained_tokens` are the policy's
@@ -120,6 +122,8 @@ class Metrics:
         self._segments: Counter[int] = Counter()
         self._updates: list[UpdateLengths] = []
         self._reward_sum = 0.0
+        self._streamed: set[int] = set()  # rollouts, for the coming update
+        self._streamed_seconds = 0.0
         self._longest_wait = 0
         self._expected_lengths = array("d")
         self._real_lengths = array("d")
@@ -147,6 +151,7 @@ class Metrics:
             events.Regenerated: self._on_regenerated,
             events.Scored: self._on_scored,
             events.Rejected: self._on_rejected,
+            events.Streamed: self._on_streamed,
             events.Updated: self._on_updated,
             events.Published: self._on_published,
         }
@@ -323,7 +328,13 @@ class Metrics:
         self._length.pop(rollout, None)
         self._first_expected.pop(rollout, None)
 
+    def _on_streamed(self, event: events.Streamed) -> None:
+        self._streamed.update(event.rollouts)
+        self._streamed_seconds += event.seconds
+
     def _on_updated(self, event: events.Updated) -> None:
+        self._count["streamed"] += len(self._streamed.intersection(event.rollouts))
+        self._streamed.clear()
         self._wall_clock.update(self._now())
         self._updates.append(UpdateLengths.of(self._units(event)))
         lengths = self._turns.train(event)
@@ -440,6 +451,8 @@ class Metrics:
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
             mean_reward=_ratio(self._reward_sum, count["trained"]),
+            streamed_fraction=_ratio(count["streamed"], count["trained"]),
+            streamed_seconds=self._streamed_seconds,
             turns_mean=_ratio(self._turns.trained_turns, count["trained"]),
             environment_seconds=self._turns.seconds_at(self._time),
             environment_tokens=self._turns.trained_tokens,

@@ -2,7 +2,8 @@
 
     process "slots"   one track per slot with the slices of observe/timeline.py, colored by outcome
     process "environments"   rollouts in their environments, on as many tracks as were there at a time
-    process "run"     tracks: phases; learner (one slice per update); weight versions, as instants
+    process "run"     tracks: phases; learner (one slice per update, and per part that was streamed to it during the
+                      harvest); weight versions, as instants
                       counters: running, waiting, resumable, environment, ready
     arrows            from slice to slice of a trained rollout, and from the last one to its update
 
@@ -68,6 +69,7 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
         *_environment_slices(in_environments, began),
         *_phase_slices(kept, began),
         *_learner_slices(kept, updates),
+        *_streamed_slices(kept, updates, began),
         *_versions(kept, began),
         *_counters(kept, began),
         *_arrows(stays, updates, began),
@@ -198,6 +200,21 @@ def _learner_slices(log: Iterable[Event], spans: dict[int, _Span]) -> Iterator[J
             yield _slice(
                 RUN, LEARNER, spans[event.update], f"update {event.update + 1}", cat="update", args=sizes
             )  # fmt: skip
+
+
+def _streamed_slices(log: Iterable[Event], updates: dict[int, _Span], began: float) -> Iterator[Json]:
+    """The learner's work during harvests, which starts after the update before it has ended."""
+    free_from = 0
+    for event in log:
+        if isinstance(event, events.Updated):
+            free_from = updates[event.update].end
+        elif isinstance(event, events.Streamed):
+            start = max(free_from, _nanoseconds(event.at - event.seconds, began))
+            span = _Span(start, max(start, _nanoseconds(event.at, began)))
+            free_from = span.end
+            if span.end > span.start:
+                name, sizes = f"streamed to update {event.update + 1}", {"rollouts": len(event.rollouts)}
+                yield _slice(RUN, LEARNER, span, name, cat="streamed", args=sizes)
 
 
 def _versions(log: Iterable[Event], began: float) -> Iterator[Json]:

@@ -3,7 +3,7 @@
 The rule: among schedules within the bounds on length bias and staleness, the fastest wins; within `CLOSE` of the
 fastest, the one with the lowest staleness wins, then the simpler one. If a longest-first baseline is that close, you do
 not need SortedRL. The effect of reusing stale KV cache is reported separately: it is an approximation, so it is your
-choice.
+choice. So is the effect of streaming, which is exact, but needs a device for the learner alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from pydantic import Field
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies.simulate import Case, compare
 from sortedrl.studies.workload import Workload, with_mode
-from sortedrl.studies.workload_settings import Expectation, SimulatedSettings, check_context_fits, simulated_schedule
+from sortedrl.studies.workload_settings import (
+    Expectation,
+    SimulatedSettings,
+    check_context_fits,
+    check_streaming,
+    simulated_schedule,
+)
 
 CLOSE = 0.02  # of the limit
 BASELINES = ("baseline", "baseline+longest-first")
@@ -58,6 +64,7 @@ class PlanSettings(SimulatedSettings):
     def check(self) -> None:
         simulated_schedule(self)
         check_context_fits(self)
+        check_streaming(self)
 
 
 def allowed_by(settings: PlanSettings) -> Allowed:
@@ -101,6 +108,7 @@ class Plan:
     runner_up: Option | None
     with_kv_cache_reuse: Option  # the elevator on an engine that keeps the KV cache of aborted requests
     baseline: Option  # the best baseline
+    streamed: Option | None  # the faster one of choice and best baseline with streaming; None: no learner time is set
     needed: bool  # False: you do not need this
     reason: str
     options: tuple[Option, ...]
@@ -142,6 +150,7 @@ def plan(
     choice, runner_up = choose(options, allowed)
     with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
+    streamed = _streamed(workload, (choice, baseline), seeds)
     needed = not choice.is_baseline
     keys_matter = is_allowed(with_kv_cache_reuse, allowed) and with_kv_cache_reuse.of_limit > choice.of_limit + CLOSE
     return Plan(
@@ -149,8 +158,10 @@ def plan(
         runner_up=runner_up,
         with_kv_cache_reuse=with_kv_cache_reuse,
         baseline=baseline,
+        streamed=streamed,
         needed=needed,
-        reason=reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline, needed=needed),
+        reason=reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline, needed=needed)
+        + streaming_advice(choice, streamed),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
@@ -215,6 +226,27 @@ def reason(
             f"would reach {with_kv_cache_reuse.of_limit:.2f} at staleness {with_kv_cache_reuse.staleness_mean:.2f}."
         )
     return text
+
+
+def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int]) -> Option | None:
+    """The fastest of the options with streaming, on a device of the learner's own."""
+    if workload.stream or not workload.learner_seconds_per_token:
+        return None
+    streaming = replace(workload, stream=True)
+    rows = [Case(f"{name}, streamed", streaming, s) for name, s in {o.name: o.schedule for o in options}.items()]
+    run_metrics = compare(rows, seeds)
+    return max((option(row.name, row.schedule, run_metrics[row.name]) for row in rows), key=lambda o: o.of_limit)
+
+
+def streaming_advice(choice: Option, streamed: Option | None) -> str:
+    """A sentence for `reason`, if streaming pays."""
+    if streamed is None or streamed.of_limit <= choice.of_limit + CLOSE:
+        return ""
+    return (
+        f" If the learner has a device of its own, add --stream (exact): {streamed.name.removesuffix(', streamed')} "
+        f"then reaches {streamed.of_limit:.2f}, {streamed.of_limit / choice.of_limit:.2f} x, at staleness "
+        f"{streamed.staleness_mean:.2f}."
+    )
 
 
 def _with_old_keys(rows: Sequence[Case]) -> Case:

@@ -19,7 +19,13 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
 from sortedrl.studies.workload import Workload, limit, run, with_mode
-from sortedrl.studies.workload_settings import Expectation, SimulatedSettings, check_context_fits, simulated_schedule
+from sortedrl.studies.workload_settings import (
+    Expectation,
+    SimulatedSettings,
+    check_context_fits,
+    check_streaming,
+    simulated_schedule,
+)
 
 DECIDING_MODES = (  # the modes that matter for a choice; `MODES` has all
     "baseline",
@@ -80,6 +86,7 @@ class SimulateSettings(SimulatedSettings):
         for mode in self.modes_and_expectations()[0]:
             strategy_named(mode).check(with_mode(simulated_schedule(self), mode))
         check_context_fits(self)
+        check_streaming(self)
 
 
 @dataclass(frozen=True)

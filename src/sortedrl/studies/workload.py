@@ -20,6 +20,7 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.simulated_environments import MultiTurn, place_of, simulated_environments
+from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.studies.held_slots import holding_slots
@@ -61,6 +62,8 @@ class Workload:
     weight_update_seconds: float = 0.0  # duration of a weight update
     learner_seconds_per_update: float = 0.0
     learner_seconds_per_token: float = 0.0
+    stream: bool = False  # the learner works during the harvest, in modes that can be streamed
+    share_gpu: bool = False  # with `stream`: on the engine's GPU, which slows both down
     score_seconds: float = 0.0
     expectation: str = "cold"
 
@@ -138,6 +141,25 @@ def environments_of(workload: Workload, schedule: Schedule, engine: SimulatedEng
     return simulated_environments(engine, workload.multi_turn, seed_of)
 
 
+class StreamedWork:
+    """The work on an update that a learner does during the harvest."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._seconds_per_token = workload.learner_seconds_per_token
+        self._tokens = 0
+
+    def seconds(self, rollouts: Sequence[Rollout]) -> float:
+        """Of the work on these rollouts, which the learner starts now."""
+        tokens = sum(map(len, rollouts))
+        self._tokens += tokens
+        return self._seconds_per_token * tokens
+
+    def taken(self) -> int:
+        """Tokens of the update that is complete now; the next one starts at 0."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
+
+
 class UncutLengths:
     """Computes what the log does not contain: the uncut length of the first attempt of each trained rollout."""
 
@@ -166,7 +188,9 @@ def run(
 ) -> RunMetrics:
     """One simulated run, from the first prompt to the last update."""
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
-    engine = simulated_engine(workload)
+    engine, streamed = simulated_engine(workload), StreamedWork(workload)
+    streams = workload.stream and strategy_named(schedule.mode).can_stream
+    shared = SharedDevice() if workload.share_gpu else None
     controller = Controller(
         engine,
         Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=workload.epochs, seed=schedule.seed),
@@ -177,10 +201,11 @@ def run(
         expectation=expectation_for(workload, schedule),
         log=EventLog(metrics, *sinks),
         max_updates=max_updates,
+        stream_to=SimulatedLearner(engine, streamed.seconds, shared) if streams else None,
     )
     for batch in controller:
         uncut.add(batch)
-        seconds = workload.learner_seconds(batch.tokens)
+        seconds = workload.learner_seconds(batch.tokens - streamed.taken())
         if schedule.overlap:
             controller.carry_on(until=engine.now() + seconds)
         else:

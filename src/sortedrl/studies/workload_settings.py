@@ -111,6 +111,13 @@ class SimulatedSettings(WorkloadSettings):
     ] = None
     learner_seconds_per_update: Annotated[float, Field(ge=0, description="fixed part of a learner step")] = 0.0
     learner_seconds_per_token: Annotated[float, Field(ge=0, description="learner time per trained token")] = 0.0
+    stream: Annotated[
+        bool,
+        Field(description="the learner works on the coming update during the harvest, on its own device"),
+    ] = False
+    share_gpu: Annotated[
+        bool, Field(description="with --stream: on the engine's GPU, at the speeds measured on an H200")
+    ] = False
     score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
     seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one simulated run per seed")] = (0,)
 
@@ -150,6 +157,8 @@ def simulated_workload(settings: SimulatedSettings, cohorts: int) -> Workload:
         weight_update_seconds=settings.resolved_weight_update_seconds(),
         learner_seconds_per_update=settings.learner_seconds_per_update,
         learner_seconds_per_token=settings.learner_seconds_per_token,
+        stream=settings.stream,
+        share_gpu=settings.share_gpu,
         score_seconds=settings.score_seconds,
     )
 
@@ -197,6 +206,20 @@ def check_context_fits(settings: WorkloadSettings) -> None:
             kv_tokens,
             f"one response at the limit needs {settings.prompt_tokens} + {settings.response_limit()} tokens",
             f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
+        )
+
+
+def check_streaming(settings: SimulatedSettings) -> None:
+    if settings.share_gpu and not settings.stream:
+        raise ConfigurationError(
+            "share_gpu", True, "without --stream, engine and learner take turns", "Set --stream too, or leave it out."
+        )
+    if settings.stream and not settings.learner_seconds_per_token:
+        raise ConfigurationError(
+            "stream",
+            True,
+            "the learner's work per token is not set, so there is nothing to do during the harvest",
+            "Set --learner-seconds-per-token, for example 1.3e-4.",
         )
 
 

@@ -12,7 +12,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.registry import SERVERS
 from sortedrl.engines.settings import EngineSettings, check_engine
-from sortedrl.learner.settings import LearnerFlags
+from sortedrl.learner.settings import LearnerFlags, learner_settings_from, require_streamable
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import Settings, literal, plain_reason
 from sortedrl.settings.schedule import (
@@ -103,8 +103,16 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"tokens_per_micro_batch", "eval_samples", "eval_seed", "keep_checkpoints", "save_rollouts", "device"}
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
+        | {"prometheus_port"}
     )
 
+    stream: Annotated[
+        bool,
+        Field(
+            description="the learner works on the coming update while the rest of it is generated; servers with GPUs "
+            "of their own only"
+        ),
+    ] = False
     prompts_per_cohort: PromptsPerCohort = 64
     rollouts_per_prompt: RolloutsPerPrompt = 8
     oversubscribe: Oversubscribe = None
@@ -155,6 +163,8 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         strategy_named(self.mode).check(schedule_of(self))
         if self.overlap:
             _check_overlap(self)
+        if self.stream:
+            _check_streaming(self)
         if self.wants_whole_groups() and self.rollouts_per_prompt < 2:
             raise ConfigurationError(
                 "rollouts_per_prompt",
@@ -199,6 +209,30 @@ def _check_overlap(settings: TrainSettings) -> None:
             settings.overlap,
             "if the learner is slower than the engine, finished rollouts would go stale without bound",
             "Set --max-staleness too, for example 4.",
+        )
+
+
+def _check_streaming(settings: TrainSettings) -> None:
+    strategy_named(settings.mode).check_streaming()
+    if settings.engine not in SERVERS:
+        raise ConfigurationError(
+            "stream",
+            True,
+            f"engine {settings.engine} runs in this process and would share the device with the learner",
+            f"Use --engine {' or '.join(SERVERS)}, or leave it out.",
+        )
+    try:
+        require_streamable(learner_settings_from(settings, settings.mode))
+    except ValueError as error:
+        raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
+    compares = settings.algorithm == "reinforce++" and settings.rollouts_per_prompt > 1
+    if compares and not settings.wants_whole_groups():
+        raise ConfigurationError(
+            "stream",
+            True,
+            f"{settings.rollouts_per_prompt} rollouts per prompt are not trained on as whole groups, so a rollout may "
+            f"be streamed before others that it is compared with in the first cohort",
+            "Use --advantage-baseline group, --rollouts-per-prompt 1, or leave stream out.",
         )
 
 

@@ -88,6 +88,7 @@ class TrainingRun:
             log=self.log,
             environments=self.training_rewards.environments,
             max_updates=settings.updates,
+            stream_to=self.learner.accumulate if settings.stream else None,
         )
         self.rejections = self._rejection_watch()
         self.before: Evaluation | None = None

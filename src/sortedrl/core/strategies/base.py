@@ -7,6 +7,7 @@ A strategy holds settings only and decides by the `SchedulerState`. The controll
     may_start   may the head of the queue take the free slot?
     started     the head of the queue was started
     enough      is it time to harvest?
+    certain     ready groups that are sure to be in the coming update, which streaming gives to the learner early
     take        the update batches of this harvest, as lists of groups
 
 The base class has the rules that most schedules share: the cohort gate, load order, one update per harvest, and a
@@ -133,6 +134,22 @@ class Strategy:
                 "Leave it out, or use a partial mode.",
             )
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether groups are certain to be in the coming update before the harvest ends."""
+        return type(self).take is Strategy.take or type(self).certain is not Strategy.certain
+
+    def check_streaming(self) -> None:
+        """Raise a ConfigurationError if this strategy cannot be streamed."""
+        if not self.can_stream:
+            raise ConfigurationError(
+                "stream",
+                True,
+                f"mode {self.name} decides at the end of a harvest which update a rollout belongs to, so the learner "
+                f"cannot start earlier",
+                "Leave it out, or use baseline, an on-policy or a partial mode.",
+            )
+
     def to_load(self, s: SchedulerState) -> int:
         if self.gated:
             return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
@@ -152,16 +169,26 @@ class Strategy:
     def enough(self, s: SchedulerState) -> bool:
         return s.ready >= self.wanted(s) and not s.must_finish
 
-    def take(self, s: SchedulerState) -> list[list[Group]]:
-        """One batch, first completed first. Overdue groups are always in it; on-policy, every ready group is."""
-        assert s.buffer.gate is not None
+    def certain(self, s: SchedulerState) -> list[Group]:
+        """Ready groups that are in the coming update, however this harvest continues, first completed first.
+
+        On-policy, every ready group; otherwise the first ones up to the need, and overdue ones. None of them can leave
+        again: a complete group stays complete, the order is that of completion, and the need never falls below the
+        rollouts that are ready (if rollouts are rejected, it becomes all that are left).
+        """
+        if s.buffer.gate is None:
+            return []
         batch: list[Group] = []
         rollouts, wanted = 0, self.wanted(s)
         for group in s.buffer.ready_groups(s.buffer.gate):
             if self.on_policy or rollouts < wanted or is_overdue(group, s):
                 batch.append(group)
                 rollouts += len(group.members)
-        return [batch]
+        return batch
+
+    def take(self, s: SchedulerState) -> list[list[Group]]:
+        """One batch. A strategy that takes another one must override `certain`, too, or cannot be streamed."""
+        return [self.certain(s)]
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
         """A rollout was started from the queue, where it had this key: note in `s` what later decisions depend on."""

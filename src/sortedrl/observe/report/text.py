@@ -24,6 +24,7 @@ GLOSSARY = (
     ("KV-limited", "part of the bubble: requests wait for KV cache memory, as preemptions show"),
     ("idle", "like bubble, but over wall-clock time: learner, weights, scores, evaluation and checkpoints count too"),
     ("bottleneck", "what the run waited for most: generation, the learner, scoring or weight updates"),
+    ("streamed", "the learner computed the gradient during the harvest, while other responses were generated"),
     ("goodput", "tokens trained on / T"),
     ("kept", "(tokens trained on + tokens cached for resume when the run ends) / T: the fair metric for few cohorts"),
     ("waste", "fraction of generated tokens that were discarded"),
@@ -51,12 +52,23 @@ def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
     waited = [line for one in series for line in _bottleneck(one, named=len(series) > 1)]
     if waited:
         asides.append(f"Bottleneck: {'; '.join(waited)}.")
+    streamed = [line for one in series for line in _streamed(one, named=len(series) > 1)]
+    if streamed:
+        asides.append(f"Streamed during harvests: {'; '.join(streamed)}.")
     for run in runs:
         if run.copies:
             asides.append(f"{', '.join(run.copies)}: a copy of {run.name}, not counted again.")
     if any(run.is_aggregated for run in runs):
         asides.append("Charts of large runs are aggregated; the metrics count every rollout.")
     return {"sentence": sentence, "asides": asides}
+
+
+def _streamed(one: Series, *, named: bool) -> list[str]:
+    """How much of the learner's work was done during harvests; nothing for runs without streaming."""
+    fraction, seconds = one.mean("streamed_fraction"), one.mean("streamed_seconds")
+    if not fraction:
+        return []
+    return [f"{f'{one.label} ' if named else ''}{percent(fraction)} of the rollouts, {seconds:,.1f} s of learner time"]
 
 
 def _conclusion_of_one(one: Series) -> str:

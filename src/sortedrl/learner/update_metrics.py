@@ -1,0 +1,103 @@
+"""The metrics of an update, from what its micro-batches report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from sortedrl.learner.batching import UpdateBatch
+from sortedrl.learner.losses import effective_sample_fraction, kl_k3
+
+
+@dataclass(slots=True)
+class Tally:
+    """Data from an update's micro-batches. Lists have one tensor per micro-batch: its trained tokens, or a sum."""
+
+    gap: list[Tensor] = field(default_factory=list)  # new - behavior log-probability before any step
+    staleness: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    weight: list[Tensor] = field(default_factory=list)
+    kl_reference: list[Tensor] = field(default_factory=list)
+    summed_policy_loss: list[Tensor] = field(default_factory=list)  # since the last optimizer step, like the next
+    summed_critic_loss: list[Tensor] = field(default_factory=list)
+    policy_loss: float = 0.0  # of all optimizer steps so far, like the next
+    critic_loss: float = 0.0
+    rollout_log_weight: list[Tensor] = field(default_factory=list)  # since the last step: new / behavior, untruncated
+    ess_rollouts: list[float] = field(default_factory=list)  # one per step, like the next
+    learning_rates: list[float] = field(default_factory=list)
+    gradient_cosines: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    critic_grad_norms: list[float] = field(default_factory=list)
+    micro_batches: int = 0
+    computed_tokens: int = 0  # including padding
+    skipped_steps: int = 0
+
+    def close_step(self, normalizer: float, ess_rollouts: float, learning_rate: float) -> None:
+        """The micro-batches since the last call belong to one optimizer step, with this normalizer."""
+        self.ess_rollouts.append(ess_rollouts)
+        self.learning_rates.append(learning_rate)
+        self.rollout_log_weight.clear()
+        self.policy_loss += torch.stack(self.summed_policy_loss).sum().item() / normalizer
+        self.summed_policy_loss.clear()
+        if self.summed_critic_loss:
+            self.critic_loss += torch.stack(self.summed_critic_loss).sum().item() / normalizer
+            self.summed_critic_loss.clear()
+
+
+def summary(tally: Tally, batch: UpdateBatch) -> dict[str, float]:
+    """`batch`: the rollouts that were trained on."""
+    advantages_n = batch.advantages_br[batch.mask_br]
+    metrics = {
+        "policy_loss": tally.policy_loss,
+        "advantage_mean": advantages_n.mean().item(),
+        "advantage_std": advantages_n.std(correction=0).item(),
+        "entropy": torch.cat(tally.entropy).mean().item(),
+        "clipped_fraction": torch.cat(tally.clipped).float().mean().item(),
+        "importance_weight_mean": torch.cat(tally.weight).mean().item(),
+        "ess_token_fraction": effective_sample_fraction(torch.cat(tally.gap)),
+        "ess_rollout_fraction": tally.ess_rollouts[0],
+        "learning_rate": min(tally.learning_rates),
+        "grad_norm": max(tally.grad_norms),
+        "skipped_steps": float(tally.skipped_steps),
+        "micro_batches": float(tally.micro_batches),
+        "staleness_mean": batch.staleness_br[batch.mask_br].float().mean().item(),
+        "staleness_max": float(batch.staleness_br[batch.mask_br].max()),
+    }
+    if tally.gradient_cosines:
+        metrics["gradient_cosine"] = fmean(tally.gradient_cosines)
+    if tally.kl_reference:
+        metrics["kl_reference"] = torch.cat(tally.kl_reference).mean().item()
+    if tally.critic_grad_norms:
+        metrics["critic_loss"] = tally.critic_loss
+        metrics["critic_grad_norm"] = max(tally.critic_grad_norms)
+    return metrics | mismatch(torch.cat(tally.gap), torch.cat(tally.staleness))
+
+
+def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
+    """How far the learner's log-probabilities are from those of the sampling policy.
+
+    `gap_n` is learner - engine. Tokens of the learner's own version differ only because engine and learner compute
+    differently: `mismatch_*`; a growing KL means that the engine has the wrong weights. For stale tokens the policy has
+    changed as well: `stale_*`. Metrics without tokens are left out.
+    """
+    fresh_n, stale_n = gap_n[staleness_n == 0], gap_n[staleness_n > 0]
+    metrics = {"mismatch_tokens": float(len(fresh_n)), "stale_fraction": len(stale_n) / max(1, len(gap_n))}
+    if len(fresh_n):
+        metrics |= {
+            "mismatch_kl": kl_k3(torch.zeros_like(fresh_n), fresh_n).mean().item(),
+            "mismatch_mean_abs": fresh_n.abs().mean().item(),
+            "mismatch_max_abs": fresh_n.abs().max().item(),
+        }
+    if len(stale_n):
+        ratio_n = stale_n.exp()
+        metrics |= {
+            "stale_kl": kl_k3(torch.zeros_like(stale_n), stale_n).mean().item(),
+            "stale_ratio_mean": ratio_n.mean().item(),
+            "stale_ratio_max": ratio_n.max().item(),
+            "stale_ratio_min": ratio_n.min().item(),
+        }
+    return metrics

@@ -1,0 +1,328 @@
+"""Streaming does not change an update: rollouts accumulated early, in any parts, against the same batch in one step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.learner.learner import Learner
+from sortedrl.learner.settings import LearnerSettings
+
+VOCABULARY = 31
+GROUP = 3
+ROUNDING = 3e-6  # of the largest entry
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+LEARNERS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": "grpo", "off_policy_correction": "ppo_clip"},
+    "grpo, token_mean, KL": {"algorithm": "grpo", "aggregation": "token_mean", "kl_coefficient": 0.2},
+    "rloo, sequence_mean, tis": {
+        "algorithm": "rloo",
+        "aggregation": "sequence_mean",
+        "off_policy_correction": "tis",
+    },
+    "rloo, token_mean, mask": {"algorithm": "rloo", "aggregation": "token_mean", "off_policy_correction": "mask"},
+    "reinforce++": {"algorithm": "reinforce++", "off_policy_correction": "decoupled"},
+    "reinforce++, sequence_mean, KL, entropy": {
+        "aggregation": "sequence_mean",
+        "kl_coefficient": 0.1,
+        "entropy_coefficient": 0.1,
+    },
+    "reinforce++, group": {"advantage_baseline": "group", "off_policy_correction": "tis", "ratio_level": "sequence"},
+    "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "critic_learning_rate": 1e-2},
+    "ppo, token_mean, KL": {"algorithm": "ppo", "aggregation": "token_mean", "kl_coefficient": 0.1},
+    "dropped and masked": {
+        "algorithm": "grpo",
+        "aggregation": "token_mean",
+        "drop_zero_variance_groups": True,
+        "truncated_rollouts": "masked",
+    },
+    "reinforce++, ESS": {"scale_learning_rate_by_ess": True, "gradient_cosine": True},
+    "lora, KL": {"algorithm": "grpo", "lora_rank": 2, "kl_coefficient": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def learner_with(**changes: Any) -> Learner:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))  # type: ignore[no-untyped-call]
+    settings = {"normalizer_tokens": 100.0, "learning_rate": 1e-2, "warmup_updates": 0, **changes}
+    return Learner(model, LearnerSettings(**settings))
+
+
+def batch_of(update: int, groups: int = 4) -> list[Rollout]:
+    """The lengths of two groups do not overlap, so "longest first" has the same order within groups and over all."""
+    made = random.Random(update)
+    rollouts = []
+    for index in range(groups * GROUP):
+        group = index // GROUP
+        length = 2 + 7 * group + made.randrange(6)
+        segments = []
+        for version, part in ((max(0, update - 1), length // 2), (update, length - length // 2)):
+            if part:
+                tokens = [made.randrange(3, VOCABULARY) for _ in range(part)]
+                segments.append(Segment(tokens, [-3 * made.random() for _ in range(part)], version))
+        rollouts.append(
+            Rollout(
+                id=100 * update + index,
+                prompt=Prompt(f"p{group}", [made.randrange(3, VOCABULARY) for _ in range(3)]),
+                index_in_group=index % GROUP,
+                cohort=update // 2,
+                seed=index,
+                loaded_at_update=0,
+                segments=segments,
+                truncated=index % 7 == 6,
+                reward=1.0 if group == 1 else made.choice((0.0, 0.5, 1.0)),
+            )
+        )
+    return sorted(rollouts, key=lambda rollout: (len(rollout), rollout.id))
+
+
+def in_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    by_group = sorted(rollouts, key=lambda rollout: rollout.group)
+    return [list(members) for _, members in itertools.groupby(by_group, key=lambda rollout: rollout.group)]
+
+
+Stream = Callable[[Learner, list[Rollout], int], None]
+
+
+def longest_group_first(learner: Learner, batch: list[Rollout], version: int) -> None:
+    """All but the two shortest groups."""
+    for group in in_groups(batch)[:1:-1]:
+        learner.accumulate(group, version)
+
+
+def in_random_parts(learner: Learner, batch: list[Rollout], version: int) -> None:
+    made = random.Random(version)
+    groups = in_groups(batch)
+    made.shuffle(groups)
+    while len(groups) > 1:
+        count = made.randrange(1, 3)
+        part, groups = groups[:count], groups[count:]
+        learner.accumulate([rollout for group in part for rollout in group], version)
+
+
+def trained(learner: Learner, stream: Stream | None = None, updates: int = 3) -> list[dict[str, float]]:
+    learner.set_initial_rewards([0.0, 1.0, 0.5])
+    metrics = []
+    for update in range(updates):
+        batch = batch_of(update)
+        if stream is not None:
+            stream(learner, batch, update)
+        metrics.append(learner.step(batch, update))
+    return metrics
+
+
+def tensors_of(state: Any, name: str = "") -> dict[str, Tensor]:
+    """All numbers of a learner's state, by path."""
+    if isinstance(state, Tensor):
+        return {name: state.double()}
+    if isinstance(state, dict):
+        entries: Any = state.items()
+    elif isinstance(state, list | tuple):
+        entries = enumerate(state)
+    else:
+        return {name: torch.tensor(float(state))}
+    return {key: tensor for part, value in entries for key, tensor in tensors_of(value, f"{name}/{part}").items()}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_the_same_micro_batches_in_the_same_order_are_equal_to_the_bit(name: str) -> None:
+    plain, streamed = (learner_with(tokens_per_micro_batch=1, **LEARNERS[name]) for _ in range(2))
+    expected, found = trained(plain), trained(streamed, longest_group_first)
+    left, right = tensors_of(plain.state_dict()), tensors_of(streamed.state_dict())
+    assert left.keys() == right.keys()
+    for key, tensor in left.items():
+        assert torch.equal(tensor, right[key]), key
+    for one, other in zip(expected, found, strict=True):
+        assert "streamed_fraction" not in one and other.pop("streamed_fraction") == 0.5
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-9)  # their means are over tokens in another order
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_other_parts_and_orders_are_equal_to_rounding(name: str) -> None:
+    """In the third update, which has a second cohort: the statistics have to agree, too."""
+    plain, streamed = (learner_with(tokens_per_micro_batch=60, **LEARNERS[name]) for _ in range(2))
+    gradients = [_gradients_of(learner) for learner in (plain, streamed)]
+    trained(plain)
+    trained(streamed, in_random_parts)
+    scale = max(float(tensor.abs().max()) for tensor in gradients[0].values())
+    assert gradients[0].keys() == gradients[1].keys() and scale > 0
+    for key, tensor in gradients[0].items():
+        assert torch.allclose(tensor, gradients[1][key], rtol=0, atol=ROUNDING * scale), key
+    statistics = [tensors_of(learner.state_dict()["statistics"]) for learner in (plain, streamed)]
+    for key, tensor in statistics[0].items():
+        assert torch.allclose(tensor, statistics[1][key], rtol=1e-5), key
+
+
+def _gradients_of(learner: Learner) -> dict[str, Tensor]:
+    """The normalized gradients of policy and critic in the latest update, instead of an optimizer step."""
+    found: dict[str, Tensor] = {}
+    for name, optimizer in (("policy", learner._optimizer), ("critic", learner._critic_optimizer)):
+        if optimizer is None:
+            continue
+
+        def keep(learning_rate: float, scale: float = 1.0, name: str = name, optimizer: Any = optimizer) -> None:
+            for place, parameter in enumerate(optimizer.parameters):
+                if parameter.grad is not None:
+                    found[f"{name} {place}"] = parameter.grad * scale
+
+        optimizer.step = keep  # type: ignore[method-assign]
+    return found
+
+
+def test_accumulate_and_apply_are_a_step() -> None:
+    one, other = learner_with(algorithm="grpo"), learner_with(algorithm="grpo")
+    batch = batch_of(0)
+    one.step(batch, 0)
+    for group in in_groups(batch):
+        other.accumulate(group, 0)
+        other.accumulate(group, 0)  # a rollout counts once
+    assert other.apply()["rollouts"] == len(batch)
+    left, right = tensors_of(one.state_dict()["policy"]), tensors_of(other.state_dict()["policy"])
+    assert all(torch.allclose(left[key], right[key], rtol=1e-4, atol=1e-6) for key in left)
+
+
+def test_apply_needs_rollouts() -> None:
+    with pytest.raises(ValueError, match="accumulate rollouts first"):
+        learner_with().apply()
+
+
+def test_weights_and_state_do_not_change_before_the_update() -> None:
+    learner = learner_with(algorithm="ppo")
+    before = {key: tensor.clone() for key, tensor in tensors_of(learner.state_dict()).items()}
+    learner.accumulate(batch_of(0), 0)
+    after = tensors_of(learner.state_dict())
+    assert all(torch.equal(before[key], after[key]) for key in before) and before.keys() == after.keys()
+
+
+def _same_as_without(learner: Learner, batch: list[Rollout], version: int = 0) -> dict[str, float]:
+    """The step of a learner in some state of streaming, which must be that of a new one."""
+    plain = learner_with(tokens_per_micro_batch=60, algorithm=learner.settings.algorithm)
+    plain.step(batch, version)
+    metrics = learner.step(batch, version)
+    left, right = tensors_of(plain.state_dict()), tensors_of(learner.state_dict())
+    for key, tensor in left.items():
+        assert torch.allclose(tensor, right[key], rtol=1e-3, atol=1e-6), key
+    return metrics
+
+
+def test_a_gradient_of_rollouts_that_are_not_in_the_batch_is_dropped() -> None:
+    """The harvest was interrupted, and another batch follows."""
+    learner = learner_with(tokens_per_micro_batch=60, algorithm="grpo")
+    learner.accumulate(batch_of(3), 3)
+    assert _same_as_without(learner, batch_of(0))["streamed_fraction"] == 0.0
+
+
+def test_a_gradient_of_another_version_is_dropped() -> None:
+    learner = learner_with(tokens_per_micro_batch=60, algorithm="grpo")
+    batch = batch_of(0)
+    learner.accumulate(in_groups(batch)[0], 0)
+    learner.accumulate(in_groups(batch)[1], 1)
+    assert _same_as_without(learner, batch, 1)["streamed_fraction"] == 0.25
+
+
+def test_advantages_that_later_rollouts_change_are_computed_again() -> None:
+    """A cohort's reference leaves out cohorts that are in the same update. Here the second part has one of them: what
+    was streamed before it is wrong."""
+    plain, streamed = (learner_with(algorithm="reinforce++", tokens_per_micro_batch=60) for _ in range(2))
+    first, second = batch_of(0), batch_of(1)
+    for rollout in second:
+        rollout.cohort = 0 if rollout.group % 2 else 1
+    later = [rollout for rollout in second if rollout.cohort == 0]
+    for learner in (plain, streamed):
+        learner.step(first, 0)
+    streamed.accumulate([rollout for rollout in second if rollout.cohort == 1], 1)
+    streamed.accumulate(later, 1)
+    expected, found = plain.step(second, 1), streamed.step(second, 1)
+    assert found.pop("streamed_fraction") == 0.0
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_an_error_drops_the_gradient_and_the_batch_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_with(tokens_per_micro_batch=1, algorithm="grpo")
+    batch = batch_of(0)
+    groups = in_groups(batch)
+    learner.accumulate(groups[0], 0)
+    calls = itertools.count()
+    add = learner._add_micro_batch
+
+    def out_of_memory(*arguments: Any, **options: Any) -> None:
+        if next(calls) == 1:
+            raise MemoryError("out of memory")
+        add(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "_add_micro_batch", out_of_memory)
+        with pytest.raises(MemoryError):
+            learner.accumulate(groups[1], 0)
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    _same_as_without(learner, batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage_baseline": "batch"}, "advantage_baseline = batch: an advantage depends on the other rollouts"),
+        ({"advantage_baseline": "cohort_so_far"}, "advantage_baseline = cohort_so_far: an advantage depends"),
+        ({"steps_per_update": 2}, "steps_per_update = 2: it needs all rollouts of the update"),
+        ({"off_policy_correction": "m2po"}, "off_policy_correction = m2po: it needs all rollouts of the update"),
+    ],
+)
+def test_what_needs_the_whole_update_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    learner = learner_with(**changes)
+    with pytest.raises(ValueError, match=message):
+        learner.accumulate(batch_of(0), 0)
+    learner.step(batch_of(0), 0)
+
+
+def test_a_part_without_a_whole_group_is_no_error() -> None:
+    """All other members of a group may have been rejected."""
+    learner = learner_with(algorithm="grpo", tokens_per_micro_batch=60)
+    batch = batch_of(0)[:-2]
+    learner.accumulate(batch[-1:], 0)
+    _same_as_without(learner, batch)
+
+
+def test_bf16_gradients_add_up_over_many_parts() -> None:
+    """One rollout per part against a sum in float32: the direction and the norm stay."""
+    learner = learner_with(algorithm="grpo", bf16=True, max_grad_norm=1e30, tokens_per_micro_batch=1)
+    exact = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in learner._optimizer.parameters]
+    add = learner._add_micro_batch
+
+    def also_in_float32(*arguments: Any, **options: Any) -> None:
+        so_far = [parameter.grad for parameter in learner._optimizer.parameters]
+        for parameter in learner._optimizer.parameters:
+            parameter.grad = None
+        add(*arguments, **options)
+        for total, before, parameter in zip(exact, so_far, learner._optimizer.parameters, strict=True):
+            if parameter.grad is not None:
+                total += parameter.grad.float()
+                parameter.grad = parameter.grad if before is None else before + parameter.grad
+
+    learner._add_micro_batch = also_in_float32  # type: ignore[method-assign]
+    for group in in_groups(batch_of(0, groups=8)):
+        learner.accumulate(group, 0)
+    found = torch.cat([p.grad.float().flatten() for p in learner._optimizer.parameters if p.grad is not None])
+    right = torch.cat([total.flatten() for total in exact])
+    assert torch.nn.functional.cosine_similarity(found, right, 0) > 0.999
+    assert found.norm() / right.norm() == pytest.approx(1, abs=0.01)

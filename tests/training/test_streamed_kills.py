@@ -1,0 +1,47 @@
+"""Real processes that are killed or interrupted while the learner works during a harvest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "support" / "streamed_run.py"
+ENDINGS = (  # the signal, after how many parts that the learner started on
+    (signal.SIGKILL, 1),
+    (signal.SIGINT, 3),
+    (signal.SIGKILL, 4),
+)
+
+
+def life(folder: Path, mode: str, ending: tuple[signal.Signals, int] | None) -> str:
+    """Its output until it ends, by itself or by the signal."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{SCRIPT.parent}"}
+    words = [sys.executable, str(SCRIPT), str(folder), mode]
+    lines: list[str] = []
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if ending is not None and line == "working\n" and lines.count(line) == ending[1]:
+                process.send_signal(ending[0])
+    is_killed = ending is not None and ending[0] is signal.SIGKILL
+    assert process.returncode == (-signal.SIGKILL if is_killed else 0)
+    return "".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial+elevator"])
+def test_kills_and_interrupts_in_mid_harvest_lose_no_rollout(mode: str, tmp_path: Path) -> None:
+    for ending in ENDINGS:
+        assert "done" not in life(tmp_path, mode, ending)
+    last = life(tmp_path, mode, None).splitlines()[-1]
+    found = json.loads(last.removeprefix("done "))
+    assert sorted(found["trained"]) == list(range(32))
+    assert found["updates"] == 4
