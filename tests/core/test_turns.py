@@ -54,7 +54,7 @@ def test_slots_that_are_empty_because_of_environments_are_a_part_of_the_bubble()
 
 def test_partial_keeps_a_rollout_in_its_environment_across_updates() -> None:
     run = turning("partial+elevator", [2, 2, 2, 2, 2, 2], slots=2, turns=(2, 1, 1), rollouts_per_update=2)
-    run.environments._scenario = replace(run.scenario, calls=(EnvironmentCall(seconds=7.0),))  # type: ignore[union-attr]
+    run.environments._scenario = replace(run.scenario, calls=(EnvironmentCall(seconds=7.0),))
     kept = []
     for batch in run.batches_in_turn():
         kept += [(batch.update, id) for id in run.controller.buffer.in_environment]
@@ -177,4 +177,24 @@ def test_all_invariants_hold_with_turns(block: int) -> None:
 @pytest.mark.parametrize("setting", ["max_turns", "max_context_tokens", "max_environment_seconds"])
 def test_limits_below_one_are_refused(setting: str) -> None:
     with pytest.raises(ConfigurationError, match=setting):
-        Schedule(**{setting: 0})
+        Schedule(**{setting: 0})  # type: ignore[arg-type]
+
+
+def test_environments_that_cannot_wake_the_engine_are_checked_briefly() -> None:
+    """Rollout 1 decodes for a long time while rollout 0 is in its environment: its answer is not left waiting."""
+    run = turning("partial", [2, 40], slots=2, rollouts_per_update=2, turns=(2, 1), seconds=5.0)
+    environments: Any = run.environments
+    environments.wakes_engine = False
+    waits: list[float | None] = []
+    poll = run.engine.poll
+
+    def watched(until: float | None = None) -> Any:
+        if run.controller.buffer.in_environment:
+            waits.append(None if until is None else until - run.engine.now())
+        return poll(until)
+
+    run.engine.poll = watched
+    run.to_end()
+    assert waits and all(wait is not None and wait <= 0.05 + 1e-9 for wait in waits)
+    (ended, *_), (observed,) = run.all(events.TurnEnded), run.all(events.Observed)
+    assert 5.0 <= observed.at - ended.at <= 5.0 + 1.0  # one decode step

@@ -188,7 +188,7 @@ def _with_turns(rng: random.Random, scenario: Scenario, troubled: bool) -> Scena
         scenario,
         schedule=schedule,
         epochs=min(scenario.epochs, 2),
-        lengths=scenario.lengths[:12],
+        lengths=scenario.lengths[:9],
         turns=some((1, 2, 3, 5)),
         observations=some((1, 2, 4)),
         calls=tuple(calls),
