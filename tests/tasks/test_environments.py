@@ -213,6 +213,15 @@ def test_an_answer_that_is_too_large_is_an_error() -> None:
         assert "bytes; the maximum is" in str(answer.error)
 
 
+def test_a_problem_that_cannot_be_pickled_is_an_error_and_others_go_on() -> None:
+    with host_of("workers", CountingTask()) as host:
+        environments, good, bad = TaskEnvironments(TOKENIZER, host), rollout_of(0), rollout_of(1)
+        bad.prompt = Prompt("p1", [3], Problem("p1", "question", answer=lambda: None))
+        turn(environments, good, "one")
+        assert "cannot be sent to a worker process" in str(turn(environments, bad, "one").error)
+        assert "turn 2 of p0" in shown(turn(environments, good, "two"))
+
+
 def test_a_canceled_call_has_no_answer_and_its_instance_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with host_of("workers", CountingTask(str(log)), limit_seconds=2.0) as host:

@@ -10,6 +10,7 @@ from sortedrl.tasks.evaluation import (
     Evaluation,
     bootstrap,
     mean_at_k,
+    mean_parts,
     paired_difference,
     pass_at_k,
     pass_probability,
@@ -93,3 +94,8 @@ def test_ragged_and_empty_samples_are_refused() -> None:
         Evaluation.of({})
     with pytest.raises(ValueError, match="pass@3: k must be between 1 and the number of samples per problem, 2"):
         Evaluation.of({"a": [True, False]}).pass_at(3)
+
+
+def test_parts_of_rewards_are_averaged_over_the_rewards_that_have_them() -> None:
+    assert mean_parts([{"asked": 1.0, "turns": 3.0}, {"asked": 0.0}, {}]) == {"asked": 0.5, "turns": 3.0}
+    assert mean_parts([]) == {}

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from sortedrl.core.scoring import reason_of
 from sortedrl.tasks.environment import Environment, EnvironmentTask
 from sortedrl.tasks.environment_host import Call, Instances, Result
 from sortedrl.tasks.workers import (
@@ -160,6 +161,8 @@ class _Process:
                     self._receive_results()
                 except (WorkerError, TimeoutError) as error:
                     self._lose_all(str(error))
+                except Exception as error:  # this thread must not end before the run
+                    self._lose_all(reason_of(error))
         finally:
             if self._worker is not None:
                 self._worker.kill()
@@ -175,9 +178,14 @@ class _Process:
                 self._deadlines.pop(self._call_of.pop(message, -1), None)
                 if self._worker is None:
                     continue  # the instance is gone with its process
+            try:
+                call = pickle.dumps((self._limit_seconds, message))
+            except Exception as error:  # __reduce__ and __getstate__ may raise anything
+                self._fail(message, f"the problem cannot be sent to a worker process: {reason_of(error)}")
+                continue
             worker = self._worker or self._started()
             try:
-                worker.channel.send(pickle.dumps((self._limit_seconds, message)), self._limit_seconds)
+                worker.channel.send(call, self._limit_seconds)
             except TimeoutError:
                 raise TimeoutError(self._killed("took no call")) from None
             except OSError:
@@ -232,6 +240,10 @@ class _Process:
             f"a worker process {what} within {self._limit_seconds:g} s and was killed; an environment blocks it: use "
             "`await` for whatever takes long"
         )
+
+    def _fail(self, message: Call | int | None, error: str) -> None:
+        if isinstance(message, Call) and self._deadlines.pop(message.number, None) is not None:
+            self._on_results([Result(message.number, error=error)])
 
     def _lose_all(self, error: str) -> None:
         if self._worker is not None:
