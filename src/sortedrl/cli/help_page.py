@@ -16,7 +16,7 @@ from sortedrl.settings.base import Settings
 
 GROUPS = {
     "what to read": ("run", "runs", "study", "from_results"),
-    "model and task": ("model", "task", "task_options", "data"),
+    "model and task": ("model", "task", "task_options", "data", "tools", "max_turns"),
     "prompts and responses": (
         *("lengths", "median_length", "length_sd_between", "length_sd_within", "prompt_tokens", "max_prompt_tokens"),
         *("max_response_tokens", "max_context_tokens", "turns", "observation_tokens", "environment_seconds"),
