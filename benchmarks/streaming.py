@@ -65,11 +65,12 @@ def run(url: str, folder: Path, flags: list[str]) -> dict[str, float]:
 
 
 def summary(in_turn: list[dict[str, float]], streamed: list[dict[str, float]]) -> str:
-    """Ratios per pair of neighboring runs, per trained token, since responses grow as the model learns."""
+    """Ratios of seconds per update, per pair of neighboring runs. Their prompts are the same, their responses are not, so
+    few updates give a wide spread."""
 
     def gains(key: str) -> list[float]:
         pairs = zip(in_turn, streamed, strict=True)
-        return sorted(one[key] / one["tokens"] / (other[key] / other["tokens"]) for one, other in pairs)
+        return sorted(one[key] / other[key] for one, other in pairs)
 
     ratio = median(one["learner_after_harvest"] / one["harvest"] for one in in_turn)
     parts = [f"learner / harvest {ratio:.2f}"]
