@@ -65,7 +65,7 @@ def run(url: str, folder: Path, flags: list[str]) -> dict[str, float]:
 
 
 def summary(in_turn: list[dict[str, float]], streamed: list[dict[str, float]]) -> str:
-    """Ratios of seconds per update, per pair of neighboring runs. Their prompts are the same, their responses are not, so
+    """Ratios of seconds per update, per pair of neighboring runs. Their prompts are the same, their responses are not:
     few updates give a wide spread."""
 
     def gains(key: str) -> list[float]:
