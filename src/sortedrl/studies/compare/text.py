@@ -26,10 +26,7 @@ DIGITS = {
     "length_bias": ".3f",
 }
 UNKNOWN = "-"
-IN_THE_TERMINAL = (
-    *("final_score", "curve_area", "samples_to_threshold", "response_length", "staleness", "seconds"),
-    *("rollouts_per_second", "bubble", "goodput", "waste", "length_bias"),
-)
+IN_THE_TERMINAL = ("final_score", "curve_area", "samples_to_threshold", "staleness", "seconds")  # the page has all
 
 
 def number(outcome: str, value: float | None, sign: str = "") -> str:
@@ -111,14 +108,16 @@ def parts(comparison: Comparison) -> list[RenderableType]:
 
 def contrast_table(comparison: Comparison) -> Table:
     table = _table("Contrasts, paired by seed; the first one is primary", "contrast", "outcome")
-    for heading in ("difference", "95 % (t)", "95 % (bootstrap)", "relative", "visible at 80 %", "seeds"):
+    for heading in ("difference", "95 % interval", "relative", "seeds"):
         table.add_column(heading, justify="right")
     for compared in comparison.contrasts:
-        table.add_row(*contrast_row(compared))
+        name, outcome, difference, t_interval, _, relative, _, seeds = contrast_row(compared)
+        table.add_row(name, outcome, difference, t_interval, relative, seeds)
     return table
 
 
 def contrast_row(compared: Compared) -> list[str]:
+    """For the page. The terminal leaves out the bootstrap interval and the smallest visible difference."""
     outcome, found = compared.contrast.outcome, compared.difference
     seeds = f"{len(compared.seeds)}{' (anecdote)' if compared.is_anecdote else ''}"
     if found is None:
@@ -136,7 +135,7 @@ def contrast_row(compared: Compared) -> list[str]:
 
 
 def arm_table(comparison: Comparison) -> Table:
-    shown = [name for name in (*IN_THE_TERMINAL, *comparison.study.metrics) if name in comparison.study.outcomes]
+    shown = [name for name in IN_THE_TERMINAL if name in comparison.study.outcomes]
     table = _table("Arms, mean over seeds", "arm")
     for name in ("runs", *shown):
         table.add_column(name.replace("_", " "), justify="right")
