@@ -26,7 +26,7 @@ EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24"
 EVALUATED += ["--eval-problems", "12", "--threads", "1"]
 SMALL = ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
 SMALL += ["--learning-rate", "1e-2", "--scoring", "at-once"]
-OWN_WEIGHTS = {"lora": ["--lora-rank", "4"], "recomputation": ["--gradient-checkpointing"]}
+OWN_WEIGHTS: dict[str, dict[str, Any]] = {"lora": {"lora_rank": 4}, "recomputation": {"gradient_checkpointing": True}}
 Answers = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities by request
 
 
@@ -93,7 +93,7 @@ def test_an_evaluation_answers_as_the_model_exported_at_that_update(
 ) -> None:
     if kind == "lora":
         pytest.importorskip("peft")
-    words = [*OWN_WEIGHTS[kind], "--mode", mode]
+    words = [*config_file(tmp_path, **OWN_WEIGHTS[kind]), "--mode", mode]
     train(model, tmp_path / "run", *words, "--updates", "3", "--eval-every", "1")
     during = list(evaluations)
     assert len(during) == 4 and all(a != b for a, b in pairwise(during)), "weights changed"
@@ -152,7 +152,7 @@ def test_a_server_is_evaluated_under_the_weights_of_the_update(
 
 
 def test_a_resumed_run_evaluates_its_own_update(model: Path, tmp_path: Path, evaluations: list[Answers]) -> None:
-    words = ["--gradient-checkpointing", "--eval-every", "1", "--checkpoint-every", "1"]
+    words = [*config_file(tmp_path, gradient_checkpointing=True), "--eval-every", "1", "--checkpoint-every", "1"]
     train(model, tmp_path / "run", *words, "--updates", "2")
     assert main(["train", "--resume", str(tmp_path / "run"), "--updates", "3"]) == 0
     assert evaluations[-1] == answers_of(tmp_path / "run" / "model", evaluations)
@@ -170,7 +170,7 @@ def test_updates_on_one_harvest_cost_one_weight_update_unless_evaluated(
         update_weights(engine, weights, version)
 
     monkeypatch.setattr(EmbeddedEngine, "update_weights", counted)
-    words = ["--mode", "cohort-at-once", "--gradient-checkpointing", "--updates", "8"]
+    words = ["--mode", "cohort-at-once", *config_file(tmp_path, gradient_checkpointing=True), "--updates", "8"]
     train(model, tmp_path / "a", *words)
     assert versions == [4, 8]
     versions.clear()
@@ -179,7 +179,8 @@ def test_updates_on_one_harvest_cost_one_weight_update_unless_evaluated(
 
 
 def test_the_log_books_a_weight_update_before_the_evaluation(model: Path, tmp_path: Path) -> None:
-    train(model, tmp_path / "run", "--gradient-checkpointing", "--updates", "2", "--eval-every", "1")
+    recomputed = config_file(tmp_path, gradient_checkpointing=True)
+    train(model, tmp_path / "run", *recomputed, "--updates", "2", "--eval-every", "1")
     log = read_events(tmp_path / "run" / "events.jsonl")
     phases = [event.phase for event in log if isinstance(event, events.Phase)]
     before = [phases[i - 1] for i, phase in enumerate(phases) if phase == "evaluation"]

@@ -189,7 +189,7 @@ def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> No
     """Here because there are fewer rollouts than would stop the run before."""
     words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, "--task", "toy:RaisesAlways"]
     few = ["--task-options", "problems", "3", "--rollouts-per-prompt", "2", "--eval-problems", "4"]
-    done = sortedrl("train", *words, *few, "--epochs", "1", check=False)
+    done = sortedrl("train", *words, *few, *config_file(tmp_path, epochs=1), check=False)
     assert done.returncode == 2
     assert "no update was made: 6 rollouts were rejected, 6 times: RuntimeError: judge out of order" in done.stderr
 
@@ -228,7 +228,6 @@ BAD_INPUT = {
     "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
     "cohort too small": (["--prompts-per-cohort", "2"], ["prompts_per_cohort = 2", "16"]),
     "a folder that cannot be": (["--out", "/proc/run"], ["out = '/proc/run'", "cannot be made"]),
-    "greedy training": (["--temperature", "0"], ["temperature"]),
     "longer than the model": (["--max-response-tokens", "5000"], ["max_response_tokens = 5000", "256"]),
 }
 
@@ -243,6 +242,13 @@ def test_bad_input_gives_one_clear_error_and_writes_nothing(name: str, model: Pa
     for text in expected:
         assert text in done.stderr
     assert not run.exists()
+
+
+def test_greedy_training_is_refused(model: Path, tmp_path: Path) -> None:
+    words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, *config_file(tmp_path, temperature=0)]
+    done = sortedrl("train", *words, check=False)
+    assert done.returncode == 2 and "temperature" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"tokens_per_micro_batch", "eval_samples", "eval_seed", "keep_checkpoints", "save_rollouts", "device"}
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
-        | {"prometheus_port"}
+        | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing"}
     )
 
     stream: Annotated[
