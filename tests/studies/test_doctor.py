@@ -83,7 +83,7 @@ def test_the_quick_self_test_names_what_it_skipped_and_imports_no_pytorch() -> N
 def test_a_part_that_fails_is_said_and_gives_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sortedrl.models.BUILT_IN_MODEL", tmp_path / "no-model-here")
+    monkeypatch.setattr("sortedrl.cli.doctor.BUILT_IN_MODEL", tmp_path / "no-model-here")
     assert main(["doctor", "--full", "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)["self_test"]
     assert [check["passed"] for check in checks] == [True, False, None]

@@ -228,7 +228,10 @@ BAD_INPUT = {
     "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
     "cohort too small": (["--prompts-per-cohort", "2"], ["prompts_per_cohort = 2", "16"]),
     "a folder that cannot be": (["--out", "/proc/run"], ["out = '/proc/run'", "cannot be made"]),
-    "longer than the model": (["--max-response-tokens", "5000"], ["max_response_tokens = 5000", "256"]),
+    "longer than the model": (
+        ["--max-response-tokens", "5000"],
+        ["Lower max_response_tokens or max_prompt_tokens", "256"],
+    ),
 }
 
 

@@ -94,7 +94,9 @@ def _embedded(spec: EngineSpec) -> Engine:
             tokenizer=spec.tokenizer,
         )
     except ValueError as error:
-        raise ConfigurationError("model", spec.model, str(error), "Lower the token limits.") from None
+        raise ConfigurationError(
+            "model", spec.model, str(error), "Lower max_response_tokens or max_prompt_tokens."
+        ) from None
 
 
 def _vllm(spec: EngineSpec) -> Engine:

@@ -32,6 +32,7 @@ from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import length_of_request
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.models import model_named
 from sortedrl.observe.console import clock
 from sortedrl.observe.metrics import Metrics
 from sortedrl.settings.base import as_json
@@ -175,6 +176,8 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
         make_folder("out", settings.out.parent)
     if settings.events is not None:
         make_folder("events", settings.events)
+    if Path(settings.model).is_dir():
+        model_named(settings.model)  # refuses a folder without a model before anything is printed
     progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
     log(f"{progress.total} updates in {len(cases)} modes; loading engine {settings.engine}, model {settings.model}")
     engine, vocabulary = bare_engine(settings, max_length)
