@@ -124,7 +124,7 @@ def test_plan_names_a_choice_and_says_when_it_is_not_needed() -> None:
     assert "You do not need this" in flat.stdout
 
 
-def test_plan_tells_what_old_keys_would_add() -> None:
+def test_plan_states_what_kv_reuse_would_add() -> None:
     def found(*flags: str) -> dict[str, Any]:
         costly = ["--step-time", "h200-8b", "--prefill-seconds-per-token", "2e-4", "--expectation", "oracle"]
         return dict(json.loads(sortedrl("plan", "--json", *SMALL, *costly, *flags).stdout))

@@ -77,7 +77,7 @@ def test_a_resume_pays_for_prompt_and_cached_tokens() -> None:
     assert dict(ends(to_end(one))) == pytest.approx({0: 2.0 + 2.0})
 
 
-def test_with_old_keys_a_resume_pays_for_nothing_and_a_new_request_for_its_prompt() -> None:
+def test_with_reused_kv_a_resume_pays_for_nothing_and_a_new_request_for_its_prompt() -> None:
     one = engine(slots=1, step_time=linear(1.0, 0.0, per_prefill_token=0.1), reuse_kv_cache=True)
     one.submit([request(0, 12, prompt=10, kept=10), request(1, 2, prompt=10)])
     assert dict(ends(to_end(one))) == pytest.approx({0: 2.0, 1: 2.0 + 1.0 + 2.0})

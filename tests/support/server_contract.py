@@ -79,7 +79,7 @@ class ServerTests(OnServer):
         assert ledger.finished == {0: False}
         assert ledger.tokens(0) == reference.tokens(0)[: reference.tokens(0).index(end) + 1]
 
-    def test_weights_change_every_weight_and_old_keys_are_forgotten(
+    def test_weights_change_every_weight_and_old_kv_is_dropped(
         self, server: ServerProcess, model: tuple[Path, Any]
     ) -> None:
         """The model has tied embeddings, and the probes repeat: an output layer or a cache that stays is noticed."""

@@ -95,7 +95,7 @@ class TestWeights:
         model, engine = pair
         assert CheckedWeights(engine, logprobs_of(model), PROBES).difference() < TOLERANCE
 
-    def test_a_load_changes_every_weight_and_forgets_old_keys(self, pair: Any) -> None:
+    def test_a_weight_update_changes_every_weight_and_drops_old_kv(self, pair: Any) -> None:
         """Both traps at once: a tied output layer that stays behind, and a prefix cache of stale KV."""
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
@@ -113,7 +113,7 @@ class TestWeights:
             checked.update_weights(None, 3)
         checked.update_weights(dict(model.named_parameters()), 4)
 
-    def test_without_the_emptied_cache_vllm_serves_old_keys(self, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_cache_reset_vllm_serves_stale_kv(self, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The trap itself, so that a vLLM which has fixed it shows here."""
         model, engine = pair
         checked = CheckedWeights(engine, logprobs_of(model), PROBES)
