@@ -150,7 +150,7 @@ def test_a_resumed_run_brings_environments_back(bring_back: str, attempt: int) -
 
 
 def test_a_broken_observation_is_a_failure_of_the_environment() -> None:
-    for observation in ([], [1.5], [-1], "text"):
+    for observation in ([], [1.5], [-1], "text", 7):
         run = turning("partial", [2], seconds=1.0, max_retries=0, rollouts_per_update=1)
         environments: Any = run.environments
         collect = environments.collect

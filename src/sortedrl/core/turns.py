@@ -159,7 +159,7 @@ def _fault_of(answer: Answer) -> str | None:
     if tokens is None or (type(tokens) is range and len(tokens)):
         return None
     if not isinstance(tokens, list | tuple) or not tokens:
-        return f"an observation is a list of token ids, got {type(tokens).__name__} of length {len(tokens)}"
+        return f"an observation is a nonempty list of token ids, got {tokens!r:.60}"
     if not all(type(token) is int and token >= 0 for token in tokens):
         return "an observation has a token id that is not an integer of 0 or more"
     return None
