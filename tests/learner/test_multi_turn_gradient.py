@@ -57,11 +57,15 @@ def rollouts(off_policy_correction: str = "ppo_clip") -> list[Rollout]:
 
 
 def gradients_of(learner: Learner, batch: list[Rollout]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The normalized gradient that the optimizer gets, and the metrics of the update."""
     found: dict[str, Tensor] = {}
-    for name, parameter in learner.model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda parameter, name=name: found.__setitem__(name, parameter.grad.clone())
-        )
+
+    def keep(learning_rate: float, gradient_scale: float = 1.0) -> None:
+        for name, parameter in learner.model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad * gradient_scale
+
+    learner._optimizer.step = keep  # type: ignore[method-assign]
     return found, learner.step(batch, 3)
 
 

@@ -58,7 +58,7 @@ class TestVllm(EngineContract):
         engine.abort(list(engine._name_of))
         return engine
 
-    def test_stops_do_not_change_the_tokens(self) -> None:
+    def test_aborts_do_not_change_the_tokens(self) -> None:
         """vLLM's noise is drawn for the whole batch: greedy tokens are what can be compared."""
         requests = {r.id: r for r in map(_greedy, self.requests())}
         reference = self.undisturbed(list(requests.values()))
@@ -212,7 +212,7 @@ def test_what_vllm_cannot_take_fails_with_a_reason(tmp_path: Path) -> None:
     ledger.submit([Request(i, Prompt(str(i), p), (), 4, i) for i, p in enumerate((too_long, none, outside, good))])
     ledger.run()
     assert 3 in ledger.finished and {0, 1} <= set(ledger.failed)
-    assert "raise it to at least 71" in ledger.failed[0] and "no tokens" in ledger.failed[1]
+    assert "raise it to at least 71" in ledger.failed[0] and "the prompt is empty" in ledger.failed[1]
     assert 2 in ledger.failed and "token 9999" in ledger.failed[2]
     engine.close()
 
