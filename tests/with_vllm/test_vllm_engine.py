@@ -213,7 +213,7 @@ def test_what_vllm_cannot_take_fails_with_a_reason(tmp_path: Path) -> None:
     ledger.run()
     assert 3 in ledger.finished and {0, 1} <= set(ledger.failed)
     assert "raise it to at least 71" in ledger.failed[0] and "the prompt is empty" in ledger.failed[1]
-    assert 2 in ledger.failed and "token 9999" in ledger.failed[2]
+    assert 2 in ledger.failed and "token id 9999" in ledger.failed[2]
     engine.close()
 
 
