@@ -55,7 +55,7 @@ class Workload:
 
     def shortened(self, tokens: int) -> Workload:
         """One batch of short requests for warm-up."""
-        few = tuple(replace(r, max_new_tokens=min(r.max_new_tokens, tokens)) for r in self.requests[: self.slots])
+        few = tuple(r._replace(max_new_tokens=min(r.max_new_tokens, tokens)) for r in self.requests[: self.slots])
         return replace(self, requests=few)
 
 
