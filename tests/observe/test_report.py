@@ -488,7 +488,7 @@ def test_a_trained_run_s_report_and_summary_agree_to_the_last_digit(
     rewards = [line["reward"] for line in lines if "reward" in line]
     assert [point.reward for point in read.points] == pytest.approx(rewards, rel=1e-12)
     page = (folder / "report.html").read_text()
-    assert "sortedrl train --slots 16" in page
+    assert "sortedrl train --mode partial+elevator --rollouts-per-update 16" in page
     resumed = [line for line in read.responses if len(line["segments"]) > 1]
     assert resumed, "some response was stopped and resumed"
     for line in resumed:
