@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -310,6 +311,23 @@ def batched(problems: Sequence[Problem], size: int) -> Iterator[Sequence[Problem
     return (problems[start : start + size] for start in range(0, len(problems), size))
 
 
+def write_report(
+    folder: Path, script: Path, recipe: Any, model: LlamaForCausalLM, training_seconds: int, measured: dict[str, Any]
+) -> None:
+    """recipe.json: how the model was made, and what it does."""
+    report = {
+        "made_by": f"scripts/{script.name}",
+        "recipe": asdict(recipe),
+        "parameters": model.num_parameters(),
+        "training_seconds": training_seconds,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "measured_at_temperature_1": measured,
+    }
+    (folder / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=BUILT_IN_MODEL, help="folder to write the model to")
@@ -323,17 +341,7 @@ def main() -> None:
     train(model, recipe, examples(recipe, tokenizer), vocabulary_number(tokenizer, PAD))
     training_seconds = round(time.monotonic() - begin)
     save(model, tokenizer, arguments.out)
-    report = {
-        "made_by": "scripts/warm_start.py",
-        "recipe": asdict(recipe),
-        "parameters": model.num_parameters(),
-        "training_seconds": training_seconds,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "measured_at_temperature_1": measure(model, tokenizer, recipe.seed),
-    }
-    (arguments.out / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
+    write_report(arguments.out, Path(__file__), recipe, model, training_seconds, measure(model, tokenizer, recipe.seed))
 
 
 if __name__ == "__main__":

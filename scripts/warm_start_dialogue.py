@@ -10,16 +10,14 @@ Metrics on held-out puzzles at temperature 1 are written to recipe.json.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -37,6 +35,7 @@ from warm_start import (
     share,
     train,
     vocabulary_number,
+    write_report,
 )
 
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
@@ -213,17 +212,7 @@ def main() -> None:
     train(model, recipe, examples(recipe, tokenizer), vocabulary_number(tokenizer, PAD), Muon)
     training_seconds = round(time.monotonic() - begin)
     save(model, tokenizer, arguments.out)
-    report = {
-        "made_by": "scripts/warm_start_dialogue.py",
-        "recipe": asdict(recipe),
-        "parameters": model.num_parameters(),
-        "training_seconds": training_seconds,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "measured_at_temperature_1": measure(model, tokenizer, recipe.seed),
-    }
-    (arguments.out / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
+    write_report(arguments.out, Path(__file__), recipe, model, training_seconds, measure(model, tokenizer, recipe.seed))
 
 
 if __name__ == "__main__":

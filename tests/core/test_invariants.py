@@ -43,7 +43,7 @@ def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
 
 @examples(600)
 @given(troubled())
-def test_what_must_hold_whatever_goes_wrong(scenario: Scenario) -> None:
+def test_what_must_hold_under_any_fault(scenario: Scenario) -> None:
     checked_run(scenario)
 
 

@@ -70,7 +70,7 @@ def test_what_is_streamed_is_in_the_next_batch(scenario: Scenario) -> None:
 
 @examples(60)
 @given(troubled(STREAMABLE))
-def test_what_is_streamed_is_in_the_next_batch_whatever_goes_wrong(scenario: Scenario) -> None:
+def test_what_is_streamed_is_in_the_next_batch_under_any_fault(scenario: Scenario) -> None:
     checked_run(scenario_with_streaming(scenario))
 
 

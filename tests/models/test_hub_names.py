@@ -55,7 +55,7 @@ def test_a_hub_that_answers_is_asked(listening: socket.socket, monkeypatch: pyte
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:3128")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     model_named("some-owner/some-model")
-    assert not constants.HF_HUB_OFFLINE, "the way through a proxy is not ours to judge"
+    assert not constants.HF_HUB_OFFLINE, "only the proxy can tell whether the hub is there"
 
 
 def test_a_path_is_refused_without_asking(tmp_path: Path) -> None:

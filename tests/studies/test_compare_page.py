@@ -165,8 +165,11 @@ def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
     assert len(read_results(path)) == 3 * SEEDS
 
 
-def test_a_file_of_something_else_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "results.jsonl").write_text('{"update": 1}\n')
+@pytest.mark.parametrize(
+    "line", ['{"update": 1}', "7", '{"arm": "slow", "seed": 0}', '{"arm": "slow", "seed": 0, "settings": 1}']
+)
+def test_a_file_of_something_else_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    (folder / "results.jsonl").write_text(f"{line}\n")
     assert main(["compare", "--from", str(folder)]) == 2
     assert "line 1 is not the result of a run" in capsys.readouterr().err
 

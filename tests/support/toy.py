@@ -60,7 +60,7 @@ class SayA:
 class RaisesSometimes(SayA):
     def score(self, problem: Problem, response: str) -> Reward:
         if int(problem.id[-1]) % 3 == 0:
-            raise RuntimeError("judge out of order")
+            raise RuntimeError("reward server is down")
         return super().score(problem, response)
 
 
@@ -75,7 +75,7 @@ class SlowAndRaisesSometimes(RaisesSometimes):
 
 class RaisesAlways(SayA):
     def score(self, problem: Problem, response: str) -> Reward:
-        raise RuntimeError("judge out of order")
+        raise RuntimeError("reward server is down")
 
 
 class Talk(SayA):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -313,6 +314,18 @@ def test_a_task_that_cannot_be_built_in_a_worker_is_an_error_before_the_run() ->
     host = WorkerHosts(BreaksInWorker(os.getpid()), workers=1, limit_seconds=1.0)
     with contextlib.closing(host), pytest.raises(WorkerError, match="no database here"):
         host.wait_until_ready()
+
+
+def test_a_process_that_cannot_be_started_is_an_error_before_the_run() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    host = WorkerHosts(CountingTask(), workers=1, limit_seconds=1.0)
+    with contextlib.closing(host):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+        try:
+            with pytest.raises(WorkerError, match="Too many open files"):
+                host.wait_until_ready()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class BreaksInWorker(CountingTask):

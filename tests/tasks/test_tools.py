@@ -108,6 +108,11 @@ def test_calls_that_the_template_parsed_are_used_instead_of_the_default(environm
     assert turn(environment, call("calculator", expression="1") + "391", []) == 1.0, "the template found no call"
 
 
+@pytest.mark.parametrize("parsed", ["calculator", 7, None, {"function": None}, {"function": "calculator"}])
+def test_a_malformed_call_of_the_template_is_an_error_observation(environment: ToolEnvironment, parsed: Any) -> None:
+    assert "the call has no name" in turn(environment, "no tags here", [parsed])[0]["content"]
+
+
 def test_a_limit_before_the_answer_scores_an_empty_one(environment: ToolEnvironment) -> None:
     assert asyncio.run(environment.finish("max_turns")) == 0.0
 

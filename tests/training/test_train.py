@@ -182,7 +182,7 @@ def test_a_reward_that_raises_is_counted_and_stops_nothing(model: Path, tmp_path
     assert summary["updates"] == 3
     assert summary["metrics"]["rejected"] > 0
     reasons = [e.reason for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, events.Rejected)]
-    assert all("judge out of order" in reason for reason in reasons)
+    assert all("reward server is down" in reason for reason in reasons)
 
 
 def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> No
     few = ["--task-options", "problems", "3", "--rollouts-per-prompt", "2", "--eval-problems", "4"]
     done = sortedrl("train", *words, *few, *config_file(tmp_path, epochs=1), check=False)
     assert done.returncode == 2
-    assert "no update was made: 6 rollouts were rejected, 6 times: RuntimeError: judge out of order" in done.stderr
+    assert "no update was made: 6 rollouts were rejected, 6 times: RuntimeError: reward server is down" in done.stderr
 
 
 def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:

@@ -61,20 +61,20 @@ def test_a_slow_reward_shows_as_the_bottleneck_everywhere(
     lines = done.stdout.splitlines()
     updates = [line for line in lines if line.startswith("update ")]
     assert all(re.search(r"scoring backlog \d+ ", line) for line in updates)
-    assert re.search(r"rejected \d+ \(\d+ times: RuntimeError: judge out of order\)", updates[-1])
+    assert re.search(r"rejected \d+ \(\d+ times: RuntimeError: reward server is down\)", updates[-1])
     named = next(line for line in lines if line.startswith("bottleneck: "))
     assert re.match(r"bottleneck: scoring, \d\d% of wall-clock time \(generation", named)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["bottleneck"] == "scoring"
-    assert list(summary["metrics"]["rejected_reasons"]) == ["RuntimeError: judge out of order"]
+    assert list(summary["metrics"]["rejected_reasons"]) == ["RuntimeError: reward server is down"]
     assert main(["watch", str(run)]) == 0
     assert named in capsys.readouterr().out
     assert main(["watch", str(run), "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
-    assert state["places"]["finished"] > 0 and "judge out of order" in state["snapshot"]["rejected_most"]
+    assert state["places"]["finished"] > 0 and "reward server is down" in state["snapshot"]["rejected_most"]
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
-    assert "Bottleneck: scoring" in page and "judge out of order" in page and "Scoring backlog" in page
+    assert "Bottleneck: scoring" in page and "reward server is down" in page and "Scoring backlog" in page
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def new_flag_for(old_key: str, known_keys: Container[str]) -> str | None:
 
 
 def refuse_old_keys(values: Mapping[str, Any], known_keys: Container[str]) -> None:
-    """Refuse old keys and old values in settings from a file."""
+    """Refuse renamed settings and values in a file."""
     for key, value in values.items():
         new_key = SETTINGS.get(key)
         if key not in known_keys and new_key in known_keys:

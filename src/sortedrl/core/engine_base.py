@@ -39,8 +39,8 @@ class EngineBase(Engine):
         """Free everything. No call follows."""
 
 
-class _Plain(EngineBase):
-    """An engine that has the protocol's methods only."""
+class ForwardingEngine(EngineBase):
+    """Passes the protocol's methods on to `inner`: the base of wrappers, which override what they change."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
@@ -64,4 +64,4 @@ class _Plain(EngineBase):
 
 def with_defaults(engine: Engine) -> EngineBase:
     """The engine itself if it derives from EngineBase; otherwise the engine with all defaults."""
-    return engine if isinstance(engine, EngineBase) else _Plain(engine)
+    return engine if isinstance(engine, EngineBase) else ForwardingEngine(engine)

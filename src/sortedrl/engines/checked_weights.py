@@ -20,8 +20,8 @@ from numbers import Real
 from statistics import fmean, median
 from typing import Any
 
-from sortedrl.core.engine import Change, Engine, Request, Sampling
-from sortedrl.core.engine_base import EngineBase, EngineInfo, with_defaults
+from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.engine_base import EngineBase, EngineInfo, ForwardingEngine, with_defaults
 from sortedrl.core.errors import UserError
 from sortedrl.core.generate import ATTEMPTS, NotInTime, Response, generate
 from sortedrl.core.rollout import Prompt
@@ -35,7 +35,7 @@ class WeightsDiffer(UserError, RuntimeError):
     """Engine and learner do not hold the same weights, or the check could not confirm that they do."""
 
 
-class CheckedWeights(EngineBase):
+class CheckedWeights(ForwardingEngine):
     """Wraps `inner` with the check.
 
     tolerance         largest median absolute difference over a probe, in nats per token, that counts as rounding
@@ -57,26 +57,14 @@ class CheckedWeights(EngineBase):
             raise ValueError(
                 f"{len(probes)} probes of {tokens_per_probe} tokens check nothing: give at least 1 of each"
             )
-        self.inner = with_defaults(inner)
-        self.slots = inner.slots
+        super().__init__(inner)
+        self.inner: EngineBase = with_defaults(inner)
         self.last_difference = 0.0
         self._logprobs_of = logprobs_of
         self._probes = probes
         self._tolerance = tolerance
         self._tokens_per_probe = tokens_per_probe
         self._probe_seconds = probe_seconds
-
-    def now(self) -> float:
-        return self.inner.now()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.inner.submit(requests)
-
-    def poll(self, until: float | None = None) -> list[Change]:
-        return self.inner.poll(until)
-
-    def abort(self, ids: Sequence[int]) -> list[Change]:
-        return self.inner.abort(ids)
 
     def update_weights(self, weights: Any, version: int) -> None:
         self.inner.update_weights(weights, version)

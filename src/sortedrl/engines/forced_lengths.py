@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from sortedrl.core.engine import Change, Engine, Finished, Request
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine_base import ForwardingEngine
 
 
-class ForcedLengths(EngineBase):
+class ForcedLengths(ForwardingEngine):
     """Wraps `inner` with the lengths of `length_of`: of the whole response, including the prefix."""
 
     def __init__(self, inner: Engine, length_of: Callable[[Request], int]) -> None:
-        self.inner = inner
-        self.slots = inner.slots
+        super().__init__(inner)
         self._length_of = length_of
         self._truncated: dict[int, bool] = {}  # by request id: ends at max_new_tokens before its forced length
-
-    def now(self) -> float:
-        return self.inner.now()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.inner.submit([self._forced(request) for request in requests])
@@ -37,9 +32,6 @@ class ForcedLengths(EngineBase):
         for id in ids:
             self._truncated.pop(id, None)
         return changes
-
-    def update_weights(self, weights: Any, version: int) -> None:
-        self.inner.update_weights(weights, version)
 
     def _forced(self, request: Request) -> Request:
         # A prefix that already has the forced length gets one more token: engines cannot generate none.

@@ -194,11 +194,11 @@ class _Process:
                 self._deadlines[message.number] = time.monotonic() + self._limit_seconds + GRACE_SECONDS
 
     def _started(self) -> WorkerProcess:
-        self._worker = worker = self._start()
         try:
+            self._worker = worker = self._start()
             worker.wait_until_ready()
-        except WorkerError as error:
-            self._start_error = error
+        except (WorkerError, OSError) as error:  # OSError: no process can be made
+            self._start_error = error if isinstance(error, WorkerError) else WorkerError(reason_of(error))
             raise
         finally:
             self._ready.set()
@@ -208,7 +208,7 @@ class _Process:
         """Waits for results, messages to send, or the first deadline."""
         deadline = min(self._deadlines.values(), default=math.inf)
         left = None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # opens no file
             selector.register(self._woken, selectors.EVENT_READ)
             if self._worker is not None:
                 selector.register(self._worker.channel, selectors.EVENT_READ)
@@ -238,7 +238,7 @@ class _Process:
     def _killed(self, what: str) -> str:
         return (
             f"a worker process {what} within {self._limit_seconds:g} s and was killed; an environment blocks it: use "
-            "`await` for whatever takes long"
+            "`await` for calls that take long"
         )
 
     def _fail(self, message: Call | int | None, error: str) -> None:

@@ -214,9 +214,9 @@ class TaskEnvironments:
         tools = {"tools": list(self._tools)} if self._tools else {}
         try:
             parsed = self._tokenizer.parse_response(list(response), prefix=list(context), **tools)
-        except Exception:  # whatever a model writes must not end the run
+            return list(parsed.get("tool_calls") or ())
+        except Exception:  # no response of a model may end the run
             return [{}]
-        return list(parsed.get("tool_calls") or ())
 
 
 class Ends:

@@ -47,7 +47,9 @@ class ToolCall:
 def tool_calls(response: Response) -> list[ToolCall]:
     """The calls in a response, in order; none if it does not attempt one."""
     if response.tool_calls is not None:
-        return [_checked(call.get("function", call)) for call in response.tool_calls]
+        return [
+            _checked(call.get("function", call) if isinstance(call, dict) else call) for call in response.tool_calls
+        ]
     return [_parsed(block.strip()) for block in _BLOCK.findall(response)]
 
 

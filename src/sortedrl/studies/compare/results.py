@@ -24,6 +24,7 @@ from sortedrl.studies.doctor import gpus, version_of
 
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
+RESULT = ("settings", "curve", "series")  # tables in the line of a finished run
 PACKAGES = ("torch", "transformers", "vllm")
 
 
@@ -77,6 +78,8 @@ def read_results(path: Path) -> dict[Key, Line]:
     for number, text in enumerate(texts[:-1], 1):
         try:
             line = json.loads(text)
+            if "error" not in line and not all(isinstance(line[key], dict) for key in RESULT):
+                raise ValueError
             found[line["arm"], line["seed"]] = line
         except (ValueError, KeyError, TypeError):
             why = f"line {number} is not the result of a run"

@@ -104,7 +104,7 @@ def refuse_changed_settings(runs: Iterable[Run]) -> None:
             started = tomllib.loads(run.config.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # `sortedrl train --resume` compares them with its own
-        del started["out"]
+        started.pop("out", None)
         changed = sorted(
             key for key in started.keys() | run.settings.keys() if started.get(key) != run.settings.get(key)
         )
