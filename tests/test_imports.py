@@ -20,11 +20,12 @@ MAY_IMPORT = {
     "settings": {"core"},
     "models": {"core"},
     **{part: {"core", "settings"} for part in PARTS},
-    "integrations": {"core", "engines", "tasks", "observe"},
+    "learner": {"core", "settings", "models"},
+    "integrations": {"core", "engines", "tasks", "observe", "models"},
     "training": BELOW_TRAINING,
     "studies": BELOW_TRAINING | {"training"},
     "cli": BELOW_TRAINING | {"training", "studies"},
-}  # core < settings < engines, learner, tasks, observe < training < studies < cli
+}  # core < settings, models < engines, learner, tasks, observe < training < studies < cli
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

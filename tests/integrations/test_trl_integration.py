@@ -30,8 +30,8 @@ from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPO
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
-from sortedrl.integrations.trl.trainer import plain_weights
 from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
 
 SIBLINGS = 4
@@ -534,7 +534,7 @@ def test_lora_is_merged_for_the_engine(tokenizer: Any, tmp_path: Path) -> None:
     trainer, _ = trained(tmp_path, tokenizer, "on-policy", args=config(tmp_path, learning_rate=2e-2), peft_config=lora)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["sortedrl/mismatch"] < 1e-4 for entry in history)  # also after updates of the adapters
-    merged = dict(plain_weights(trainer.model))
+    merged = dict(merged_weights(trainer.model.get_base_model()))
     untouched = dict(model().state_dict())
     assert merged.keys() == untouched.keys()
     changed = {name for name, value in merged.items() if not torch.equal(value, untouched[name])}

@@ -76,6 +76,7 @@ from sortedrl.learner.optimizer import AdamW
 from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_streamable
 from sortedrl.learner.update_metrics import Tally, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
+from sortedrl.models.merged_weights import merged_weights
 
 
 class Learner:
@@ -177,17 +178,7 @@ class Learner:
 
         Unmerged weights are the learner's own tensors: use them before the next step.
         """
-        adapted = {name: module for name, module in self.model.named_modules() if hasattr(module, "get_delta_weight")}
-        for name, tensor in self.model.state_dict().items():
-            if ".lora_" in name:
-                continue
-            owner, _, leaf = name.rpartition(".")
-            owner = owner.removesuffix(".base_layer")
-            if owner in adapted and leaf == "weight":
-                layer = adapted[owner]
-                delta = layer.get_delta_weight(layer.active_adapters[0]).detach()
-                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
-            yield f"{owner}.{leaf}", tensor
+        return merged_weights(self.model)
 
     def save_adapter(self, folder: Path, base_model: str) -> None:
         """The LoRA adapter in peft format, to be loaded on top of `base_model`."""

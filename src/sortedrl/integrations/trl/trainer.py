@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -58,6 +58,7 @@ from sortedrl.integrations.trl.fields import (
 )
 from sortedrl.integrations.trl.rows import Row, filled_up, micro_batches, rows_in_groups, rows_needed, token_staleness
 from sortedrl.integrations.trl.run import ScheduledRun, write_state
+from sortedrl.models.merged_weights import merged_weights
 
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
 
@@ -401,7 +402,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def _weights(self) -> dict[str, Tensor] | None:
         """For the engine: None if it shares the trainer's module."""
-        return None if self._shares_weights else dict(plain_weights(self.model))
+        if self._shares_weights:
+            return None
+        return dict(merged_weights(self.model.get_base_model() if is_peft_model(self.model) else self.model))
 
     def _sampled(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
         """One response to each prompt, for an evaluation."""
@@ -466,30 +469,3 @@ class _StepWatcher(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._trainer.end_step()
-
-
-def plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of the base model, with adapters merged in.
-
-    Merging and unmerging would accumulate rounding errors over thousands of updates, so the original weights are
-    restored exactly.
-    """
-    base = model.get_base_model() if is_peft_model(model) else model
-    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "unmerge")}
-    for name, tensor in base.state_dict().items():
-        layer = next((layer for layer in adapted if name.startswith(f"{layer}.")), None)
-        if layer is None:
-            yield name, tensor
-        elif name.startswith(f"{layer}.base_layer."):
-            leaf = name.removeprefix(f"{layer}.base_layer.")
-            yield f"{layer}.{leaf}", _merged(adapted[layer], leaf, tensor)
-
-
-@torch.no_grad()
-def _merged(layer: Any, leaf: str, tensor: Tensor) -> Tensor:
-    before = tensor.clone()
-    layer.merge()
-    merged: Tensor = getattr(layer.get_base_layer(), leaf).data.clone()
-    layer.unmerge()
-    tensor.copy_(before)
-    return merged
