@@ -1,9 +1,32 @@
-"""For all tests: commands that they start can be interrupted, wherever the tests themselves run."""
+"""For all tests: interruptible commands, one PyTorch thread, and engines that are closed after the test."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+
+import pytest
+
+import closing
 
 # A shell's background job ignores SIGINT, and so would every process that a test starts there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The models are tiny: with more threads they would be slower, and slow down the tests that run beside them."""
+    import torch  # takes seconds, and most tests need none of it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def closes_all() -> Iterator[None]:
+    """Closes what the test passed to `closing.closed_after`."""
+    yield
+    closing.close_all()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
 
@@ -29,12 +28,7 @@ KEY = "sk-Zq83_only-for-the-server"
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

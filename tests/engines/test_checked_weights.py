@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,12 @@ PROBES = [[5, 6, 7], [9], [11, 12], [13, 14, 15, 16]]
 Bend = Callable[[Change], list[Change]]
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def immediate_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "RETRY_SECONDS", 0.0)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Bent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,14 +25,7 @@ from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, Unsupp
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are tiny, and threads that wait for each other cost more than they do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def request(id: int, prompt: Sequence[int], max_new_tokens: int, seed: int = 0, **sampling: Any) -> Request:

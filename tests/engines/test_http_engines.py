@@ -4,7 +4,6 @@ Real servers are tested in tests/with_vllm and tests/with_sglang."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
 
+from closing import closed_after
 from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import EngineDied, Request, Sampling
@@ -33,29 +33,16 @@ from sortedrl.studies.bench import BenchSettings
 from sortedrl.testing.engine_contract import EngineContract, Ledger
 from sortedrl.training.engine import bare_engine
 
-_open: list[SglangEngine | SglangStandIn] = []
-
-
-@pytest.fixture(autouse=True)
-def tidy() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    while _open:
-        _open.pop().close()
+pytestmark = pytest.mark.usefixtures("one_thread", "closes_all")
 
 
 def stand_in(**options: Any) -> SglangStandIn:
-    server = SglangStandIn(model_of("Llama"), **options)
-    _open.append(server)
-    return server
+    return closed_after(SglangStandIn(model_of("Llama"), **options))
 
 
 def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEngine:
-    engine = SglangEngine(server.url, slots=slots, eos_token_ids=[7], **{"unavailable_seconds": 1.5, **options})
-    _open.append(engine)
-    return engine
+    options = {"unavailable_seconds": 1.5, **options}
+    return closed_after(SglangEngine(server.url, slots=slots, eos_token_ids=[7], **options))
 
 
 def endless(id: int, max_new_tokens: int, **sampling: Any) -> Request:
@@ -95,8 +82,7 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
     if end == "end token":
         newest = max(set(expected), key=expected.index)
         expected = expected[: expected.index(newest) + 1]
-        engine = SglangEngine(server.url, slots=4, eos_token_ids=[newest], seeded=True)
-        _open.append(engine)
+        engine = closed_after(SglangEngine(server.url, slots=4, eos_token_ids=[newest], seeded=True))
     ledger = Ledger(engine)
     max_new_tokens = 6 if end == "budget" else 40
     ledger.submit([endless(0, max_new_tokens)._replace(sampling=Sampling(ignore_eos=end == "budget"))])

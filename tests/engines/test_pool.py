@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import invariants
+from closing import closed_after
 from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
 from small_models import engine_of, model_of
@@ -24,22 +24,11 @@ from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
 MODES = invariants.MODES
-_open_pools: list[Pool] = []
-
-
-@pytest.fixture(autouse=True)
-def tidy() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    while _open_pools:
-        _open_pools.pop().close()
+pytestmark = pytest.mark.usefixtures("one_thread", "closes_all")
 
 
 def pool_of(engines: Sequence[Engine]) -> Pool:
-    _open_pools.append(Pool(engines))
-    return _open_pools[-1]
+    return closed_after(Pool(engines))
 
 
 def paced(*slots: int, **changes: Any) -> list[PacedEngine]:

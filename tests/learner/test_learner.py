@@ -46,9 +46,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:

@@ -19,9 +19,7 @@ VOCABULARY = 31
 TURNS = ((3, 2, 4), (2, 5, 1, 3, 2), (6,), (1, 1, 1, 1, 1, 1, 1))  # policy, environment, policy, ...
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model(seed: int) -> Qwen2ForCausalLM:
