@@ -314,6 +314,31 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
     assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * metrics["stale_fraction"])
 
 
+def test_mismatch_by_age_is_of_fresh_tokens_by_the_oldest_token_of_their_rollout() -> None:
+    """Ages 0, 1, 2 and 3 (one bin), and 9 (the open bin), in one update; the bin of ages 4 to 7 has no tokens."""
+    rollouts: list[Rollout] = []
+    for age in (0, 1, 2, 3, 9):
+        rollouts += random_rollouts(versions=(9 - age, 9))
+    learner = Learner(tiny_model(), LearnerSettings())
+    gaps: dict[int, list[float]] = {}
+    for rollout, row in zip(rollouts, log_weights(learner, rollouts), strict=True):
+        age = 9 - min(rollout.versions)
+        fresh = [gap for gap, version in zip(row, rollout.versions, strict=True) if version == 9]
+        gaps.setdefault({3: 2, 9: 8}.get(age, age), []).extend(fresh)
+    metrics = learner.step(rollouts, version=9)
+    found = {name for name in metrics if "_age_" in name}
+    assert found == {f"mismatch_{kind}_age_{age}" for kind in ("kl", "mean_abs") for age in (0, 1, 2, 8)}
+    for age, of_age in gaps.items():
+        assert metrics[f"mismatch_mean_abs_age_{age}"] == pytest.approx(sum(map(abs, of_age)) / len(of_age), rel=1e-4)
+        expected = sum(math.exp(gap) - gap - 1 for gap in of_age) / len(of_age)
+        assert metrics[f"mismatch_kl_age_{age}"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_update_without_stale_tokens_has_no_mismatch_by_age() -> None:
+    metrics = Learner(tiny_model(), LearnerSettings()).step(random_rollouts(versions=(5, 5)), version=5)
+    assert metrics["mismatch_tokens"] > 0 and not [name for name in metrics if "_age_" in name]
+
+
 def log_weights(learner: Learner, rollouts: list[Rollout]) -> list[list[float]]:
     """Per rollout and token: log-probability under the learner minus that under the sampling policy."""
     with torch.no_grad():

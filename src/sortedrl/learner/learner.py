@@ -438,6 +438,7 @@ class Learner:
         if first_step:
             tally.gap.append(gap_br[mask_br])
             tally.staleness.append(batch.staleness_br[mask_br])
+            tally.context_age.append(batch.staleness_br.amax(1, keepdim=True).expand_as(mask_br)[mask_br])
         tally.entropy.append(entropy_br[mask_br].detach())
         tally.clipped.append(policy.clipped_bt[mask_br])
         tally.weight.append(policy.weight_bt[mask_br])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from sortedrl.learner.batching import UpdateBatch
 from sortedrl.learner.losses import effective_sample_fraction, kl_k3
 
+CONTEXT_AGES = (0, 1, 2, 4, 8)  # first age of each bin of `mismatch_by_age`; the last one is open
+
 
 @dataclass(slots=True)
 class Tally:
@@ -18,6 +21,7 @@ class Tally:
 
     gap: list[Tensor] = field(default_factory=list)  # new - behavior log-probability before any step
     staleness: list[Tensor] = field(default_factory=list)
+    context_age: list[Tensor] = field(default_factory=list)  # staleness of the oldest token of the same rollout
     entropy: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
     weight: list[Tensor] = field(default_factory=list)
@@ -74,7 +78,8 @@ def summary(tally: Tally, batch: UpdateBatch) -> dict[str, float]:
     if tally.critic_grad_norms:
         metrics["critic_loss"] = tally.critic_loss
         metrics["critic_grad_norm"] = max(tally.critic_grad_norms)
-    return metrics | mismatch(torch.cat(tally.gap), torch.cat(tally.staleness))
+    gap_n, staleness_n = torch.cat(tally.gap), torch.cat(tally.staleness)
+    return metrics | mismatch(gap_n, staleness_n) | mismatch_by_age(gap_n, staleness_n, torch.cat(tally.context_age))
 
 
 def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
@@ -100,4 +105,23 @@ def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
             "stale_ratio_max": ratio_n.max().item(),
             "stale_ratio_min": ratio_n.min().item(),
         }
+    return metrics
+
+
+def mismatch_by_age(gap_n: Tensor, staleness_n: Tensor, context_age_n: Tensor) -> dict[str, float]:
+    """The mismatch of tokens of the learner's own version, by the age of the rollout that they continue.
+
+    A token sampled with the current weights in a rollout that started a versions ago follows tokens of age a. An engine
+    that recomputes the KV cache after a weight update has the same mismatch at every age. One that reuses it computes
+    this token from stale KV, and the mismatch grows with age. Empty if no rollout has stale tokens; bins without tokens
+    are left out.
+    """
+    if not bool((context_age_n > 0).any()):
+        return {}
+    metrics = {}
+    for first, after in zip(CONTEXT_AGES, (*CONTEXT_AGES[1:], math.inf), strict=True):
+        gap_k = gap_n[(staleness_n == 0) & (context_age_n >= first) & (context_age_n < after)]
+        if len(gap_k):
+            metrics[f"mismatch_kl_age_{first}"] = kl_k3(torch.zeros_like(gap_k), gap_k).mean().item()
+            metrics[f"mismatch_mean_abs_age_{first}"] = gap_k.abs().mean().item()
     return metrics
