@@ -19,7 +19,7 @@ from pydantic import Field
 
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
-from sortedrl.core.engine import Engine, Failed, Finished, Request
+from sortedrl.core.engine import Engine, Request
 from sortedrl.core.engine_base import with_defaults
 from sortedrl.core.events import EventLog, JsonLines, Sink
 from sortedrl.core.prompts import Prompts
@@ -39,6 +39,7 @@ from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import Oversubscribe, PromptsPerCohort, RolloutsPerUpdate, schedule_from
 from sortedrl.studies import workload as simulated
 from sortedrl.studies.measurements import Log, machine, make_folder, random_prompts, warm_up
+from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
 from sortedrl.studies.workload_settings import (
     MedianLength,
@@ -298,40 +299,15 @@ def run(
 def measured_limit(
     engine: Engine, workload: Workload, schedule: Schedule, vocabulary: int, turnovers: int = 2
 ) -> float:
-    """Tokens per second with every slot full in steady state: `turnovers` requests per slot after the first."""
-    forced = ForcedLengths(engine, length_of_request(workload.lengths))
-    done = [0] * engine.slots
-    inside: dict[int, tuple[int, int]] = {}  # request id -> slot, length
-    ids = iter(range(1 << 40))
+    """The limit on a real engine: `turnovers` requests per slot after the first."""
 
-    def start(slot: int) -> None:
-        id = next(ids)
+    def request_of(id: int) -> Request:
         words = random_prompts([id], workload.prompt_tokens, vocabulary)[0]  # unique: each pays for its prefill
         prompt = replace(words, payload=id % workload.prompts)  # determines the length
-        request = Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
-        length = min(workload.lengths(request.prompt, request.seed), request.max_new_tokens)
-        inside[id] = (slot, length)
-        forced.submit([request])
+        return Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
 
-    def run_until(least: int) -> tuple[float, int]:
-        made = 0
-        while min(done) < least:
-            for change in forced.poll():
-                if isinstance(change, Failed):
-                    raise RuntimeError(f"the engine refused a request: {change.reason}")
-                if isinstance(change, Finished):
-                    slot, length = inside.pop(change.id)
-                    made += length
-                    done[slot] += 1
-                    start(slot)
-        return engine.now(), made
-
-    for slot in range(engine.slots):
-        start(slot)
-    began, _ = run_until(1)
-    ended, made = run_until(1 + turnovers)
-    forced.abort(list(inside))
-    return made / (ended - began)
+    forced = ForcedLengths(engine, length_of_request(workload.lengths))
+    return SteadyState(forced, request_of).tokens_per_second(turnovers=turnovers)
 
 
 def predicted(case: Case, workload: Workload, schedule: Schedule, max_updates: int | None) -> dict[str, Any]:

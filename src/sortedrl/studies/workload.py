@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.engine import Finished, Request, Tokens
+from sortedrl.core.engine import Request
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.expectation import Expectation, SensedLengths
@@ -24,6 +24,7 @@ from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.studies.held_slots import holding_slots
+from sortedrl.studies.steady_state import SteadyState
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
@@ -218,58 +219,28 @@ def limit(workload: Workload, schedule: Schedule) -> float:
     """The workload's upper bound in tokens per second: all slots full in steady state, each prompt prefilled once.
 
     With several turns: every token of prompt and environment is prefilled once, environments answer immediately, and
-    only tokens of the policy count. Measured from the moment when every slot has finished one request, until every slot
-    has finished at least two more and enough rollouts have passed for a stable result.
+    only tokens of the policy count.
     """
     engine = simulated_engine(workload)
-    rollouts = max(workload.prompts * schedule.rollouts_per_prompt, STEADY_TURNOVERS * workload.slots)
-    turnovers = [0] * workload.slots
-    slot_of: dict[int, int] = {}
-    request_of: dict[int, Request] = {}
-    next_id = 0
 
-    def start(slot: int) -> None:
-        nonlocal next_id
-        prompt = Prompt(str(next_id), range(workload.prompt_tokens), next_id % workload.prompts)
-        seed = derive_seed(derive_seed(schedule.seed, next_id), 0)
-        slot_of[next_id] = slot
-        request_of[next_id] = Request(next_id, prompt, (), schedule.max_response_tokens, seed)
-        engine.submit([request_of[next_id]])
-        next_id += 1
+    def request_of(id: int) -> Request:
+        prompt = Prompt(str(id), range(workload.prompt_tokens), id % workload.prompts)
+        return Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
 
-    def goes_on(id: int, made: int, *, truncated: bool) -> bool:
-        """Start the next turn in the same slot, if there is one."""
-        request, turns = request_of.pop(id), workload.multi_turn
-        if truncated or turns is None or place_of(request.prefix)[0] + 1 >= turns.turns:
-            return False
+    def next_turn(request: Request, made: int) -> Request | None:
+        turns = workload.multi_turn
+        if turns is None or place_of(request.prefix)[0] + 1 >= turns.turns:
+            return None
         first, observed = request.prefix_length + made, turns.observation_tokens
         turn = Segment(range(made), range(made), 0)
         answer = Segment(range(first, first + observed), [0.0] * observed, ENVIRONMENT)
-        request_of[id] = request._replace(
-            prefix=(*request.prefix, turn, answer), max_new_tokens=request.max_new_tokens - made
-        )
-        engine.submit([request_of[id]])
-        return True
+        return request._replace(prefix=(*request.prefix, turn, answer), max_new_tokens=request.max_new_tokens - made)
 
-    def run_until(least_turnovers: int, least_rollouts: int) -> tuple[float, int]:
-        while min(turnovers) < least_turnovers or next_id < least_rollouts:
-            made: dict[int, int] = {}  # by request that finished
-            for change in engine.poll():
-                if isinstance(change, Tokens):
-                    made[change.id] = len(change.segment)
-                elif isinstance(change, Finished) and not goes_on(
-                    change.id, made[change.id], truncated=change.truncated
-                ):
-                    slot = slot_of.pop(change.id)
-                    turnovers[slot] += 1
-                    start(slot)
-        return engine.now(), engine.tokens_made
-
-    for slot in range(workload.slots):
-        start(slot)
-    began, made_before = run_until(1, 0)
-    ended, made = run_until(3, rollouts)
-    return (made - made_before) / (ended - began)
+    return SteadyState(engine, request_of, next_turn).tokens_per_second(
+        turnovers=2,
+        rollouts=max(workload.prompts * schedule.rollouts_per_prompt, STEADY_TURNOVERS * workload.slots),
+        tokens_made=lambda: engine.tokens_made,
+    )
 
 
 def with_mode(schedule: Schedule, mode: str) -> Schedule:

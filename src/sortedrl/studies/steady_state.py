@@ -1,0 +1,78 @@
+"""Tokens per second with every slot full: the upper bound of any schedule, simulated or measured on a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
+
+
+class SteadyState:
+    """Keeps every slot full: when a request finishes, its slot gets the next one.
+
+    `request_of` makes the request with the given id. `next_turn` continues a request that finished with so many tokens
+    in the same slot, or returns None at the end of its rollout.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request_of: Callable[[int], Request],
+        next_turn: Callable[[Request, int], Request | None] = lambda request, made: None,
+    ) -> None:
+        self._engine = engine
+        self._request_of = request_of
+        self._next_turn = next_turn
+        self._turnovers = [0] * engine.slots  # rollouts that each slot has finished
+        self._slot_of: dict[int, int] = {}
+        self._running: dict[int, Request] = {}
+        self._made: dict[int, int] = {}  # tokens of each running request
+        self._started = 0
+        self._delivered = 0
+
+    def tokens_per_second(
+        self, *, turnovers: int, rollouts: int = 0, tokens_made: Callable[[], int] | None = None
+    ) -> float:
+        """The rate from the moment when every slot has finished one rollout, until each has finished `turnovers` more
+        and at least `rollouts` have started. `tokens_made` counts the engine's tokens; default: those delivered."""
+        made = tokens_made or (lambda: self._delivered)
+        for slot in range(self._engine.slots):
+            self._start(slot)
+        self._run_until(1, 0)
+        began, before = self._engine.now(), made()
+        self._run_until(1 + turnovers, rollouts)
+        ended, after = self._engine.now(), made()
+        self._engine.abort(list(self._running))
+        return (after - before) / (ended - began)
+
+    def _start(self, slot: int) -> None:
+        request = self._request_of(self._started)
+        self._started += 1
+        self._slot_of[request.id] = slot
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
+        self._running[request.id] = request
+        self._made[request.id] = 0
+        self._engine.submit([request])
+
+    def _run_until(self, turnovers: int, rollouts: int) -> None:
+        while min(self._turnovers) < turnovers or self._started < rollouts:
+            for change in self._engine.poll():
+                if isinstance(change, Failed):
+                    raise RuntimeError(f"the engine refused a request: {change.reason}")
+                if isinstance(change, Tokens):
+                    self._made[change.id] += len(change.segment)
+                    self._delivered += len(change.segment)
+                elif isinstance(change, Finished):
+                    self._finish(change)
+
+    def _finish(self, change: Finished) -> None:
+        request, made = self._running.pop(change.id), self._made.pop(change.id)
+        following = None if change.truncated else self._next_turn(request, made)
+        if following is not None:
+            self._submit(following)
+            return
+        slot = self._slot_of.pop(change.id)
+        self._turnovers[slot] += 1
+        self._start(slot)
