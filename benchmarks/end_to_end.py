@@ -3,9 +3,15 @@
     benchmarks/end_to_end.sh 8b OUT                                         see there for the modes and their order
     python benchmarks/end_to_end.py --shape tiny --modes baseline partial+elevator:reuse --updates 4 --out OUT
 
-A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse]`; `:reuse` keeps the KV cache across weight updates. Engine
-and learner start once, and the modes run in turn. All weights are random and trained; response lengths are forced, and
-the learner trains on the rollouts of the run with arbitrary rewards. The first update of each mode is not counted.
+A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep]`:
+
+- `:reuse` keeps the KV cache across weight updates;
+- `:stream` lets the learner work during the drain. On a GPU, `--stream-sms` of its SMs are the learner's meanwhile;
+- `:sleep` frees the engine's memory while the learner steps. Then the engine starts in sleep mode for all modes.
+
+Engine and learner start once, and the modes run in turn. All weights are random and trained; response lengths are
+forced, and the learner trains on the rollouts of the run with arbitrary rewards. The first update of each mode is not
+counted. A mode that fails is recorded with its error, and the next one starts.
 
 Every row is printed and appended to OUT/end_to_end.jsonl as soon as it exists. The simulator's prediction for each mode
 is written before the mode runs. It comes from a profile of the engine and a speed of the learner: from earlier
@@ -22,12 +28,26 @@ import random
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+import traceback
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from end_to_end_workload import (
+    GIB,
+    HERE,
+    SHAPES,
+    Mode,
+    Shape,
+    kv_bytes_per_token,
+    memory_arithmetic,
+    predicted,
+    schedule_of,
+    workload_of,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
 from update_rows import PARTS, Row, UpdateRows, summary
 
 from sortedrl.core.atomic_write import write_atomically
@@ -35,7 +55,6 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.events import EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout, Segment
-from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.forced_lengths import ForcedLengths
@@ -44,75 +63,12 @@ from sortedrl.engines.lengths import LognormalLengths, length_of_request
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
-from sortedrl.studies import bench, profile, profile_file
-from sortedrl.studies import workload as simulated
+from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
+from sortedrl.studies import profile, profile_file
 from sortedrl.studies.measurements import machine, random_prompts, warm_up
-from sortedrl.studies.workload import Workload, expectation_for
+from sortedrl.studies.workload import expectation_for
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
-
-GIB = 2**30
-HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's shape with the sizes of its workload. `profile` and `learner_tokens_per_second` predict it."""
-
-    folder: str
-    kv_gib: float
-    slots: int = 128
-    rollouts_per_update: int = 128
-    rollouts_per_prompt: int = 8
-    prompts_per_cohort: int = 64
-    prompt_tokens: int = 128
-    median_length: float = 636.85
-    max_response_tokens: int = 4096
-    tokens_per_micro_batch: int = 8192
-    kept_tokens: int = 0  # micro-batches up to this size keep their activations
-    prefill_tokens_per_step: int = 2048  # as in the profile
-    profile: Path | None = None
-    learner_tokens_per_second: float | None = None
-
-
-SHAPES = {
-    # The learner's speed is that of Qwen2-7B's shape (docs/results.md, section 7), scaled by the weights that a token
-    # is multiplied with: 7.07 and 7.50 billion.
-    "8b": Shape(
-        "llama-3.1-8b",
-        kv_gib=20.0,
-        profile=HERE / "measured" / "h200-8b" / "profile_second.json",
-        learner_tokens_per_second=7552 * 7.07 / 7.50,
-    ),
-    "1.5b": Shape("qwen2.5-1.5b", kv_gib=10.0, kept_tokens=8192),
-    "tiny": Shape(
-        "tiny",
-        kv_gib=0.05,
-        slots=16,
-        rollouts_per_update=16,
-        rollouts_per_prompt=4,
-        prompts_per_cohort=8,
-        prompt_tokens=16,
-        median_length=60,
-        max_response_tokens=400,
-        tokens_per_micro_batch=2048,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Mode:
-    name: str
-    case: bench.Case
-    reuse_kv_cache: bool
-
-    @classmethod
-    def parsed(cls, text: str) -> Mode:
-        case, *options = text.split(":")
-        unknown = set(options) - {"reuse"}
-        if unknown:
-            raise SystemExit(f"--modes {text}: no such option: {', '.join(sorted(unknown))}. Use :reuse.")
-        return cls(text, bench.Case.parsed(case), "reuse" in options)
 
 
 def arguments() -> argparse.Namespace:
@@ -128,13 +84,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kept-tokens", type=int, help="recompute activations of larger micro-batches only")
     parser.add_argument("--compile-layers", action="store_true", help="of the learner, with torch.compile")
     parser.add_argument("--kv-gib", type=float, help="size of the engine's KV cache")
-    parser.add_argument("--sleep", action="store_true", help="free the engine's memory while the learner steps")
+    parser.add_argument("--stream-sms", type=int, default=96, help="of the GPU, for the learner in modes with :stream")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("h200"))
     return parser.parse_args()
-
-
-# The workload and its prediction
 
 
 def settings_of(options: argparse.Namespace) -> Shape:
@@ -149,85 +102,14 @@ def settings_of(options: argparse.Namespace) -> Shape:
     )
 
 
-def schedule_of(shape: Shape, mode: Mode, seed: int) -> Schedule:
-    base = Schedule(
-        rollouts_per_update=shape.rollouts_per_update,
-        prompts_per_cohort=shape.prompts_per_cohort,
-        rollouts_per_prompt=shape.rollouts_per_prompt,
-        whole_groups=True,
-        max_response_tokens=shape.max_response_tokens,
-        seed=seed,
-    )
-    return mode.case.schedule(base)
-
-
-def workload_of(shape: Shape, mode: Mode, updates: int, seed: int) -> Workload:
-    """One cohort more than the updates use: modes without a drain start it early."""
-    per_cohort = shape.prompts_per_cohort * shape.rollouts_per_prompt // shape.rollouts_per_update
-    return Workload(
-        lengths=LognormalLengths(mu=math.log(shape.median_length), limit=shape.max_response_tokens, seed=seed),
-        slots=shape.slots,
-        prompts=shape.prompts_per_cohort * (math.ceil(updates / per_cohort) + 1),
-        prompt_tokens=shape.prompt_tokens,
-        expectation=mode.case.expectation,
-        reuse_kv_cache=mode.reuse_kv_cache,
-    )
-
-
-def predicted(
-    workload: Workload, schedule: Schedule, known: profile.Profile, learner_tokens_per_second: float, updates: int
-) -> dict[str, float]:
-    """The simulator's answer for the same lengths, updates and modes."""
-    per_token = 1 / learner_tokens_per_second
-    prompts = schedule.rollouts_needed * workload.prompt_tokens
-    timed = replace(
-        workload,
-        step_time=known.step_time(),
-        kv_tokens=known.kv_tokens,
-        weight_update_seconds=known.weight_update_seconds or 0.0,
-        learner_seconds_per_token=per_token,
-        learner_seconds_per_update=per_token * prompts,
-    )
-    prefill = 0.0 if workload.reuse_kv_cache else known.prefill_seconds_per_token
-    rows = UpdateRows(prefill)
-    simulated.run(timed, schedule, rows, max_updates=updates)
-    return summary(rows.rows)
-
-
-def kv_bytes_per_token(config: PreTrainedConfig) -> int:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head * 2)
-
-
-def memory_arithmetic(config: PreTrainedConfig, weights: int, shape: Shape) -> dict[str, float]:
-    """GiB by part, before anything is allocated. Activations: one hidden state per layer and the layer in work, or all
-    of the largest micro-batch that keeps them."""
-    layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
-    tokens = max(shape.tokens_per_micro_batch, shape.max_response_tokens + shape.prompt_tokens)
-    parts = {
-        "learner_at_rest": 10 * weights / GIB,  # bf16 weight and first moment, fp32 second moment, 16 bits of remainder
-        "gradients": 2 * weights / GIB,
-        "activations": 2.0  # chunks of logits
-        + max(
-            tokens * (2 * layers * hidden + 24 * hidden + 16 * inner),
-            shape.kept_tokens * layers * (38 * hidden + 8 * inner),
-        )
-        / GIB,
-        "engine_weights": 2 * weights / GIB,
-        "kv_cache": shape.kv_gib,
-        "graphs_and_context": 5.0,
-    }
-    return {**parts, "sum": sum(parts.values())}
-
-
 # The run
 
 
 class Bench:
     """Engine and learner, started once, with the file that gets every result."""
 
-    def __init__(self, options: argparse.Namespace, shape: Shape) -> None:
-        self.options, self.shape = options, shape
+    def __init__(self, options: argparse.Namespace, shape: Shape, *, enable_sleep_mode: bool) -> None:
+        self.options, self.shape, self.enable_sleep_mode = options, shape, enable_sleep_mode
         self.began = time.perf_counter()
         self.on_gpu = torch.cuda.is_available()
         self.folder = str(HERE / "shapes" / shape.folder)
@@ -235,6 +117,8 @@ class Bench:
         options.out.mkdir(parents=True, exist_ok=True)
         self._file = (options.out / "end_to_end.jsonl").open("a", encoding="utf-8")
         self.max_length = shape.prompt_tokens + shape.max_response_tokens
+        self._shared: SharedGpuLearner | None = None
+        self._controller: Controller | None = None  # of the last mode
 
     def write(self, kind: str, **fields: Any) -> None:
         line = {"kind": kind, "shape": self.options.shape, "at": round(time.perf_counter() - self.began, 1), **fields}
@@ -257,7 +141,7 @@ class Bench:
             slots=shape.slots,
             eos_token_ids=(),
             max_length=self.max_length,
-            enable_sleep_mode=self.options.sleep,
+            enable_sleep_mode=self.enable_sleep_mode,
             load_format="dummy",
             dtype="bfloat16" if self.on_gpu else "float32",
             max_num_batched_tokens=shape.prefill_tokens_per_step,
@@ -265,6 +149,8 @@ class Bench:
             **({"gpu_memory_utilization": 0.5} if self.on_gpu else {"enforce_eager": True}),
         )
         self.log(f"engine started, room for {self.engine.info().kv_tokens:,} tokens of KV; {self.memory()}")
+        if self.enable_sleep_mode and self.on_gpu:  # now that vLLM has its memory: else the learner's leaves gaps
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         torch.manual_seed(self.options.seed)
         with torch.device("cuda" if self.on_gpu else "cpu"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -346,6 +232,22 @@ class Bench:
             out.append(Rollout(i, prompt, place, 0, i, 0, segments=[segment], reward=float(source.random() < 0.5)))
         return sorted(out, key=len)
 
+    def _streamed_learner(self) -> SharedGpuLearner:
+        """On a CPU the engine and the learner share the cores as they come."""
+        if self._shared is None:
+            scope = some_sms(self.options.stream_sms, self.learner.model.device) if self.on_gpu else nullcontext
+            self._shared = SharedGpuLearner(self.learner, scope)
+        return self._shared
+
+    def attempt(self, mode: Mode, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
+        """Run a mode. If it fails, write its error and clear the engine for the next one."""
+        try:
+            self.run(mode, prediction, prefill_seconds_per_token)
+        except Exception as error:
+            self.write("error", mode=mode.name, error=repr(error), traceback=traceback.format_exc())
+            self.log(f"{mode.name}: failed, {error!r}")
+            self.engine.abort(list(self._controller.running) if self._controller is not None else [])
+
     def run(self, mode: Mode, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
         shape, options, engine = self.shape, self.options, self.engine
         schedule = schedule_of(shape, mode, options.seed)
@@ -364,7 +266,7 @@ class Bench:
             self.write("update", mode=mode.name, update=place, **asdict(row))
 
         rows = UpdateRows(prefill_seconds_per_token, lambda: engine.reused_kv_tokens, on_row)
-        controller = Controller(
+        controller = self._controller = Controller(
             ForcedLengths(self.checked, length_of_request(workload.lengths)),
             Prompts(
                 random_prompts(range(workload.prompts), workload.prompt_tokens, engine.info().vocabulary),
@@ -376,10 +278,12 @@ class Bench:
             expectation=expectation_for(workload, schedule),
             log=EventLog(rows),
             max_updates=options.updates,
+            stream_to=self._streamed_learner() if mode.stream else None,
         )
         trained: dict[str, float] = {}
         for batch in controller:
-            self.checked.sleep()
+            if mode.sleep:
+                self.checked.sleep()
             trained = self.learner.step(batch.rollouts, batch.version)
             controller.publish(self.learner.weights())
             if time.perf_counter() - self.began > options.stop_after:
@@ -401,6 +305,7 @@ class Bench:
             weight_difference=self.checked.last_difference,
             mismatch_kl=trained.get("mismatch_kl"),
             padding_fraction=trained.get("padding_fraction"),
+            streamed_fraction=trained.get("streamed_fraction"),
         )
         self.log(f"{mode.name}: {table_row(mode.name, found, prediction, peak)}")
 
@@ -439,7 +344,7 @@ def print_table(path: Path) -> None:
 def main() -> int:
     options = arguments()
     shape, modes = settings_of(options), [Mode.parsed(text) for text in options.modes]
-    run = Bench(options, shape)
+    run = Bench(options, shape, enable_sleep_mode=any(mode.sleep for mode in modes))
     known = profile_file.read(shape.profile) if shape.profile is not None else None
     speed = shape.learner_tokens_per_second
     if not options.calibrate and (known is None or speed is None):
@@ -470,7 +375,7 @@ def main() -> int:
         if time.perf_counter() - run.began > options.stop_after:
             run.log(f"{mode.name}: left out, {options.stop_after:.0f} s have passed")
             continue
-        run.run(mode, said[mode.name], known.prefill_seconds_per_token)
+        run.attempt(mode, said[mode.name], known.prefill_seconds_per_token)
         print_table(options.out / "end_to_end.jsonl")
     return 0
 

@@ -9,8 +9,8 @@
 # tiny    a trial on a CPU
 #
 # MODES (in this order) and UPDATES per mode (the first is not counted) select the runs; no update starts later than
-# STOP_AFTER seconds. LEARNER_SPEED: tokens per second of benchmarks/update_7b.py for the prediction. SLEEP=1 frees the
-# engine's memory while the learner steps; it does not go with :reuse. MORE: further options of end_to_end.py.
+# STOP_AFTER seconds. LEARNER_SPEED: tokens per second of benchmarks/update_7b.py for the prediction. MORE: further
+# options of end_to_end.py. A mode with :sleep is best run alone: the engine then starts in sleep mode for all of them.
 # Memory of the 8B shape, GiB of 139.8: learner 75 at rest, gradients 15, activations 6 with micro-batches of 8,192
 # tokens, engine weights 15, KV cache 20 (163,840 tokens), graphs and CUDA context 5.
 # Results are written after every update, to OUT (default: h200).
@@ -22,11 +22,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 unset PYTHONDONTWRITEBYTECODE # compiling vLLM's many modules in every process takes longer than loading them
+some=${MODES:-baseline partial+elevator:reuse baseline:stream partial+elevator on-policy on-policy+planned@oracle \
+  partial partial:reuse}
 # Micro-batches of many sizes would leave gaps in memory. vLLM's sleep mode cannot do without plain segments.
-[ -n "${SLEEP:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-some=${MODES:-baseline partial+elevator:reuse partial+elevator on-policy on-policy+planned@oracle partial partial:reuse}
+[[ $some == *:sleep* ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 [ "$shape" = 8b ] || calibrate=1
 # shellcheck disable=SC2086
 exec "${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \
-  --out "$out" --stop-after "${STOP_AFTER:-550}" ${calibrate:+--calibrate} ${SLEEP:+--sleep} \
+  --out "$out" --stop-after "${STOP_AFTER:-550}" ${calibrate:+--calibrate} \
   ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED} ${MORE:-}

@@ -235,6 +235,22 @@ def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
     assert 'Use off_policy_correction = "mask".' in sortedrl("train", *old).stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", ["stream_sms = 96", "engine and learner take turns", "stream = true"]),
+        ("--stream", ["the embedded engine decodes with the learner's own model"]),
+        ("--stream --engine vllm-server --engine-urls http://x", ["does not share", "--engine vllm"]),
+        ("--stream --engine vllm", ["device is cpu"]),
+        ("--stream --engine vllm --engine-options enable_sleep_mode True", ["cannot sleep"]),
+    ],
+)
+def test_a_shared_gpu_is_refused_where_it_cannot_be_shared(tmp_path: Path, flags: str, words: list[str]) -> None:
+    device = "auto" if "sleep" in flags else "cpu"
+    done = sortedrl("train", "--dry-run", *flags.split(), *config_file(tmp_path, stream_sms=96, device=device))
+    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
+
+
 STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]
 BAD_INPUT = {
     "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),

@@ -27,6 +27,9 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 
+# A learner on the engine's GPU slows it down, so it works only while the engine drains, and only up to as many running
+# rollouts as the two speeds were measured with (docs/results.md).
+MOST_RUNNING_BESIDE_LEARNER = 64
 CHECK_SECONDS = 0.05  # between two checks whether the learner is free, while the engine has nothing to report
 Accumulate = Callable[[Sequence[Rollout], int], object]  # rollouts, and the version of the learner's weights
 
@@ -34,9 +37,8 @@ Accumulate = Callable[[Sequence[Rollout], int], object]  # rollouts, and the ver
 class StreamedLearner(Protocol):
     """A learner that works beside the engine, on one part of the coming update at a time."""
 
-    @property
-    def is_free(self) -> bool:
-        """Whether it would take a part now."""
+    def takes_part(self, running: int, slots: int) -> bool:
+        """Whether it would take a part now, while the engine runs `running` rollouts and no other one could start."""
 
     @property
     def is_working(self) -> bool: ...
@@ -54,6 +56,11 @@ class StreamedLearner(Protocol):
         """How many seconds the work took that has ended; raises the error that ended it."""
 
 
+def is_draining(running: int, slots: int) -> bool:
+    """Whether an engine with `running` rollouts, beside which none could start, may share its GPU with the learner."""
+    return running < slots and running <= MOST_RUNNING_BESIDE_LEARNER
+
+
 class LearnerThread:
     """Calls `accumulate` in a thread of its own."""
 
@@ -61,8 +68,7 @@ class LearnerThread:
         self._accumulate = accumulate
         self._work: Future[float] | None = None
 
-    @property
-    def is_free(self) -> bool:
+    def takes_part(self, running: int, slots: int) -> bool:
         return not self.is_working
 
     @property
@@ -142,7 +148,7 @@ class Streaming:
         if self._learner is None:
             return
         self._note_result()
-        if not self._learner.is_free:
+        if not self._learner.takes_part(len(self._state.buffer.running), self._state.slots):
             return
         groups = [group for group in self._strategy.certain(self._state) if group.id not in self._handed_over]
         if groups:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.streaming import is_draining
 from sortedrl.engines.simulated import SimulatedEngine
 
 Speeds = tuple[tuple[float, float], ...]  # (running requests, fraction of the speed with the device alone), ascending
@@ -14,14 +15,13 @@ Speeds = tuple[tuple[float, float], ...]  # (running requests, fraction of the s
 
 @dataclass(frozen=True)
 class SharedDevice:
-    """How fast decoding and the learner are while both use one GPU, and with how many running requests they do.
+    """How fast decoding and the learner are while both use one GPU.
 
     Measured on one H200: decode graphs of an 8B shape beside large GEMMs in a green context of 96 of 132 SMs.
     """
 
     decoding: Speeds = ((8, 0.59), (64, 0.46))
     learner: Speeds = ((8, 0.60), (64, 0.66))
-    most_running: int = 64  # beyond it nothing was measured: only the end of a harvest is shared
 
 
 def speed_at(speeds: Speeds, running: int) -> float:
@@ -49,9 +49,8 @@ class SimulatedLearner:
         self._began = self._ends = engine.now()
         self._speed = 1.0  # in the work that it does
 
-    @property
-    def is_free(self) -> bool:
-        return not self.is_working and (self._shared is None or self._engine.running <= self._shared.most_running)
+    def takes_part(self, running: int, slots: int) -> bool:
+        return not self.is_working and (self._shared is None or is_draining(running, slots))
 
     @property
     def is_working(self) -> bool:

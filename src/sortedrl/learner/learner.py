@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ class Learner:
         self._so_far: UpdateSoFar | None = None
         self._is_streamed_to = False
         self._device: torch.device = model.device
+        # Entered around each micro-batch of a gradient. shared_gpu.py limits the SMs there.
+        self.micro_batch_scope: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._policy_scorer = TokenScorer(model, settings.temperature)
         self._reference_scorer = self._frozen_scorer()
         self._adapted: Any = None
@@ -305,8 +307,9 @@ class Learner:
         values_br = torch.zeros_like(batch.behavior_br)
         with torch.no_grad():
             for rows in self._plan(batch, mask_br.any(1).nonzero()[:, 0].tolist()):
-                part = batch.select(rows, self._device)
-                values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
+                with self.micro_batch_scope():
+                    part = batch.select(rows, self._device)
+                    values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
         rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b[:, None])
         gae_br, returns_br = generalised_advantages(
@@ -379,10 +382,11 @@ class Learner:
         """Add the gradient of these rollouts, which is not normalized yet."""
         batch = replace(batch, weights_br=token_weights(batch.mask_br, self.settings.aggregation))
         for rows in self._plan(batch, range(len(batch))):
-            part = batch.select(rows, self._device)
-            tally.micro_batches += 1
-            tally.computed_tokens += part.tokens_bt.numel()
-            self._add_micro_batch(part, tally, first_step=first_step)
+            with self.micro_batch_scope():
+                part = batch.select(rows, self._device)
+                tally.micro_batches += 1
+                tally.computed_tokens += part.tokens_bt.numel()
+                self._add_micro_batch(part, tally, first_step=first_step)
 
     @torch.no_grad()
     def _proximal(self, batch: UpdateBatch) -> Tensor:

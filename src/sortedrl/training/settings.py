@@ -103,16 +103,24 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"tokens_per_micro_batch", "eval_samples", "eval_seed", "keep_checkpoints", "save_rollouts", "device"}
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
-        | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing"}
+        | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing", "stream_sms"}
     )
 
     stream: Annotated[
         bool,
         Field(
-            description="the learner works on the coming update while the rest of it is generated; servers with GPUs "
-            "of their own only"
+            description="the learner works on the coming update while the rest of it is generated; for servers with "
+            "GPUs of their own"
         ),
     ] = False
+    stream_sms: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="with stream and engine vllm on one GPU: while the engine drains, the learner uses this many "
+            "of its SMs, such as 96 of 132",
+        ),
+    ] = None
     prompts_per_cohort: PromptsPerCohort = 64
     rollouts_per_prompt: RolloutsPerPrompt = 8
     oversubscribe: Oversubscribe = None
@@ -165,6 +173,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
             _check_overlap(self)
         if self.stream:
             _check_streaming(self)
+        _check_shared_gpu(self)
         if self.wants_whole_groups() and self.rollouts_per_prompt < 2:
             raise ConfigurationError(
                 "rollouts_per_prompt",
@@ -214,7 +223,7 @@ def _check_overlap(settings: TrainSettings) -> None:
 
 def _check_streaming(settings: TrainSettings) -> None:
     strategy_named(settings.mode).check_streaming()
-    if settings.engine not in SERVERS:
+    if settings.engine not in SERVERS and settings.stream_sms is None:
         raise ConfigurationError(
             "stream",
             True,
@@ -234,6 +243,26 @@ def _check_streaming(settings: TrainSettings) -> None:
             f"be streamed before others that it is compared with in the first cohort",
             "Use --advantage-baseline group, --rollouts-per-prompt 1, or leave stream out.",
         )
+
+
+def _check_shared_gpu(settings: TrainSettings) -> None:
+    if settings.stream_sms is None:
+        return
+    reason, fix = None, "Leave stream_sms out."
+    if not settings.stream:
+        reason, fix = "without stream, engine and learner take turns", "Set stream = true too, or leave it out."
+    elif settings.engine != "vllm":
+        reason = f"engine {settings.engine} does not share this process and its GPU with the learner"
+        if settings.engine == "embedded":
+            reason = "the embedded engine decodes with the learner's own model"
+        fix = "Use --engine vllm, or leave it out."
+    elif settings.device == "cpu":
+        reason = "device is cpu, which has no SMs"
+    elif settings.resolved_engine_options().get("enable_sleep_mode"):
+        reason = "engine and learner work at the same time, so the engine cannot sleep (engine_options)"
+        fix = "Leave enable_sleep_mode or stream_sms out."
+    if reason is not None:
+        raise ConfigurationError("stream_sms", settings.stream_sms, reason, fix)
 
 
 def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:

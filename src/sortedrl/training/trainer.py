@@ -27,10 +27,12 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import updates_left
+from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
+from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
 from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
@@ -88,7 +90,7 @@ class TrainingRun:
             log=self.log,
             environments=self.training_rewards.environments,
             max_updates=settings.updates,
-            stream_to=self.learner.accumulate if settings.stream else None,
+            stream_to=self._streamed_learner(),
         )
         self.rejections = self._rejection_watch()
         self.before: Evaluation | None = None
@@ -115,6 +117,13 @@ class TrainingRun:
             seed=settings.seed,
             beside_learner=True,
         )
+
+    def _streamed_learner(self) -> Accumulate | StreamedLearner | None:
+        if not self.settings.stream:
+            return None
+        if self.settings.stream_sms is None:
+            return self.learner.accumulate
+        return SharedGpuLearner(self.learner, some_sms(self.settings.stream_sms, self.resources.model.device))
 
     def _checked(self, engine: EngineBase) -> CheckedWeights | None:
         """An engine with its own copy of the weights gets them now, and is checked at every weight update."""
