@@ -23,8 +23,8 @@ from typing import Any
 
 from sortedrl import Schedule
 from sortedrl.core import JsonLines
+from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated_environments import MultiTurn
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.studies.simulate import MODES, Case, cases, compare
 from sortedrl.studies.workload import Workload, run, with_mode
@@ -181,8 +181,9 @@ def turns() -> Iterator[dict[str, str]]:
     """Five turns per response: slots freed or held while environments work, with and without reuse of the KV cache."""
     schedule = Schedule(rollouts_per_prompt=8, prompts_per_cohort=64)
     workload = Workload(
-        lengths=LognormalLengths(mu=math.log(255)),
-        multi_turn=MultiTurn(turns=5, observation_tokens=128, seconds_mean=5.0),
+        episodes=DrawnEpisodes(
+            lengths=LognormalLengths(mu=math.log(255)), turns=5, observation_tokens=128, seconds_mean=5.0
+        ),
         step_time=PRESETS["h200-8b"],
         prompts=20 * 64,
         expectation="warm",

@@ -43,10 +43,10 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, end_of_turn, remembered_episodes
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated_environments import MultiTurn
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.studies import profile, profile_file
@@ -151,11 +151,13 @@ def workload_of(shape: Shape, mode: Mode, options: argparse.Namespace) -> Worklo
     """Cohorts for all updates and two more: modes without a drain start them early."""
     scale = options.scale
     per_cohort = shape.prompts_per_cohort * shape.rollouts_per_prompt // shape.rollouts_per_update
+    lengths = LognormalLengths(
+        mu=math.log(255 * scale), shortest=8, limit=round(shape.max_response_tokens * scale), seed=options.seed
+    )
     return Workload(
-        lengths=LognormalLengths(
-            mu=math.log(255 * scale), shortest=8, limit=round(shape.max_response_tokens * scale), seed=options.seed
+        episodes=DrawnEpisodes(
+            lengths=lengths, turns=5, observation_tokens=round(128 * scale), seconds_mean=5.0 * scale
         ),
-        multi_turn=MultiTurn(turns=5, observation_tokens=round(128 * scale), seconds_mean=5.0 * scale),
         slots=shape.slots,
         prompts=shape.prompts_per_cohort * (math.ceil(mode.updates / per_cohort) + 2),
         prompt_tokens=round(128 * scale),
@@ -229,8 +231,8 @@ def limit_of(shape: Shape, known: profile_file.Profile, options: argparse.Namesp
 class SleepingTools:
     """Environments that really wait, all at once, in one event loop. Observations are random tokens."""
 
-    def __init__(self, turns: MultiTurn, seed_of: Callable[[Rollout], int], vocabulary: int) -> None:
-        self._turns = turns
+    def __init__(self, episodes: EpisodeOf, seed_of: Callable[[Rollout], int], vocabulary: int) -> None:
+        self._episodes = remembered_episodes(episodes)
         self._seed_of = seed_of
         self._words = vocabulary - FIRST_WORD
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -247,13 +249,13 @@ class SleepingTools:
 
     def submit(self, rollout: Rollout, call: int) -> None:
         turn, seed = rollout.observations, self._seed_of(rollout)
+        episode = self._episodes(rollout.prompt, seed)
         self._call_of[rollout.id] = call
-        if turn + 1 >= self._turns.turns:
+        if turn + 1 >= len(episode.turns):
             self._answers.put(Answer(rollout.id, call, reward=0.0))
             return
-        tokens = [FIRST_WORD + derive_seed(seed, turn, i) % self._words for i in range(self._turns.observation_tokens)]
-        seconds = self._turns.seconds(seed, turn, rollout.failures)
-        answer = self._answer(Answer(rollout.id, call, tokens), seconds)
+        tokens = [FIRST_WORD + derive_seed(seed, turn, i) % self._words for i in range(episode.observations[turn])]
+        answer = self._answer(Answer(rollout.id, call, tokens), episode.seconds[turn])
         self._sleeping[rollout.id] = asyncio.run_coroutine_threadsafe(answer, self._loop)
 
     async def _answer(self, answer: Answer, seconds: float) -> None:
@@ -360,8 +362,7 @@ class Bench:
     def run(self, mode: Mode) -> tuple[list[RunMetrics], dict[str, Any]]:
         options, engine, vocabulary = self.options, self.engine, self.vocabulary
         schedule, workload = schedule_of(self.shape, mode, options), workload_of(self.shape, mode, options)
-        turns = workload.multi_turn
-        assert turns is not None
+        assert workload.episodes is not None
         engine.kv_cache_reuse = KVCacheReuse(keep=mode.reuse_kv_cache)
         engine.update_weights(None, 0)  # a run counts versions from 0; clears the cache of the last mode
         prompts = random_prompts(range(workload.prompts), workload.prompt_tokens, vocabulary)
@@ -372,9 +373,9 @@ class Bench:
         marks = Marks(lambda found: self.log(
             f"{mode.name}: update {found.updates} after {found.seconds:.1f} s, {found.trained_tokens:,} tokens, "
             f"bubble {found.bubble:.1%}"))  # fmt: skip
-        tools = SleepingTools(turns, seed_of, vocabulary)
+        tools = SleepingTools(workload.episodes, seed_of, vocabulary)
         controller = Controller(
-            ForcedLengths(engine, turns.end_of_turn(workload.lengths)),
+            ForcedLengths(engine, end_of_turn(workload.episodes)),
             Prompts(prompts, epochs=1, seed=schedule.seed),
             DirectScorer(lambda rollout: Reward(0.0, correct=False)),
             schedule,

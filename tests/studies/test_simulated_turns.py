@@ -9,16 +9,17 @@ import pytest
 
 from sortedrl.core import Finished, Prompt, Request, Schedule, Segment
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
-from sortedrl.engines.simulated_environments import MultiTurn
 from sortedrl.engines.step_time import PRESETS, linear
 from sortedrl.studies.workload import Workload, limit, run, with_mode
 
-TURNS = MultiTurn(turns=3, observation_tokens=16, seconds_mean=2.0)
+TURNS = DrawnEpisodes(
+    lengths=LognormalLengths(mu=math.log(60), limit=400), turns=3, observation_tokens=16, seconds_mean=2.0
+)
 WORKLOAD = Workload(
-    lengths=LognormalLengths(mu=math.log(60), limit=400),
-    multi_turn=TURNS,
+    episodes=TURNS,
     step_time=PRESETS["h200-8b"],
     slots=16,
     prompts=48,
@@ -39,7 +40,7 @@ def test_freed_slots_beat_held_ones_and_both_stay_below_the_limit() -> None:
 
 
 def test_the_mean_latency_is_the_one_that_is_set() -> None:
-    drawn = [TURNS.seconds(seed, turn) for seed in range(3000) for turn in range(2)]
+    drawn = [seconds for seed in range(3000) for seconds in TURNS(Prompt("p", (), 0), seed).seconds[:2]]
     assert sum(drawn) / len(drawn) == pytest.approx(2.0, rel=0.05)
 
 

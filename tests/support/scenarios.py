@@ -26,8 +26,9 @@ from sortedrl.core import (
     Strategy,
 )
 from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.episodes import place_of
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
-from sortedrl.engines.simulated_environments import SimulatedEnvironments, Step, place_of
+from sortedrl.engines.simulated_environments import SimulatedEnvironments, Step
 from sortedrl.engines.simulated_learner import SimulatedLearner
 from sortedrl.engines.step_time import StepTime, linear
 from sortedrl.observe.metrics import Metrics, RunMetrics

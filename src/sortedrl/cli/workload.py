@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from statistics import fmean
 
 from sortedrl.cli.output import print_settings
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import updates_left
+from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.settings.base import as_json
 from sortedrl.studies.workload_settings import LengthSettings, SimulatedSettings, WorkloadSettings, lengths_cut
 
@@ -20,7 +22,7 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
         "update_size_over_slots": schedule.rollouts_per_update / settings.slots,
         "staleness_bound_versions": schedule.max_staleness,
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
-        * (settings.prompt_tokens + settings.response_limit()),
+        * (settings.prompt_tokens + settings.response_limit() + settings.most_observed()),
     }
     print_settings(as_json(settings), derived, as_object=settings.json_output)
     return 0
@@ -32,6 +34,18 @@ def warn_of_cut_lengths(settings: LengthSettings) -> None:
         print(f"sortedrl: {notice}", file=sys.stderr)
 
 
+def _replayed_turns(replayed: ReplayedEpisodes) -> str:
+    episodes = [episode for of_prompt in replayed.by_prompt for episode in of_prompt]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    answers = [tokens for episode in episodes for tokens in episode.observations]
+    seconds = [seconds for episode in episodes for seconds in episode.seconds]
+    return (
+        f"{len(turns) / len(episodes):.3g} per response, {fmean(turns):.5g} tokens per turn, "
+        f"{fmean(answers) if answers else 0:.5g} per answer, after {fmean(seconds):.3g} s, "
+        f"as in {len(episodes):,} responses of this run"
+    )
+
+
 def workload_line(settings: SimulatedSettings) -> str:
     limit = settings.response_limit()
     lengths = (
@@ -40,7 +54,9 @@ def workload_line(settings: SimulatedSettings) -> str:
         else f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
         f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
     )
-    if settings.turns > 1:
+    if settings.replayed_episodes is not None:
+        lengths += f"\nturns: {_replayed_turns(settings.replayed_episodes)}"
+    elif settings.turns > 1:
         lengths = (
             f"{settings.turns} turns per response; each {lengths}\nenvironments: {settings.observation_tokens} tokens "
             f"per answer, after {settings.environment_seconds:g} s on average"

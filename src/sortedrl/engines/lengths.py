@@ -39,7 +39,7 @@ class LognormalLengths:
     seed: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        state = mixing(0, self.seed, _number(prompt))
+        state = mixing(0, self.seed, number_of(prompt))
         effect = self.between * normal(mixing(state, 1) >> 1)
         noise = self.within * normal(mixing(state, 2, seed) >> 1)
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
@@ -52,7 +52,7 @@ class ReplayedLengths:
     by_prompt: tuple[tuple[int, ...], ...]
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        lengths = self.by_prompt[_number(prompt) % len(self.by_prompt)]
+        lengths = self.by_prompt[number_of(prompt) % len(self.by_prompt)]
         return lengths[derive_seed(seed) % len(lengths)]
 
     @property
@@ -120,7 +120,7 @@ def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:
     return lambda request: drawn(request.prompt, request.seed)
 
 
-def _number(prompt: Prompt) -> int:
+def number_of(prompt: Prompt) -> int:
     """The payload of a simulated prompt is its index in the dataset."""
     return int(prompt.payload)
 

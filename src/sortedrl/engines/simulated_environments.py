@@ -1,65 +1,17 @@
-"""Rollouts of several turns in virtual time: how long each turn is, what the environment answers, and when.
-
-Everything depends on the prompt and the seed of the attempt only, as in lengths.py.
-"""
+"""Environments in virtual time: they answer the turns of a rollout as its episode has it (episodes.py)."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sortedrl.core.engine import Request
 from sortedrl.core.environment import Answer
-from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.core.rollout import Rollout
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.lengths import LengthOf, normal, remembered
+from sortedrl.engines.episodes import EpisodeOf, remembered_episodes
 from sortedrl.engines.simulated import SimulatedEngine
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiTurn:
-    """Responses of `turns` turns. The environment answers all but the last one with `observation_tokens` tokens, after
-    a log-normal time with this mean; `sigma` is the standard deviation of its logarithm."""
-
-    turns: int = 5
-    observation_tokens: int = 128
-    seconds_mean: float = 5.0
-    sigma: float = 1.0
-
-    def turn_length(self, lengths: LengthOf, prompt: Prompt, seed: int, turn: int) -> int:
-        return lengths(prompt, derive_seed(seed, turn))
-
-    def response_length(self, lengths: LengthOf, prompt: Prompt, seed: int) -> int:
-        """Policy tokens of the whole response, without a limit."""
-        return sum(self.turn_length(lengths, prompt, seed, turn) for turn in range(self.turns))
-
-    def seconds(self, seed: int, turn: int, failures: int = 0) -> float:
-        """After a failure the environment is asked again, and the time is drawn again."""
-        noise = normal(derive_seed(seed, turn, 5, *([failures] if failures else [])))
-        return self.seconds_mean * math.exp(self.sigma * noise - self.sigma**2 / 2)
-
-    def end_of_turn(self, lengths: LengthOf) -> Callable[[Request], int]:
-        """For the simulated engine: the length of the response at the end of the turn that a request runs."""
-        drawn = remembered(lengths)
-
-        def end(request: Request) -> int:
-            turn, start = place_of(request.prefix)
-            return start + self.turn_length(drawn, request.prompt, request.seed, turn)
-
-        return end
-
-
-def place_of(segments: tuple[Segment, ...] | list[Segment]) -> tuple[int, int]:
-    """The turn that a response is in, from 0, and the position at which it started."""
-    turn = start = position = 0
-    for segment in segments:
-        position += len(segment)
-        if segment.is_environment:
-            turn, start = turn + 1, position
-    return turn, start
 
 
 class Step(NamedTuple):
@@ -121,14 +73,19 @@ class SimulatedEnvironments:
 
 
 def simulated_environments(
-    engine: SimulatedEngine, turns: MultiTurn, seed_of: Callable[[Rollout], int]
+    engine: SimulatedEngine, episodes: EpisodeOf, seed_of: Callable[[Rollout], int]
 ) -> SimulatedEnvironments:
-    """`seed_of`: the seed of a rollout's present attempt."""
+    """`seed_of`: the seed of a rollout's present attempt. After a failure the time is drawn again."""
+    drawn = remembered_episodes(episodes)
 
     def step(rollout: Rollout) -> Step:
-        turn = rollout.observations
-        if turn + 1 >= turns.turns:
-            return Step()
-        return Step(turns.seconds(seed_of(rollout), turn, rollout.failures), turns.observation_tokens)
+        turn, seed = rollout.observations, seed_of(rollout)
+        episode = drawn(rollout.prompt, seed)
+        times = episode.seconds
+        if rollout.failures:
+            times = drawn(rollout.prompt, derive_seed(seed, rollout.failures)).seconds
+        seconds = times[min(turn, len(times) - 1)]
+        is_over = turn + 1 >= len(episode.turns)
+        return Step(seconds) if is_over else Step(seconds, episode.observations[turn])
 
     return SimulatedEnvironments(engine, step)

@@ -138,6 +138,13 @@ class BenchSettings(WorkloadSettings, EngineSettings):
             strategy_named(case.mode).check(case.schedule(bench_schedule(self)))
         check_engine(self)
         check_context_fits(self)
+        if self.replayed_episodes is not None:
+            raise ConfigurationError(
+                "lengths",
+                str(self.lengths),
+                "a bench has responses of one turn, and those of this run have several",
+                "Use simulate, or a file of lengths.",
+            )
         if self.prompt_tokens < 1:
             raise ConfigurationError(
                 "prompt_tokens", self.prompt_tokens, "an engine needs at least one prompt token", "Use 1."

@@ -22,6 +22,7 @@ from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     check_context_fits,
     check_streaming,
+    check_turns,
     simulated_schedule,
 )
 
@@ -63,6 +64,7 @@ class PlanSettings(SimulatedSettings):
 
     def check(self) -> None:
         simulated_schedule(self)
+        check_turns(self)
         check_context_fits(self)
         check_streaming(self)
 

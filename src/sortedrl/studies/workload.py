@@ -17,9 +17,10 @@ from sortedrl.core.rollout import ENVIRONMENT, Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
-from sortedrl.engines.simulated_environments import MultiTurn, place_of, simulated_environments
+from sortedrl.engines.simulated_environments import simulated_environments
 from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.observe.metrics import Metrics, RunMetrics
@@ -50,8 +51,8 @@ class SimulatedPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    lengths: LengthOf = REFERENCE_LENGTHS  # of a response, or of one turn with `multi_turn`
-    multi_turn: MultiTurn | None = None
+    lengths: LengthOf = REFERENCE_LENGTHS  # of responses of one turn
+    episodes: EpisodeOf | None = None  # of responses of several turns, in place of `lengths`
     hold_slots: bool = False  # a rollout keeps its slot while its environment works, for comparison
     step_time: StepTime = PRESETS["memory-bound"]
     slots: int = 128
@@ -73,9 +74,7 @@ class Workload:
 
     def response_length(self, prompt: Prompt, seed: int) -> int:
         """Policy tokens of a whole response."""
-        if self.multi_turn is None:
-            return self.lengths(prompt, seed)
-        return self.multi_turn.response_length(self.lengths, prompt, seed)
+        return self.lengths(prompt, seed) if self.episodes is None else self.episodes(prompt, seed).length
 
 
 class NoisyOracle:
@@ -120,26 +119,26 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
 
 
 def simulated_engine(workload: Workload) -> SimulatedEngine:
-    turns = workload.multi_turn
+    episodes = workload.episodes
     return SimulatedEngine(
         slots=workload.slots,
         step_time=workload.step_time,
-        length_of=length_of_request(workload.lengths) if turns is None else turns.end_of_turn(workload.lengths),
+        length_of=length_of_request(workload.lengths) if episodes is None else end_of_turn(episodes),
         kv_tokens=workload.kv_tokens,
         weight_update_seconds=workload.weight_update_seconds,
         reuse_kv_cache=workload.reuse_kv_cache,
-        prefix_cache=turns is not None,
+        prefix_cache=episodes is not None,
     )
 
 
 def environments_of(workload: Workload, schedule: Schedule, engine: SimulatedEngine) -> Environments | None:
-    if workload.multi_turn is None:
+    if workload.episodes is None:
         return None
 
     def seed_of(rollout: Rollout) -> int:
         return rollout.seed if schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
 
-    return simulated_environments(engine, workload.multi_turn, seed_of)
+    return simulated_environments(engine, workload.episodes, seed_of)
 
 
 class StreamedWork:
@@ -228,10 +227,12 @@ def limit(workload: Workload, schedule: Schedule) -> float:
         return Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
 
     def next_turn(request: Request, made: int) -> Request | None:
-        turns = workload.multi_turn
-        if turns is None or place_of(request.prefix)[0] + 1 >= turns.turns:
+        if workload.episodes is None:
             return None
-        first, observed = request.prefix_length + made, turns.observation_tokens
+        place, episode = place_of(request.prefix)[0], workload.episodes(request.prompt, request.seed)
+        if place + 1 >= len(episode.turns):
+            return None
+        first, observed = request.prefix_length + made, episode.observations[place]
         turn = Segment(range(made), range(made), 0)
         answer = Segment(range(first, first + observed), [0.0] * observed, ENVIRONMENT)
         return request._replace(prefix=(*request.prefix, turn, answer), max_new_tokens=request.max_new_tokens - made)

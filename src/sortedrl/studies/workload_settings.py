@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.settings import Slots
-from sortedrl.engines.simulated_environments import MultiTurn
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
 from sortedrl.settings.schedule import ScheduleSettings, schedule_from, score_wait_seconds
@@ -23,7 +23,7 @@ from sortedrl.studies.workload import Workload
 
 Expectation = Literal["cold", "warm", "oracle"]
 Read = TypeVar("Read")
-_LENGTHS_FIX = 'Write one number per line, or objects such as {"prompt": "id", "length": 812}.'
+_LENGTHS_FIX = 'Name a run folder, or write one number per line, or objects such as {"prompt": "id", "length": 812}.'
 MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
@@ -36,7 +36,8 @@ class LengthSettings(BaseModel):
     default_response_limit: ClassVar[int] = 8192
 
     lengths: Annotated[
-        Path | None, Field(description="JSONL file of your own response lengths; default: drawn from a lognormal")
+        Path | None,
+        Field(description="JSONL file of your own response lengths, or a run folder; default: drawn from a lognormal"),
     ] = None
     median_length: MedianLength = 1273.7
     length_sd_between: Annotated[
@@ -51,19 +52,35 @@ class LengthSettings(BaseModel):
     ] = None
 
     @cached_property
-    def replayed_lengths(self) -> ReplayedLengths | None:
+    def _replayed(self) -> ReplayedLengths | ReplayedEpisodes | None:
         if self.lengths is None:
             return None
         try:
-            return read_lengths(self.lengths)
+            log = event_log_at(self.lengths)
+            return read_lengths(self.lengths) if log is None else read_episodes(log)
         except (OSError, ValueError) as error:
             raise ConfigurationError("lengths", str(self.lengths), plain_reason(error), _LENGTHS_FIX) from None
+
+    @property
+    def replayed_episodes(self) -> ReplayedEpisodes | None:
+        """Those of a run with environments."""
+        found = self._replayed
+        return found if isinstance(found, ReplayedEpisodes) and found.has_environment else None
+
+    @cached_property
+    def replayed_lengths(self) -> ReplayedLengths | None:
+        found = self._replayed
+        return found.lengths() if isinstance(found, ReplayedEpisodes) else found
 
     def response_limit(self) -> int:
         """As set, or the longest response in the file of lengths, so that none of them is cut by default."""
         if self.max_response_tokens is not None:
             return self.max_response_tokens
         return self.default_response_limit if self.replayed_lengths is None else self.replayed_lengths.longest
+
+    def most_observed(self) -> int:
+        """Tokens of the environment in one response, at most."""
+        return 0
 
 
 class StepTimeSettings(BaseModel):
@@ -121,6 +138,17 @@ class SimulatedSettings(WorkloadSettings):
     score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
     seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one simulated run per seed")] = (0,)
 
+    def response_limit(self) -> int:
+        """By default no response is cut, if the lengths in a file are those of one turn."""
+        limit = super().response_limit()
+        each_turn = self.turns > 1 and self.max_response_tokens is None and self.replayed_lengths is not None
+        return self.turns * limit if each_turn else limit
+
+    def most_observed(self) -> int:
+        if self.replayed_episodes is not None:
+            return self.replayed_episodes.most_observed
+        return (self.turns - 1) * self.observation_tokens
+
     def resolved_weight_update_seconds(self) -> float:
         """As set, or as measured by the profile."""
         if self.weight_update_seconds is not None:
@@ -140,14 +168,9 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
 
 
 def simulated_workload(settings: SimulatedSettings, cohorts: int) -> Workload:
-    multi_turn = MultiTurn(
-        turns=settings.turns,
-        observation_tokens=settings.observation_tokens,
-        seconds_mean=settings.environment_seconds,
-    )
     return Workload(
         lengths=length_of(settings),
-        multi_turn=multi_turn if settings.turns > 1 else None,
+        episodes=episodes_of(settings),
         step_time=step_time_of(settings),
         slots=settings.slots,
         prompts=cohorts * settings.prompts_per_cohort,
@@ -160,6 +183,20 @@ def simulated_workload(settings: SimulatedSettings, cohorts: int) -> Workload:
         stream=settings.stream,
         share_gpu=settings.share_gpu,
         score_seconds=settings.score_seconds,
+    )
+
+
+def episodes_of(settings: SimulatedSettings) -> EpisodeOf | None:
+    """As recorded in the log of a run, or drawn; None for responses of one turn."""
+    if settings.replayed_episodes is not None:
+        return settings.replayed_episodes
+    if settings.turns == 1:
+        return None
+    return DrawnEpisodes(
+        lengths=length_of(settings),
+        turns=settings.turns,
+        observation_tokens=settings.observation_tokens,
+        seconds_mean=settings.environment_seconds,
     )
 
 
@@ -199,13 +236,24 @@ def kv_tokens_of(settings: StepTimeSettings) -> int | None:
 
 
 def check_context_fits(settings: WorkloadSettings) -> None:
-    longest, kv_tokens = settings.prompt_tokens + settings.response_limit(), kv_tokens_of(settings)
+    parts = [settings.prompt_tokens, settings.response_limit(), settings.most_observed()]
+    longest, kv_tokens = sum(parts), kv_tokens_of(settings)
     if kv_tokens is not None and longest + 1 > kv_tokens:
         raise ConfigurationError(
             "kv_tokens",
             kv_tokens,
-            f"one response at the limit needs {settings.prompt_tokens} + {settings.response_limit()} tokens",
+            f"one response at the limit needs {' + '.join(str(part) for part in parts if part)} tokens",
             f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
+        )
+
+
+def check_turns(settings: SimulatedSettings) -> None:
+    if settings.turns > 1 and settings.replayed_episodes is not None:
+        raise ConfigurationError(
+            "turns",
+            settings.turns,
+            f"the responses of {settings.lengths} have turns of their own, which are replayed",
+            "Leave out --turns.",
         )
 
 
