@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -12,6 +13,9 @@ import closing
 # A shell's background job ignores SIGINT, and so would every process that a test starts there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before PyTorch is imported. The models are tiny, and two workers with two spinning threads each slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from config_file import config_file
+from forked import Done
 from sortedrl.cli.help_page import flag_of, help_page
 from sortedrl.cli.main import COMMANDS
 from sortedrl.settings.base import Settings
@@ -22,15 +22,8 @@ SMALL = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--pr
 SMALL += ["--step-time", "memory-bound"]
 
 
-def sortedrl(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sortedrl", *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "COLUMNS": "160"},
-    )
+def sortedrl(*words: str, cwd: Path | None = None) -> Done:
+    return forked.run(words, cwd=cwd, environment=os.environ | {"COLUMNS": "160"})
 
 
 def test_simulate_takes_several_turns() -> None:
@@ -369,7 +362,7 @@ def test_bad_files_give_one_clear_error(name: str, tmp_path: Path) -> None:
     assert_refused(sortedrl("simulate", flag, file, cwd=tmp_path), expected, tmp_path, already=1)
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], expected: list[str], folder: Path, already: int = 0) -> None:
+def assert_refused(done: Done, expected: list[str], folder: Path, already: int = 0) -> None:
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stdout == ""

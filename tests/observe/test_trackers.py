@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from config_file import config_file
+from forked import Command
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe import trackers
 from sortedrl.observe.prometheus import Endpoint, exposition
@@ -298,14 +299,12 @@ def test_numbers_that_are_not_finite_are_written_as_the_format_has_them() -> Non
 class Scraper:
     """A run in another process, scraped while it goes on."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert process.stderr is not None and process.stdout is not None
-        url = next(line for line in process.stderr if line.startswith("metrics at ")).split()[-1]
+    def __init__(self, words: list[str]) -> None:
+        command = Command(words)
+        command.wait_for_output("metrics at ")
+        url = next(line for line in command.stderr.splitlines() if line.startswith("metrics at ")).split()[-1]
         self.seen: list[dict[str, float]] = []
-        while process.poll() is None:
+        while command.process.is_alive():
             try:
                 page = scraped(url)
             except OSError:  # the run is about to end
@@ -313,8 +312,9 @@ class Scraper:
             if page and (not self.seen or page != self.seen[-1]):
                 self.seen.append(page)
             time.sleep(0.01)
-        self.stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr
+        done = command.wait()
+        self.stdout = done.stdout
+        assert done.returncode == 0, done.stderr
 
 
 def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Path) -> None:
@@ -326,12 +326,11 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     from trace_rules import assert_valid_trace
 
     folder = tmp_path / "run"
-    words = f"""-m sortedrl train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
+    words = f"""train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
         --scoring at-once --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8 --rollouts-per-prompt 4
         --max-response-tokens 40 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
         --tracker tensorboard"""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", "PYTHONUNBUFFERED": "1"}
-    run = Scraper([sys.executable, *words.split(), *config_file(tmp_path, prometheus_port=0)], environment)
+    run = Scraper([*words.split(), *config_file(tmp_path, prometheus_port=0)])
 
     summary = json.loads(run.stdout)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

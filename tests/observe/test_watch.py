@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,9 @@ from typing import Any
 
 import pytest
 
+import forked
 import toy
+from forked import Command, Done
 from sortedrl.cli import main
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.observe import watch
@@ -25,27 +25,23 @@ from sortedrl.observe.watch import Follower
 from terminal import ENVIRONMENT, in_terminal, panel_of, train_command
 
 
-def watch_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "sortedrl", "watch", *words]
+def watched(*words: str) -> Done:
+    return forked.run(["watch", *words], environment=ENVIRONMENT)
 
 
-def watched(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(watch_command(*words), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-
-
-def wait_for_update(run: Path, update: int, process: subprocess.Popen[str]) -> None:
+def wait_for_update(run: Path, update: int, command: Command) -> None:
     """Until the metrics file of a run that another process writes has that update."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and command.process.is_alive():
         path = run / "metrics.jsonl"
         if path.exists() and f'"update": {update},' in path.read_text():
             return
         time.sleep(0.05)
-    raise AssertionError(f"update {update} was not written: {process.communicate()}")
+    raise AssertionError(f"update {update} was not written: {command.stdout} {command.stderr}")
 
 
-def started(words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+def started(words: list[str]) -> Command:
+    return Command(words, environment=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +53,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after its sixth update; its last checkpoint is that of the fourth."""
     run = tmp_path_factory.mktemp("killed") / "run"
-    with started(train_command(model, run, "--updates", "300", "--checkpoint-every", "4")) as process:
-        wait_for_update(run, 6, process)
-        process.kill()
+    command = started(train_command(model, run, "--updates", "300", "--checkpoint-every", "4"))
+    wait_for_update(run, 6, command)
+    command.send(signal.SIGKILL)
+    command.wait()
     return run
 
 
@@ -68,17 +65,17 @@ def resumed(killed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, gone on with to its end: its log has a part that was rolled back."""
     run = tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(killed, run)
-    words = [sys.executable, "-m", "sortedrl", "train", "--resume", str(run), "--updates", "12"]
-    subprocess.run(words, env=ENVIRONMENT, check=True, capture_output=True, timeout=240)
+    done = started(["train", "--resume", str(run), "--updates", "12"]).wait()
+    assert done.returncode == 0, done.stderr
     return run
 
 
 def test_watching_a_growing_run_prints_its_lines_until_it_ends(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(train_command(model, run, "--updates", "10")) as process:
-        wait_for_update(run, 1, process)
-        seen = watched(str(run))
-        trained, _ = process.communicate(timeout=120)
+    command = started(train_command(model, run, "--updates", "10"))
+    wait_for_update(run, 1, command)
+    seen = watched(str(run))
+    trained = command.wait().stdout
     assert seen.returncode == 0, seen.stderr
     lines = [line for line in seen.stdout.splitlines() if line.startswith("update ")]
     assert lines == [line for line in trained.splitlines() if line.startswith("update ")][-len(lines) :]
@@ -91,7 +88,7 @@ def test_watching_a_growing_run_prints_its_lines_until_it_ends(model: Path, tmp_
 
 
 def test_a_finished_run_shows_its_final_state_in_a_terminal_and_as_json(resumed: Path) -> None:
-    session = in_terminal(watch_command(str(resumed)), ENVIRONMENT, columns=80)
+    session = in_terminal(["watch", str(resumed)], ENVIRONMENT, columns=80)
     assert session.code == 0, session.output
     panel = panel_of(session)
     run_metrics = Metrics().fold(without_rolled_back(read_events(resumed / "events.jsonl"))).run_metrics()
@@ -116,10 +113,10 @@ def test_a_killed_run_is_said_to_have_stopped_growing(killed: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupted_run_ends_what_watches_it(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(train_command(model, run, "--updates", "500")) as process:
-        wait_for_update(run, 2, process)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+    command = started(train_command(model, run, "--updates", "500"))
+    wait_for_update(run, 2, command)
+    command.send(signal.SIGINT)
+    command.wait()
     done = watched(str(run))
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == f"interrupted and saved. Continue with: sortedrl train --resume {run}"
@@ -127,13 +124,13 @@ def test_an_interrupted_run_ends_what_watches_it(model: Path, tmp_path: Path) ->
 
 def test_ctrl_c_ends_watching_without_a_word(killed: Path) -> None:
     os.utime(killed / "events.jsonl")  # as if it had been written to just now
-    with started(watch_command(str(killed))) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("update ")
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert (stdout, stderr) == ("", "")
+    command = started(["watch", str(killed)])
+    command.wait_for_output("update ")
+    printed = command.stdout
+    command.send(signal.SIGINT)
+    done = command.wait(30)
+    assert done.returncode == 130
+    assert printed.startswith("update ") and (done.stdout, done.stderr) == (printed, "")
 
 
 def test_a_log_that_grows_byte_by_byte_and_is_rolled_back_gives_the_view_of_the_whole(

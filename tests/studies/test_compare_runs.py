@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+import forked
 import toy
+from forked import Done
 from processes import is_running, wait_for_end
 from sortedrl.studies.compare.runs import core_shares, error_of, runs_of
 from sortedrl.studies.compare.study import parsed_study
@@ -78,8 +80,8 @@ def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "sortedrl", "compare", *map(str, words)]
 
 
-def compare(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
+def compare(*words: str | Path) -> Done:
+    return forked.run(["compare", *map(str, words)])
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

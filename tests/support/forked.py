@@ -10,6 +10,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -33,6 +36,15 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where a command runs."""
+
+    cwd: Path
+    environment: dict[str, str]
+    terminal: str | None
+
+
+@dataclass(frozen=True)
 class Done:
     returncode: int
     stdout: str
@@ -40,17 +52,42 @@ class Done:
 
 
 class Command:
-    """`sortedrl WORDS`, running."""
+    """`sortedrl WORDS`, running. What it prints goes to files in the folder `output`, or to a terminal.
 
-    def __init__(self, words: list[str], output: Path, *, fault: Fault | None = None) -> None:
-        output.mkdir(parents=True, exist_ok=True)
-        self._output = output
-        self.process: ForkServerProcess = _context().Process(target=_run, args=(words, output, fault))
+    `environment` replaces that of the tests, as with `subprocess`; `PYTHONPATH` and `OMP_NUM_THREADS` are the server's.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        output: Path | None = None,
+        *,
+        fault: Fault | None = None,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        terminal: str | None = None,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory() if output is None else None
+        self._output = output or Path(self._temporary.name if self._temporary else "")
+        self._output.mkdir(parents=True, exist_ok=True)
+        place = _Place(cwd or Path.cwd(), dict(os.environ if environment is None else environment), terminal)
+        self.process: ForkServerProcess = _context().Process(target=_run, args=([*words], self._output, fault, place))
         self.process.start()
 
     @property
     def stdout(self) -> str:
         return _text(self._output / "stdout")
+
+    @property
+    def stderr(self) -> str:
+        return _text(self._output / "stderr")
+
+    def wait_for_output(self, text: str, timeout: float = 300.0) -> None:
+        """Until it has printed `text`."""
+        until = time.monotonic() + timeout
+        while text not in self.stdout and text not in self.stderr:
+            assert self.process.is_alive() and time.monotonic() < until, self.stdout + self.stderr
+            time.sleep(0.02)
 
     def send(self, number: int) -> None:
         assert self.process.pid is not None
@@ -60,12 +97,19 @@ class Command:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
-            raise TimeoutError(self.stdout + _text(self._output / "stderr"))
-        return Done(self.process.exitcode, self.stdout, _text(self._output / "stderr"))
+            raise TimeoutError(self.stdout + self.stderr)
+        return Done(self.process.exitcode, self.stdout, self.stderr)
 
 
-def run(words: list[str], output: Path, *, fault: Fault | None = None) -> Done:
-    return Command(words, output, fault=fault).wait()
+def run(
+    words: Sequence[str],
+    output: Path | None = None,
+    *,
+    fault: Fault | None = None,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Done:
+    return Command(words, output, fault=fault, cwd=cwd, environment=environment).wait()
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -74,7 +118,10 @@ def _context() -> multiprocessing.context.ForkServerContext:
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["sortedrl.training.trainer", "sortedrl.cli", "transformers.models.llama", "toy", "forked"]
+        [
+            *("sortedrl.training.trainer", "sortedrl.cli.train", "sortedrl.cli.parse", "sortedrl.cli.output"),
+            *("transformers.models.llama", "toy", "forked"),
+        ]
     )
     return context
 
@@ -83,9 +130,20 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _run(words: list[str], output: Path, fault: Fault | None) -> None:
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+def _run(words: list[str], output: Path, fault: Fault | None, place: _Place) -> None:
+    os.chdir(place.cwd)
+    servers = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ.clear()
+    os.environ.update(place.environment | servers)
+    if place.terminal is None:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    else:
+        os.setsid()  # the terminal that it opens next is its own
+        descriptor = os.open(place.terminal, os.O_RDWR)
+        for number in range(3):
+            os.dup2(descriptor, number)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if fault is not None:

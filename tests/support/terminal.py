@@ -9,13 +9,13 @@ import re
 import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from forked import Command
 
 SUPPORT = Path(__file__).parent
 INHERITED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
@@ -102,41 +102,36 @@ def in_terminal(
     interrupt: bool = False,
     timeout: float = 240,
 ) -> Session:
-    """Run a command in a pseudo-terminal. As soon as the output is `when`, the width changes or Ctrl-C comes, once."""
+    """Run `sortedrl WORDS` in a pseudo-terminal. Once, when the output is `when`, the width changes or Ctrl-C comes."""
     master, slave = pty.openpty()
     _set_columns(slave, columns)
     clean = {key: value for key, value in env.items() if key not in ("COLUMNS", "LINES")}
     began = time.monotonic()
-    process = subprocess.Popen(
-        words, stdin=slave, stdout=slave, stderr=slave, env={"TERM": "xterm-256color"} | clean, start_new_session=True
-    )
-    os.close(slave)
+    command = Command(words, environment={"TERM": "xterm-256color"} | clean, terminal=os.ttyname(slave))
     output, screen = "", Screen(columns)
     pending = b""
     has_acted = False
     try:
         while time.monotonic() - began < timeout:
             if not select.select([master], [], [], 0.1)[0]:
-                continue
-            try:
-                pending += os.read(master, 65536)
-            except OSError:  # the other side is closed
+                if command.process.is_alive():
+                    continue
                 break
+            pending += os.read(master, 65536)
             text, pending = _whole(pending)
             output += text
             screen.feed(text)
             if not has_acted and when(output):
                 has_acted = True
                 if interrupt:
-                    process.send_signal(signal.SIGINT)
+                    command.send(signal.SIGINT)
                 if resize_to is not None:
                     screen.columns = resize_to
                     _set_columns(master, resize_to)
-        code = process.wait(timeout=10)
+        code = command.wait(10).returncode
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        command.process.kill()
+        os.close(slave)
         os.close(master)
     return Session(code, output, time.monotonic() - began, screen, has_acted)
 
@@ -160,7 +155,7 @@ def _set_columns(descriptor: int, columns: int) -> None:
 
 def train_command(model: Path, out: Path, *words: str) -> list[str]:
     flags = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "sortedrl", "train", "--model", str(model), "--out", str(out), *flags, *words]
+    return ["train", "--model", str(model), "--out", str(out), *flags, *words]
 
 
 def panel_of(session: Session) -> dict[str, str]:

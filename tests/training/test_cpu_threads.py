@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sortedrl.training.cpu_threads import PARAMETERS_PER_THREAD, threads_for
+from sortedrl.training.cpu_threads import PARAMETERS_PER_THREAD, let_waiting_threads_sleep, threads_for
 
 BUILT_IN = 341_280
 
@@ -30,17 +30,22 @@ def test_threads_follow_model_size_and_load(parameters: int, cores: int, busy: f
     assert threads_for(parameters, cores, busy) == threads
 
 
-def test_training_with_the_command_line_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
+def test_training_with_the_command_line_lets_waiting_threads_sleep() -> None:
     code = (
         "import os, sys; from sortedrl.cli import train_extra; assert 'torch' not in sys.modules;"
         "train_extra.module('trainer'); print(os.environ['OMP_WAIT_POLICY'])"
     )
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_"))}
-    for extra, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=plain | extra, capture_output=True, text=True, timeout=300, check=True
-        )
-        assert done.stdout.strip() == expected
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=plain, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "PASSIVE"
+
+
+def test_what_the_user_set_about_waiting_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("KMP_BLOCKTIME", "200")
+    let_waiting_threads_sleep()
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["KMP_BLOCKTIME"]) == ("ACTIVE", "200")
 
 
 def test_the_users_threads_win() -> None:

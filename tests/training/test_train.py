@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 import toy
 from config_file import config_file
+from forked import Command, Done
 from sortedrl.core import events
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "--task",
     "toy:SayA",
@@ -51,15 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.make_model(tmp_path_factory.mktemp("model"))
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "sortedrl", *words]
-
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
-
-
-def sortedrl(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+def sortedrl(*words: str, check: bool = True) -> Done:
+    done = forked.run(words)
     assert not check or done.returncode == 0, done.stderr + done.stdout
     return done
 
@@ -139,16 +130,12 @@ def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: P
 
 def test_interrupt_saves_exits_130_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = command("train", "--model", str(model), "--out", str(run), *SMALL, "--updates", "500")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("update 2/"):
-                process.send_signal(signal.SIGINT)
-                break
-        _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, stderr
-    assert f"--resume {run}" in stderr
+    running = Command(["train", "--model", str(model), "--out", str(run), *SMALL, "--updates", "500"])
+    running.wait_for_output("\nupdate 2/")
+    running.send(signal.SIGINT)
+    interrupted = running.wait()
+    assert interrupted.returncode == 130, interrupted.stderr
+    assert f"--resume {run}" in interrupted.stderr
     done = len(logged_updates(run))
     assert done >= 2
     sortedrl("train", "--resume", str(run), "--updates", str(done + 1))

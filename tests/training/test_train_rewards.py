@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import forked
 import toy
 from config_file import config_file
+from forked import Command, Done
 from processes import wait_for_end
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.events import read_events
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", "PYTHONUNBUFFERED": "1"}
 SMALL = {"slots": 8, "max-response-tokens": 40, "max-prompt-tokens": 16, "eval-problems": 10, "threads": 1}
 TRAIN = {"rollouts-per-update": 16, "prompts-per-cohort": 16, "rollouts-per-prompt": 2, "updates": 2}
 
@@ -34,11 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(command: str, model: Path, task: str, *more: str) -> list[str]:
     flags = SMALL | (TRAIN if command == "train" else {})
     given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [sys.executable, "-m", "sortedrl", command, "--model", str(model), "--task", task, *given, *more]
+    return [command, "--model", str(model), "--task", task, *given, *more]
 
 
-def ran(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+def ran(*command: str) -> Done:
+    return forked.run(command)
 
 
 def options(fault: str, every: int = 1) -> list[str]:
@@ -145,19 +143,17 @@ def test_a_task_that_cannot_be_used_in_a_worker_is_refused_before_the_run(
 def test_ctrl_c_ends_a_run_whose_reward_hangs(task: str, scoring: str, model: Path, tmp_path: Path) -> None:
     more = ["--out", str(tmp_path / "run"), "--scoring", scoring, *config_file(tmp_path, score_limit_seconds=600)]
     command = words("train", model, f"reward_faults:{task}", *options("spins_in_c"), *more)
-    output = (tmp_path / "output.txt").open("w")
-    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
-    wanted = "held-out score" if task == "FaultsInTraining" else "updates, mode"
-    until = time.monotonic() + 120
-    while wanted not in (tmp_path / "output.txt").read_text() and time.monotonic() < until:
-        time.sleep(0.1)
+    run = Command(command)
+    run.wait_for_output("held-out score" if task == "FaultsInTraining" else "updates, mode")
     time.sleep(3.0)  # the first rewards hang by then
-    workers = children_of(run.pid)
+    assert run.process.pid is not None
+    workers = children_of(run.process.pid)
     assert workers
-    run.send_signal(signal.SIGINT)
+    run.send(signal.SIGINT)
     if scoring == "at-once":  # the first one waits for the score, the second does not
         time.sleep(2.0)
-        run.send_signal(signal.SIGINT)
+        run.send(signal.SIGINT)
     # The second signal may reach a process that is ending already.
-    assert run.wait(60) in (130, -signal.SIGINT), (tmp_path / "output.txt").read_text()
+    done = run.wait(60)
+    assert done.returncode in (130, -signal.SIGINT), done.stdout + done.stderr
     wait_for_end(*workers)

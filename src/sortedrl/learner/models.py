@@ -28,7 +28,7 @@ class TokenScorer:
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         self._model = model
         self._temperature = temperature
-        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: nn.Module | None = model.get_output_embeddings()
         self._head = head if head is not None and self._gives_the_logits(head) else None
 
     @torch.no_grad()

@@ -227,11 +227,11 @@ class MicroRun:
         from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
         from sortedrl.tasks.scoring import DirectScorer, reward_function
 
-        disable_progress_bar()  # type: ignore[no-untyped-call]
+        disable_progress_bar()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tokenizer = AutoTokenizer.from_pretrained(self._model_folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(self._model_folder, dtype=torch.float32)
-        self._model.to(device).eval()  # type: ignore[arg-type]
+        self._model.to(device).eval()
         task = KnightsAndKnaves.small()
         engine = EmbeddedEngine(
             self._model, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=448, tokenizer=tokenizer

@@ -131,7 +131,7 @@ def _zeros(model: str) -> Iterator[tuple[str, Any]]:
 
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
+        shapes = AutoModelForCausalLM.from_config(config).state_dict()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, shape in shapes.items():
         yield name, torch.zeros(shape.shape, dtype=shape.dtype, device=device)

@@ -103,4 +103,4 @@ def _read_module(name: str, model: str) -> Any:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
     except (OSError, ValueError) as error:
         raise unreadable_model(name, error) from None
-    return module.to("cuda" if on_gpu else "cpu").eval()  # type: ignore[arg-type]
+    return module.to("cuda" if on_gpu else "cpu").eval()

@@ -55,7 +55,7 @@ def _task_error(settings: ModelSettings, error: Exception) -> ConfigurationError
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype_of(settings))
@@ -66,7 +66,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
             "model", settings.model, "its tokenizer has no EOS token, so no response could end",
             "Set eos_token in its tokenizer_config.json.",
         )  # fmt: skip
-    return tokenizer, model.to(device_of(settings)).eval()  # type: ignore[arg-type]
+    return tokenizer, model.to(device_of(settings)).eval()
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

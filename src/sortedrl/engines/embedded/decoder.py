@@ -231,7 +231,7 @@ class SlotDecoder:
 
     def _switch_dropout_off(self) -> None:
         if self._model.training:  # the learner uses the same module
-            self._model.eval()  # type: ignore[no-untyped-call]
+            self._model.eval()
 
     def _states(self) -> tuple[Tensor, ...]:
         return (*self._integers, *self._fractions)

@@ -31,7 +31,7 @@ class UnsupportedModel(ValueError):
     """The embedded engine cannot run this model; the message has the reason."""
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values, [rows, heads, capacity, width] per layer, allocated at a layer's first write.
 
     The decoder sets the kind of the next forward pass: a prefill of whole contexts into some rows, or a step, in which
@@ -171,7 +171,7 @@ class LlamaForward:
         self._cache = cache
         trunk: Any = model.base_model
         self._trunk = trunk
-        self._head = _Projections(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+        self._head = _Projections(model.get_output_embeddings())
         self._layers = [_LlamaLayer(layer) for layer in trunk.layers]
 
     def refresh(self, *, changed: bool = False) -> None:
@@ -388,7 +388,7 @@ def uses_slot_attention(model: PreTrainedModel) -> bool:
 
 def check_supported(model: PreTrainedModel) -> None:
     name = type(model).__name__
-    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+    if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head: load a causal LM")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(

@@ -179,12 +179,12 @@ def _is_set(name: str, value: Any, default: Any) -> bool:
 
 
 def optimizer_steps_per_update(args: GRPOConfig) -> int:
-    return _steps_per_generation(args) * args.num_iterations // args.gradient_accumulation_steps
+    return int(_steps_per_generation(args) * args.num_iterations // args.gradient_accumulation_steps)
 
 
 def _steps_per_generation(args: GRPOConfig) -> int:
     assert args.steps_per_generation is not None  # GRPOConfig fills it in
-    return args.steps_per_generation
+    return int(args.steps_per_generation)
 
 
 def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule:

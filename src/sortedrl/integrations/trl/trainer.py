@@ -458,7 +458,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return f"sortedrl-{self.accelerator.process_index}.json"
 
 
-class _StepWatcher(TrainerCallback):
+class _StepWatcher(TrainerCallback):  # type: ignore[misc]
     """Forwards events that TRL reports only to callbacks: the start of a run, and each optimizer step."""
 
     def __init__(self, trainer: SortedGRPOTrainer) -> None:
