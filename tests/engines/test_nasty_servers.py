@@ -7,6 +7,7 @@ make: nothing is lost, doubled, misaligned or over its budget.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -232,6 +233,11 @@ def restart(server: NastyServer) -> None:
     server.restart_at = 2
 
 
+def vllm_server_info(logprobs_mode: str = "processed_logprobs", max_num_seqs: int = 8) -> str:
+    model = {"max_model_len": 512, "logprobs_mode": logprobs_mode}
+    return json.dumps({"vllm_config": {"model_config": model, "scheduler_config": {"max_num_seqs": max_num_seqs}}})
+
+
 RIGHT, LOSSLESS, DIES, REFUSED = "right", "no rollout fails", "one clear error", "refused at the start"
 
 
@@ -347,6 +353,18 @@ FAULTS: dict[str, Fault] = {
         answers("/server_info", "[1]"), REFUSED, "unexpected format"
     ),
     "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "unexpected format"),
+    "log-probabilities before temperature": Fault(
+        answers("/server_info", vllm_server_info(logprobs_mode="raw_logprobs")),
+        REFUSED,
+        "--logprobs-mode raw_logprobs, not processed_logprobs",
+        dialects=("vllm",),
+    ),
+    "fewer sequences at once than slots": Fault(
+        answers("/server_info", vllm_server_info(max_num_seqs=3)),
+        REFUSED,
+        "--max-num-seqs 3, but this engine has 4 slots.*--max-num-seqs 4",
+        dialects=("vllm",),
+    ),
     "weights that are refused": Fault(
         both(*(answers(p, '{"success": false, "message": "no"}', code=400) for p in ("/pause", "/pause_generation"))),
         DIES,

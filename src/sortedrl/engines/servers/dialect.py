@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.servers.messages import Delta, Identity
 from sortedrl.engines.servers.weight_handles import WeightHandles
@@ -62,6 +63,7 @@ class Sent:
 class ServerDialect(ABC):
     """The server-specific part of `HttpEngine`."""
 
+    start_command: str  # of the server, with {slots}
     url: str
     slots: int
     version: int  # of the weights
@@ -83,9 +85,10 @@ class ServerDialect(ABC):
     async def check_server(self) -> None:
         """Raise ConfigurationError if the server is not set up as required; read its limits."""
 
-    @abstractmethod
     async def is_well(self) -> bool:
         """Whether the server is alive and able to generate."""
+        await self.call("GET", "/health")
+        return True
 
     @abstractmethod
     async def count_running(self) -> int | None:
@@ -101,7 +104,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        """The content of one stream event; raises Refused for an error and Malformed for an invalid event."""
+        """The content of one stream event that is not an error; raises Refused or Malformed if it cannot be used."""
 
     @abstractmethod
     async def abort_on_server(self, names: Sequence[str]) -> bool:
@@ -113,6 +116,12 @@ class ServerDialect(ABC):
 
         Returns the weight version that was set on the server, if it supports that.
         """
+
+    def misconfigured(self, reason: str) -> ConfigurationError:
+        """The error for a server that was not started as required, with the command that does."""
+        return ConfigurationError(
+            "url", self.url, reason, f"Start it with {self.start_command.format(slots=self.slots)}"
+        )
 
     def room_for(self, request: Request) -> int:
         """Tokens that the server may generate: max_new_tokens, limited by the room left in the context."""

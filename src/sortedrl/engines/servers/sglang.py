@@ -34,15 +34,16 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, refusal_in, whole_number
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _EMPTY_SECONDS = 30.0
-_START = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"
 
 
 class SglangEngine(HttpEngine):
     """See the module docstring; `url` is, for example, http://127.0.0.1:30000."""
+
+    start_command = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"
 
     def __init__(self, url: str, *, cuda_ipc: bool = False, **options: Any) -> None:
         self.takes_handles = cuda_ipc
@@ -55,11 +56,8 @@ class SglangEngine(HttpEngine):
         except Refused as refusal:
             if refusal.is_about_the_key:
                 raise
-            raise ConfigurationError(
-                "url",
-                self.url,
-                f"the server has no /server_info or no /v1/loads ({refusal}): it is not SGLang 0.5.23 or newer",
-                f"Start it with {_START.format(slots=self.slots)}",
+            raise self.misconfigured(
+                f"the server has no /server_info or no /v1/loads ({refusal}): it is not SGLang 0.5.23 or newer"
             ) from None
         workers = info.get("tp_size", 1)
         if self.takes_handles and workers != 1:
@@ -73,16 +71,9 @@ class SglangEngine(HttpEngine):
             self.max_length = int(info["max_req_input_len"])
         room = sum(load["max_running_requests"] for load in loads)
         if room < self.slots:
-            raise ConfigurationError(
-                "url",
-                self.url,
-                f"the server has max_running_requests = {room}, but this engine has {self.slots} slots",
-                f"Start it with {_START.format(slots=self.slots)}",
+            raise self.misconfigured(
+                f"the server has max_running_requests = {room}, but this engine has {self.slots} slots"
             )
-
-    async def is_well(self) -> bool:
-        await self.call("GET", "/health")
-        return True
 
     async def count_running(self) -> int | None:
         return sum(whole_number(load["num_running_reqs"], "count of requests") for load in await self._loads())
@@ -136,8 +127,6 @@ class SglangEngine(HttpEngine):
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
         """An event has either the new tokens or all tokens so far: the server's count shows how many are new."""
-        if (refusal := refusal_in(event)) is not None:
-            raise refusal
         about = event["meta_info"]
         reason = about.get("finish_reason")
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):

@@ -32,7 +32,17 @@ from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, S
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.dialect import Sent, ServerDialect, Waiting
-from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
+from sortedrl.engines.servers.messages import (
+    BUSY,
+    Delta,
+    Identity,
+    Malformed,
+    OtherWeights,
+    Refused,
+    checked,
+    refusal_in,
+    said,
+)
 from sortedrl.engines.servers.outage import Outage
 from sortedrl.engines.servers.outbox import Outbox
 from sortedrl.engines.stop_strings import StopWatches
@@ -148,6 +158,8 @@ class ServerStreams(ServerDialect):
         path, body = self.generation(sent.request, sent.name)
         async with aclosing(self._connection.events(path, body)) as events:
             async for event in events:
+                if (refusal := refusal_in(event)) is not None:
+                    raise refusal
                 delta = checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
                 self._check_weights(sent, delta)
                 if delta.tokens and self._outage.since is not None and sent.sent_at >= self._outage.since:

@@ -34,11 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, refusal_in, whole_number
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, whole_number
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _START = (
@@ -56,6 +55,7 @@ _NO_SUCH_ROUTE = (404, 405, 501)
 class VllmServerEngine(HttpEngine):
     """See the module docstring; `url` is, for example, http://127.0.0.1:8000."""
 
+    start_command = _START
     _can_abort = True  # until a request shows otherwise
 
     async def check_server(self) -> None:
@@ -66,33 +66,21 @@ class VllmServerEngine(HttpEngine):
         except Refused as refusal:
             if refusal.is_about_the_key:
                 raise
-            raise ConfigurationError(
-                "url",
-                self.url,
-                f"the server is not vLLM, or it runs without --tokens-only or development mode ({refusal})",
-                f"Start it with {_START.format(slots=self.slots)}",
+            raise self.misconfigured(
+                f"the server is not vLLM, or it runs without --tokens-only or development mode ({refusal})"
             ) from None
         model, scheduler = info["vllm_config"]["model_config"], info["vllm_config"]["scheduler_config"]
         self.max_length = int(model["max_model_len"])
-        self._check_flag("--logprobs-mode", model["logprobs_mode"], model["logprobs_mode"] == "processed_logprobs")
-        self._check_flag("--max-num-seqs", scheduler["max_num_seqs"], scheduler["max_num_seqs"] >= self.slots)
+        if (mode := model["logprobs_mode"]) != "processed_logprobs":
+            raise self.misconfigured(f"the server runs with --logprobs-mode {mode}, not processed_logprobs")
+        if (room := scheduler["max_num_seqs"]) < self.slots:
+            raise self.misconfigured(
+                f"the server runs with --max-num-seqs {room}, but this engine has {self.slots} slots"
+            )
         transfer = info["vllm_config"].get("weight_transfer_config") or {}
         unpickles = bool((info.get("vllm_env") or {}).get(_UNPICKLES))
         self.takes_handles = transfer.get("backend") == "ipc" and unpickles
         self.how_to_take_handles = _WITH_HANDLES.format(slots=self.slots)
-
-    def _check_flag(self, flag: str, value: object, is_right: bool) -> None:
-        if not is_right:
-            raise ConfigurationError(
-                "url",
-                self.url,
-                f"the server runs with {flag} {value}, but this engine has {self.slots} slots",
-                f"Start it with {_START.format(slots=self.slots)}",
-            )
-
-    async def is_well(self) -> bool:
-        await self.call("GET", "/health")
-        return True
 
     async def count_running(self) -> int | None:
         counts = await self._metric(_RUNNING)
@@ -141,8 +129,6 @@ class VllmServerEngine(HttpEngine):
         return _GENERATE, body | ({"cache_salt": salt} if salt else {})
 
     def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        if (refusal := refusal_in(event)) is not None:
-            raise refusal
         if not event.get("choices"):
             return Delta((), ())
         if len(event["choices"]) != 1:
