@@ -1,7 +1,7 @@
 """Compares SortedGRPOTrainer with GRPOTrainer on CPU: trained rollouts per second, bubble, reward curves.
 
 Both sides run the same script with a different class: the same model, GRPOConfig, reward function, optimizer, data
-order and seeds; GRPOTrainer in three settings of `beside_trl.py`. All train the same number of updates of the same
+order and seeds; GRPOTrainer in three settings of `trl_runs.py`. All train the same number of updates of the same
 size. Time is measured from the start of the first step to the end of the last one. Every run is a new process;
 contenders take turns, each repeat has its own seed, and ratios are computed within a repeat.
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import statistics
 import sys
 import tempfile
@@ -31,31 +30,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import trl
-from beside_trl import (
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl_runs import (
     TRL_SETTINGS,
     Run,
     Spread,
     TrlRecorder,
     TrlSetting,
-    _generate_once,
-    flags_for,
+    heading,
     parsed_arguments,
     reward_table,
+    settings_for,
+    train,
     trl_config,
+    versions,
 )
-from datasets import Dataset
-from transformers import PrinterCallback
-from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.cli.parse import parsed
 from sortedrl.core.events import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.observe.metrics import Metrics
-from sortedrl.tasks.encode import prompt_text
-from sortedrl.training.resources import Resources, read_resources
+from sortedrl.training.resources import read_resources
 from sortedrl.training.settings import TrainSettings
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
@@ -88,69 +83,32 @@ class Result:
     waste: float
 
 
-class BubbleRecorder(TrlRecorder):
-    """The recorder of `beside_trl`, and the lengths of each call for GRPOTrainer's bubble."""
-
-    def __init__(self, resources: Resources, updates_per_generation: int) -> None:
-        super().__init__(resources, updates_per_generation)
-        self._calls: list[list[int]] = []
-
-    def score(
-        self, completions: list[str], completion_ids: list[list[int]], problem_id: list[str], **columns: Any
-    ) -> list[float | None]:
-        self._calls.append([len(ids) for ids in completion_ids])
-        return super().score(completions, completion_ids, problem_id, **columns)
-
-    def bubble_from_lengths(self) -> float:
-        slot_steps = sum(len(lengths) * max(lengths) for lengths in self._calls)
-        return 1 - sum(map(sum, self._calls)) / slot_steps
-
-
-def train(contender: Contender, flags: Sequence[str]) -> Result:
+def run_contender(contender: Contender, settings: TrainSettings) -> Result:
     """Run in this process."""
-    settings = parsed(TrainSettings, flags, "trl_integration")
     torch.set_num_threads(settings.threads)
     resources = read_resources(settings, lambda line: None)
-    order = Prompts(resources.train, seed=settings.seed)
-    prompts = order.take(len(resources.train), within_epoch=True)
-    recorder = BubbleRecorder(resources, contender.setting.updates_per_generation)
-    optimizer = torch.optim.AdamW(resources.model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
-    warm_up = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda update: min(1.0, (update + 1) / max(1, settings.warmup_updates))
-    )
-    scheduling: dict[str, Any] = {}
-    if contender.mode is not None:
-        scheduling = {
-            "schedule": contender.mode,
-            "slots": settings.slots,
-            "off_policy_correction": contender.off_policy_correction,
-        }
+    prompts = Prompts(resources.train, seed=settings.seed).take(len(resources.train), within_epoch=True)
     with tempfile.TemporaryDirectory() as folder:
-        args = trl_config(contender.setting, settings, folder)
-        if contender.off_policy_correction == "decoupled":
-            args.vllm_importance_sampling_mode = "token_truncate"
-        trainer = (GRPOTrainer if contender.mode is None else SortedGRPOTrainer)(
-            model=resources.model,
-            reward_funcs=recorder.score,
-            args=args,
-            train_dataset=Dataset.from_list(
-                [
-                    {"prompt": prompt_text(prompt.payload, resources.tokenizer), "problem_id": prompt.id}
-                    for prompt in prompts
-                ]
-            ),
-            processing_class=resources.tokenizer,
-            callbacks=[recorder],
-            optimizers=(optimizer, warm_up),
-            **scheduling,
-        )
-        trainer.remove_callback(PrinterCallback)
-        _generate_once(resources, prompts[0])
-        trainer.train()
+        config = trl_config(contender.setting, settings, folder)
+        if contender.mode is None:
+            recorder = train(GRPOTrainer, config, settings, resources, prompts)
+        else:
+            if contender.off_policy_correction == "decoupled":
+                config.vllm_importance_sampling_mode = "token_truncate"
+            recorder = train(
+                SortedGRPOTrainer,
+                config,
+                settings,
+                resources,
+                prompts,
+                schedule=contender.mode,
+                slots=settings.slots,
+                off_policy_correction=contender.off_policy_correction,
+            )
         return result_of(recorder, Path(folder) / "events.jsonl")
 
 
-def result_of(recorder: BubbleRecorder, event_log: Path) -> Result:
+def result_of(recorder: TrlRecorder, event_log: Path) -> Result:
     run = recorder.result()
     if not event_log.exists():
         return Result(run, recorder.bubble_from_lengths(), None, 0.0)
@@ -166,16 +124,16 @@ def result_of(recorder: BubbleRecorder, event_log: Path) -> Result:
     return Result(told, run_metrics.bubble, run_metrics.idle, run_metrics.waste)
 
 
-def in_fresh_process(contender: Contender, flags: Sequence[str]) -> Result:
+def in_fresh_process(contender: Contender, settings: TrainSettings) -> Result:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(train, contender, flags).result()
+        return process.submit(run_contender, contender, settings).result()
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[Result]]:
     results: dict[str, list[Result]] = {}
     for repeat in range(args.repeats):
         for contender in CONTENDERS:
-            result = in_fresh_process(contender, flags_for(args, "baseline", repeat))
+            result = in_fresh_process(contender, settings_for(args, "baseline", repeat))
             results.setdefault(contender.name, []).append(result)
             print(
                 f"  repeat {repeat + 1}/{args.repeats}  {contender.name:<42} "
@@ -211,12 +169,7 @@ def table(results: dict[str, list[Result]], fastest: str) -> list[str]:
 def as_json(args: argparse.Namespace, results: dict[str, list[Result]], fastest: str) -> dict[str, Any]:
     return {
         "arguments": {**vars(args), "json": str(args.json)},
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl": trl.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "fastest_plain": fastest,
         "contenders": {
             name: {
@@ -230,11 +183,7 @@ def as_json(args: argparse.Namespace, results: dict[str, list[Result]], fastest:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsed_arguments(arguments, "Compare SortedGRPOTrainer with GRPOTrainer on CPU.")
-    print(
-        f"{args.model}, {args.task}: {args.updates} updates of {args.rollouts_per_update} rollouts, "
-        f"{args.rollouts_per_prompt} per prompt, at most {args.max_response_tokens} tokens; {args.threads} threads; "
-        f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-    )
+    print(heading(args))
     results = measure(args)
     fastest = fastest_plain(results)
     print(f"\nmedian [lowest, highest]; x plain: against {fastest}", *table(results, fastest), sep="\n")
