@@ -778,14 +778,14 @@ def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
     ("changes", "message"),
     [
         ({"top_p": 0.9}, "top_p = 0.9: .*ratio is biased.*top_p = 1.0"),
-        ({"algorithm": "dpo"}, "algorithm = 'dpo': choose one of reinforce"),
+        ({"algorithm": "dpo"}, "algorithm = 'dpo': input should be .*reinforce"),
         (
             {"algorithm": "grpo", "advantage_baseline": "batch"},
-            "advantage_baseline = batch: grpo uses the group baseline",
+            "advantage_baseline = 'batch': grpo uses the group baseline",
         ),
-        ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = group: with ppo the critic"),
+        ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = 'group': with ppo the critic"),
         ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
-        ({"importance_cap": 0.5}, "importance_cap = 0.5: .*use 2.0"),
+        ({"importance_cap": 0.5}, "importance_cap = 0.5: .*Use 2.0"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"tokens_per_micro_batch": 0}, "tokens_per_micro_batch = 0"),
     ],

@@ -22,7 +22,7 @@ from sortedrl.cli import old_names
 from sortedrl.cli.help_page import flag_of, help_page, type_text
 from sortedrl.core.errors import UserError
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.settings.base import InvalidSettings, Settings, plain_reason
+from sortedrl.settings.base import InvalidSettings, Settings, first_error, plain_reason
 from sortedrl.training.settings import saved_settings
 
 S = TypeVar("S", bound=Settings)
@@ -189,7 +189,4 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
 
 
 def _first_error(error: pydantic.ValidationError) -> ConfigurationError:
-    first = error.errors()[0]
-    key = str(first["loc"][0]) if first["loc"] else "configuration"
-    why = first["msg"][:1].lower() + first["msg"][1:]
-    return ConfigurationError(key, first.get("input"), why, f"See the help of --{flag_of(key)}.")
+    return first_error(error, lambda key: f"See the help of --{flag_of(key)}.")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.settings.base import first_error
 
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
 AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
@@ -40,135 +40,37 @@ def off_policy_correction_for(mode: str) -> OffPolicyCorrection:
     return "tis" if mode.startswith("on-policy") else "decoupled"
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerSettings:
-    """Defaults are for full training of a model with a few billion parameters."""
+def _between(lowest: float, highest: float, why: str, fix: str) -> AfterValidator:
+    """Refuses a number outside of these bounds, by the name of its setting."""
 
-    algorithm: Algorithm = "reinforce++"
-    # The baseline of rewards; None: group for GRPO and RLOO, otherwise previous_cohorts. With PPO, the critic is the
-    # baseline, and this selects the statistics that scale its advantages.
-    advantage_baseline: AdvantageBaseline | None = None
-    off_policy_correction: OffPolicyCorrection = "decoupled"
-    ratio_level: RatioLevel = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
-    importance_cap: float = 2.0
-    # m2po drops tokens until the mean squared log-ratio of the rest is at most this, which is the paper's value.
-    second_moment_limit: float = 0.04
-    aggregation: Aggregation = "constant"
-    # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
-    # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
-    normalizer_tokens: float = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0
-    drop_zero_variance_groups: bool = False
-    # Truncated rollouts. `keep`: they train with their score, as the token limit is part of the problem. `masked`: no
-    # gradient, but they count in the statistics. `zero`: their reward is 0. `soft_penalty`: subtracts up to 1 from any
-    # reward over the last soft_penalty_tokens before max_response_tokens.
-    truncated_rollouts: TruncatedRollouts = "keep"
-    max_response_tokens: int | None = None
-    soft_penalty_tokens: int | None = None
-    temperature: float = 1.0  # of the engine's sampling
-    top_p: float = 1.0
-    learning_rate: float = 1e-6
-    # The policy's learning rate times the root of the effective sample fraction of the update's rollouts, as in VCPO.
-    scale_learning_rate_by_ess: bool = False
-    warmup_updates: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    steps_per_update: int = 1  # optimizer steps per update
-    tokens_per_micro_batch: int = 16_384  # including padding
-    gradient_cosine: bool = False  # report the cosine of successive gradients; keeps a copy of the gradient
-    gradient_checkpointing: bool = False
-    # With gradient_checkpointing: micro-batches of at most this many tokens keep their activations, which saves a
-    # quarter of the computation. Memory per token and layer in bf16: about 24 x hidden size + 8 x intermediate size.
-    recompute_above_tokens: int = 0
-    compile_layers: bool = False  # fuse elementwise operations with torch.compile; a minute in the first update
-    bf16: bool = False
-    lora_rank: int = 0  # 0: train all weights
-    critic_learning_rate: float = 1e-5
-    gamma: float = 1.0
-    gae_lambda: float = 1.0  # the lambda of GAE
+    def check(value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not lowest <= value <= highest:
+            raise ConfigurationError(info.field_name or "", value, why, fix)
+        return value
 
-    @property
-    def resolved_advantage_baseline(self) -> AdvantageBaseline:
-        return self.advantage_baseline or DEFAULT_ADVANTAGE_BASELINE[self.algorithm]
-
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = self.resolved_advantage_baseline if name == "advantage_baseline" else getattr(self, name)
-            options = get_args(choices)
-            require(value in options, name, repr(value), f"choose one of {', '.join(options)}")
-        for name, (lowest, highest, why) in _RANGES.items():
-            value = getattr(self, name)
-            require(value is None or lowest <= value <= highest, name, value, why)
-        limit, zone = self.max_response_tokens, self.soft_penalty_tokens
-        require(
-            self.truncated_rollouts != "soft_penalty" or (zone or math.inf) <= (limit or 0),
-            "soft_penalty_tokens",
-            zone,
-            f"soft_penalty needs at most max_response_tokens = {limit}: set both, for example to 1024 and 8192",
-        )
-        wants_whole_groups = self.resolved_advantage_baseline == "group"
-        require(
-            wants_whole_groups or self.algorithm not in ("grpo", "rloo"),
-            "advantage_baseline",
-            self.advantage_baseline,
-            f"{self.algorithm} uses the group baseline: leave advantage_baseline out, or use algorithm = reinforce++",
-        )
-        require(
-            not wants_whole_groups or self.algorithm != "ppo",
-            "advantage_baseline",
-            self.advantage_baseline,
-            "with ppo the critic is the baseline: leave advantage_baseline out, or use algorithm = reinforce++",
-        )
+    return AfterValidator(check)
 
 
-_CHOICES: Mapping[str, Any] = {
-    "algorithm": Algorithm,
-    "advantage_baseline": AdvantageBaseline,
-    "off_policy_correction": OffPolicyCorrection,
-    "ratio_level": RatioLevel,
-    "aggregation": Aggregation,
-    "truncated_rollouts": TruncatedRollouts,
-}
 _ABOVE_0 = 1e-30
-_RANGES: Mapping[str, tuple[float, float, str]] = {
-    "clip_low": (_ABOVE_0, 1, "ratios are clipped at 1 - clip_low: use 0.2"),
-    "clip_high": (_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high: use 0.28"),
-    "importance_cap": (1, math.inf, "a cap below 1 also truncates on-policy tokens: use 2.0"),
-    "second_moment_limit": (0, math.inf, "it limits a mean of squares: use 0.04"),
-    "normalizer_tokens": (1, math.inf, "the loss is divided by it: use rollouts_per_update x max_response_tokens"),
-    "kl_coefficient": (0, math.inf, "it must be 0 or more"),
-    "entropy_coefficient": (0, math.inf, "it must be 0 or more"),
-    "max_response_tokens": (1, math.inf, "it must be 1 or more"),
-    "soft_penalty_tokens": (1, math.inf, "it must be 1 or more"),
-    "temperature": (_ABOVE_0, math.inf, "log-probabilities depend on it: use the engine's temperature"),
-    "top_p": (
-        1,
-        1,
-        "below 1, the engine's log-probabilities are normalized over the top-p tokens and the learner's over all, so "
-        "every ratio is biased: sample with top_p = 1.0",
-    ),
-    "learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
-    "warmup_updates": (0, math.inf, "it must be 0 or more"),
-    "weight_decay": (0, math.inf, "it must be 0 or more"),
-    "max_grad_norm": (_ABOVE_0, math.inf, "it must be above 0: use inf for no clipping"),
-    "steps_per_update": (1, math.inf, "it must be 1 or more"),
-    "tokens_per_micro_batch": (1, math.inf, "it must be 1 or more"),
-    "recompute_above_tokens": (0, math.inf, "it must be 0 (recompute always) or more"),
-    "lora_rank": (0, math.inf, "it must be 0 (train all weights) or more"),
-    "critic_learning_rate": (_ABOVE_0, math.inf, "it must be above 0"),
-    "gamma": (0, 1, "it must be between 0 and 1"),
-    "gae_lambda": (0, 1, "it must be between 0 and 1"),
-}
+_Positive = _between(_ABOVE_0, math.inf, "it must be above 0", "Use a positive number.")
+_NotNegative = _between(0, math.inf, "it must not be negative", "Use 0 or more.")
+_AtLeast1 = _between(1, math.inf, "it must be at least 1", "Use 1 or more.")
+_Fraction = _between(0, 1, "it must be between 0 and 1", "Use 1.0.")
+
+AlgorithmSetting = Annotated[Algorithm, Field(description="how advantages are computed")]
+LearningRate = Annotated[float, Field(description="learning rate after warm-up"), _Positive]
+WarmupUpdates = Annotated[int, Field(description="updates of linear learning rate warm-up"), _NotNegative]
 
 
 class LearnerFlags(BaseModel):
-    """The learner's settings of `sortedrl train`, with defaults for the built-in model."""
+    """The learner's settings that `sortedrl train` offers, which may set other defaults with the types above.
 
-    algorithm: Annotated[Algorithm, Field(description="how advantages are computed")] = "grpo"
+    These defaults are for full training of a model with a few billion parameters.
+    """
+
+    algorithm: AlgorithmSetting = "reinforce++"
+    # None: group for GRPO and RLOO, otherwise previous_cohorts. With PPO, the critic is the baseline, and this selects
+    # the statistics that scale its advantages.
     advantage_baseline: Annotated[
         AdvantageBaseline | None,
         Field(description="what is subtracted from a reward; default: the algorithm's own"),
@@ -177,39 +79,137 @@ class LearnerFlags(BaseModel):
         OffPolicyCorrection | None,
         Field(description="how stale tokens are corrected; default: decoupled, or tis in on-policy modes"),
     ] = None
-    learning_rate: Annotated[float, Field(gt=0, description="learning rate after warm-up")] = 3e-4
+    learning_rate: LearningRate = 1e-6
     scale_learning_rate_by_ess: Annotated[
         bool, Field(description="multiply it by the root of the rollouts' effective sample fraction, as in VCPO")
     ] = False
-    warmup_updates: Annotated[int, Field(ge=0, description="updates of linear learning rate warm-up")] = 2
-    clip_low: Annotated[float, Field(gt=0, lt=1, description="lower clip range of the ratio; see docs/learner.md")] = (
-        0.2
-    )
-    clip_high: Annotated[float, Field(gt=0, description="upper clip range of the ratio")] = 0.28
-    kl_coefficient: Annotated[float, Field(ge=0, description="weight of the KL penalty")] = 0.0
-    entropy_coefficient: Annotated[float, Field(ge=0, description="weight of the entropy bonus")] = 0.0
-    steps_per_update: Annotated[int, Field(ge=1, description="optimizer steps per update")] = 1
-    tokens_per_micro_batch: Annotated[int, Field(ge=1, description="tokens per forward and backward pass")] = 16_384
+    warmup_updates: WarmupUpdates = 10
+    clip_low: Annotated[
+        float,
+        Field(description="lower clip range of the ratio; see docs/learner.md"),
+        _between(_ABOVE_0, 1, "ratios are clipped at 1 - clip_low", "Use 0.2."),
+    ] = 0.2
+    clip_high: Annotated[
+        float,
+        Field(description="upper clip range of the ratio"),
+        _between(_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high", "Use 0.28."),
+    ] = 0.28
+    kl_coefficient: Annotated[float, Field(description="weight of the KL penalty"), _NotNegative] = 0.0
+    entropy_coefficient: Annotated[float, Field(description="weight of the entropy bonus"), _NotNegative] = 0.0
+    steps_per_update: Annotated[int, Field(description="optimizer steps per update"), _AtLeast1] = 1
+    tokens_per_micro_batch: Annotated[
+        int, Field(description="tokens per forward and backward pass, including padding"), _AtLeast1
+    ] = 16_384
+    # It keeps a copy of the gradient.
     gradient_cosine: Annotated[bool, Field(description="report the cosine of successive gradients")] = False
     gradient_checkpointing: Annotated[bool, Field(description="less GPU memory, slower updates")] = False
+    # Smaller micro-batches keep their activations, which saves a quarter of the computation. Memory per token and layer
+    # in bf16: about 24 x hidden size + 8 x intermediate size.
     recompute_above_tokens: Annotated[
-        int, Field(ge=0, description="gradient_checkpointing for micro-batches of more tokens only")
+        int, Field(description="gradient_checkpointing for micro-batches of more tokens only"), _NotNegative
     ] = 0
+    # torch.compile fuses elementwise operations; it takes a minute in the first update.
     compile_layers: Annotated[bool, Field(description="faster learner on a GPU, slower first update")] = False
-    lora_rank: Annotated[int, Field(ge=0, description="rank of LoRA adapters; 0: train all weights")] = 0
+    lora_rank: Annotated[int, Field(description="rank of LoRA adapters; 0: train all weights"), _NotNegative] = 0
+
+    @property
+    def resolved_advantage_baseline(self) -> AdvantageBaseline:
+        return self.advantage_baseline or DEFAULT_ADVANTAGE_BASELINE[self.algorithm]
 
     def wants_whole_groups(self) -> bool:
-        return (self.advantage_baseline or DEFAULT_ADVANTAGE_BASELINE[self.algorithm]) == "group"
+        return self.resolved_advantage_baseline == "group"
+
+
+class LearnerSettings(LearnerFlags):
+    """All settings of the learner."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    off_policy_correction: OffPolicyCorrection = "decoupled"  # a learner has no mode to choose it by
+    ratio_level: RatioLevel = "token"
+    # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
+    importance_cap: Annotated[
+        float, _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0.")
+    ] = 2.0
+    # m2po drops tokens until the mean squared log-ratio of the rest is at most this, which is the paper's value.
+    second_moment_limit: Annotated[float, _between(0, math.inf, "it limits a mean of squares", "Use 0.04.")] = 0.04
+    aggregation: Aggregation = "constant"
+    # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
+    # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
+    normalizer_tokens: Annotated[
+        float,
+        _between(1, math.inf, "the loss is divided by it", "Use rollouts_per_update x max_response_tokens."),
+    ] = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
+    drop_zero_variance_groups: bool = False
+    # Truncated rollouts. `keep`: they train with their score, as the token limit is part of the problem. `masked`: no
+    # gradient, but they count in the statistics. `zero`: their reward is 0. `soft_penalty`: subtracts up to 1 from any
+    # reward over the last soft_penalty_tokens before max_response_tokens.
+    truncated_rollouts: TruncatedRollouts = "keep"
+    max_response_tokens: Annotated[int | None, _AtLeast1] = None
+    soft_penalty_tokens: Annotated[int | None, _AtLeast1] = None
+    # Of the engine's sampling.
+    temperature: Annotated[
+        float, _between(_ABOVE_0, math.inf, "log-probabilities depend on it", "Use the engine's temperature.")
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        _between(
+            1,
+            1,
+            "below 1, the engine's log-probabilities are normalized over the top-p tokens and the learner's over all, "
+            "so every ratio is biased",
+            "Sample with top_p = 1.0.",
+        ),
+    ] = 1.0
+    weight_decay: Annotated[float, _NotNegative] = 0.0
+    max_grad_norm: Annotated[float, _between(_ABOVE_0, math.inf, "it must be above 0", "Use inf for no clipping.")] = (
+        1.0
+    )
+    bf16: bool = False
+    critic_learning_rate: Annotated[float, _Positive] = 1e-5
+    gamma: Annotated[float, _Fraction] = 1.0
+    gae_lambda: Annotated[float, _Fraction] = 1.0
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise first_error(error, lambda key: "See docs/learner.md.") from None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        limit, zone = self.max_response_tokens, self.soft_penalty_tokens
+        if self.truncated_rollouts == "soft_penalty" and (zone or math.inf) > (limit or 0):
+            raise ConfigurationError(
+                "soft_penalty_tokens",
+                zone,
+                f"soft_penalty needs at most max_response_tokens = {limit}",
+                "Set both, for example to 1024 and 8192.",
+            )
+        if self.algorithm in ("grpo", "rloo") and not self.wants_whole_groups():
+            raise ConfigurationError(
+                "advantage_baseline",
+                self.advantage_baseline,
+                f"{self.algorithm} uses the group baseline",
+                "Leave it out, or use algorithm = reinforce++.",
+            )
+        if self.algorithm == "ppo" and self.wants_whole_groups():
+            raise ConfigurationError(
+                "advantage_baseline",
+                self.advantage_baseline,
+                "with ppo the critic is the baseline",
+                "Leave it out, or use algorithm = reinforce++.",
+            )
+        return self
 
 
 def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> LearnerSettings:
     """The learner's settings for a schedule's mode. `derived` fields have no flag."""
     given: dict[str, Any] = {name: getattr(flags, name) for name in LearnerFlags.model_fields}
     given["off_policy_correction"] = flags.off_policy_correction or off_policy_correction_for(mode)
-    try:
-        return LearnerSettings(**given, **derived)
-    except ValueError as error:
-        raise ConfigurationError("algorithm", flags.algorithm, str(error), "See docs/learner.md.") from None
+    return LearnerSettings(**given, **derived)
 
 
 def needs_whole_update(settings: LearnerSettings) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
+
+from sortedrl.core.schedule import ConfigurationError
 
 
 class InvalidSettings(Exception):
@@ -46,6 +48,16 @@ class Settings(BaseModel):
 
     def check(self) -> None:
         """Refuse settings that cannot work together, with a ConfigurationError."""
+
+
+def first_error(error: pydantic.ValidationError, fix_for: Callable[[str], str]) -> ConfigurationError:
+    """The first setting that pydantic refused; `fix_for` its key, unless the check itself named a fix."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigurationError):
+        return cause
+    key = str(first["loc"][0]) if first["loc"] else "configuration"
+    return ConfigurationError(key, first.get("input"), first["msg"][:1].lower() + first["msg"][1:], fix_for(key))
 
 
 def as_json(settings: Settings) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.registry import SERVERS
 from sortedrl.engines.settings import EngineSettings, check_engine
-from sortedrl.learner.settings import LearnerFlags, learner_settings_from, require_streamable
+from sortedrl.learner.settings import (
+    AlgorithmSetting,
+    LearnerFlags,
+    LearningRate,
+    WarmupUpdates,
+    learner_settings_from,
+    require_streamable,
+)
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import Settings, literal, plain_reason
 from sortedrl.settings.schedule import (
@@ -161,6 +168,9 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         "partial+elevator"
     )
     seed: Annotated[int, Field(description="seed of data order and sampling")] = 0
+    algorithm: AlgorithmSetting = "grpo"
+    learning_rate: LearningRate = 3e-4
+    warmup_updates: WarmupUpdates = 2
     resume: Annotated[Path | None, Field(description="run folder of an interrupted run to continue")] = None
 
     def updates_per_cohort(self) -> int:
@@ -169,6 +179,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     def check(self) -> None:
         super().check()
         strategy_named(self.mode).check(schedule_of(self))
+        learner_settings_from(self, self.mode)
         if self.overlap:
             _check_overlap(self)
         if self.stream:
