@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sortedrl import Controller, Prompt, Prompts, Schedule
-from sortedrl.core import Finished, ScoreAtOnce, Segment, Started, Tokens
+from sortedrl.core import EngineSpec, Finished, ScoreAtOnce, Segment, Started, Tokens
 from sortedrl.models import BUILT_IN_MODEL
 
 
@@ -102,15 +102,9 @@ class HuggingFaceEngine:
 
 
 def engine(spec):
-    """For the command line: sortedrl train --engine hugging_face_engine:engine (docs/engine_authors.md)."""
-    (eos_token_id,) = spec.eos_token_ids
-    return HuggingFaceEngine(AutoModelForCausalLM.from_pretrained(spec.model), spec.slots, eos_token_id)
-
-
-def built_in(slots):
-    """The engine on the built-in model: python -m sortedrl.testing examples.hugging_face_engine:built_in"""
-    model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL)
-    return HuggingFaceEngine(model, slots, model.config.eos_token_id)
+    """For `sortedrl train --engine hugging_face_engine:engine` and for the contract suite (docs/engine_authors.md)."""
+    model = AutoModelForCausalLM.from_pretrained(spec.model)
+    return HuggingFaceEngine(model, spec.slots, next(iter(spec.eos_token_ids), model.config.eos_token_id))
 
 
 if __name__ == "__main__":
@@ -118,10 +112,10 @@ if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
     prompts = Prompts([Prompt(f"p{i}", tokenizer(f"A says B lies {i}").input_ids) for i in range(32)])
     schedule = Schedule(mode="partial", rollouts_per_update=8, prompts_per_cohort=16, max_response_tokens=64)
-    engine = built_in(slots=8)
+    own = engine(EngineSpec(model=str(BUILT_IN_MODEL), slots=8, max_length=96))
     brevity = ScoreAtOnce(lambda rollout: 1.0 / len(rollout))
-    controller = Controller(engine, prompts, brevity, schedule)
+    controller = Controller(own, prompts, brevity, schedule)
     for batch in controller:
         lengths = [len(rollout) for rollout in batch]
         print(f"update {batch.update}: {len(batch)} rollouts, lengths {lengths[0]} to {lengths[-1]}")
-        controller.publish(engine.model.state_dict())  # a learner would have changed them
+        controller.publish(own.model.state_dict())  # a learner would have changed them

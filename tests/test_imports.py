@@ -16,7 +16,7 @@ PARTS = {"engines", "learner", "tasks", "observe"}
 BELOW_TRAINING = {"core", "settings", "models"} | PARTS
 MAY_IMPORT = {
     "core": set[str](),
-    "testing": {"core"},
+    "testing": {"core", "settings", "models"},
     "settings": {"core"},
     "models": {"core"},
     **{part: {"core", "settings"} for part in PARTS},

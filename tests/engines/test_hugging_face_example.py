@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from sortedrl.core.engine import Change, Engine, Finished, Request, Tokens
+from sortedrl.core.engine import Change, Finished, Request, Tokens
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
 from sortedrl.testing import BrokenRules, check_engine
@@ -26,10 +26,10 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_of_the_docs_checks_the_hugging_face_engine() -> None:
     pytest.importorskip("transformers")
-    assert "python -m sortedrl.testing examples.hugging_face_engine:built_in" in Path(
+    assert "python -m sortedrl.testing examples.hugging_face_engine:engine" in Path(
         ROOT / "docs/engine_authors.md"
     ).read_text(encoding="utf-8")
-    done = command("examples.hugging_face_engine:built_in")
+    done = command("examples.hugging_face_engine:engine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all rules kept"
     assert done.stdout.count("kept    ") == len(rules())
@@ -66,18 +66,18 @@ class ForgetsTheVersion(Simulated):
 
 
 def test_the_simulated_engine_keeps_all_rules() -> None:
-    check_engine(Simulated, deterministic=True)
+    check_engine(lambda spec: Simulated(spec.slots), deterministic=True)
 
 
 @pytest.mark.parametrize(
-    ("factory", "rule"),
+    ("kind", "rule"),
     [
         (ReportsAnEndTwice, "every request ends once within its limit: AssertionError: an end is the last change"),
         (ForgetsTheVersion, "segments carry the version that made them"),
         (ExceedsTheLimit, "resume continues with what is left of the limit"),
     ],
 )
-def test_an_engine_that_breaks_a_rule_is_found_and_the_rule_named(factory: Callable[[int], Engine], rule: str) -> None:
+def test_an_engine_that_breaks_a_rule_is_found_and_the_rule_named(kind: type[Simulated], rule: str) -> None:
     with pytest.raises(BrokenRules) as raised:
-        check_engine(factory)
+        check_engine(lambda spec: kind(spec.slots))
     assert rule in str(raised.value)

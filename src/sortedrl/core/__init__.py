@@ -13,6 +13,7 @@ from sortedrl.core.engine import (
     Started,
     Tokens,
 )
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.events import Event, EventLog, JsonLines, read_events
 from sortedrl.core.expectation import Expectation, SensedLengths
@@ -33,6 +34,7 @@ __all__ = [
     "Controller",
     "Engine",
     "EngineDied",
+    "EngineSpec",
     "Environments",
     "Event",
     "EventLog",

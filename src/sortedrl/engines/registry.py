@@ -8,35 +8,17 @@ A factory takes an EngineSpec and returns an engine. Dependencies of an engine a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sortedrl.core.engine import Engine
 from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.import_path import import_object
 from sortedrl.core.schedule import ConfigurationError
 
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
 _METHODS = ("now", "submit", "poll", "abort", "update_weights")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSpec:
-    """What an engine is made from. `options` are the user's `--engine-options`, as numbers, booleans or text."""
-
-    model: str  # folder or hub name
-    slots: int
-    max_length: int  # prompt plus response, in tokens
-    eos_token_ids: frozenset[int] = frozenset()
-    module: Any = None  # the PyTorch model; the embedded engine decodes with it, and shares it with the learner
-    tokenizer: Any = None  # for stop strings
-    vocabulary: int | None = None
-    urls: tuple[str, ...] = ()
-    dtype: str | None = None
-    seed: int | None = None
-    beside_learner: bool = False  # in the learner's process, on the same device
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EngineKind(NamedTuple):

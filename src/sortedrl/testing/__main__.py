@@ -1,49 +1,60 @@
 """The contract of engines on an engine of yours: `python -m sortedrl.testing your.module:factory`.
 
-The factory takes the number of slots and returns an engine. Exit codes: 0 all rules kept, 1 some broken, 2 no factory.
+The factory is that of `sortedrl train --engine`: it takes an EngineSpec and returns an engine. Exit codes: 0 all rules
+kept, 1 some broken, 2 no factory.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sortedrl.core.errors import UserError
-from sortedrl.testing.engine_contract import outcomes_of
+from sortedrl.core.import_path import import_object
+from sortedrl.models import model_named
+from sortedrl.settings.base import literal
+from sortedrl.testing.engine_contract import EngineFactory, contract_spec, outcomes_of
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sortedrl.testing", description="Check the contract of engines.")
-    parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function of the number of slots")
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that takes an EngineSpec")
+    parser.add_argument("--model", default="built-in", help="folder or hub name of a Hugging Face causal LM")
+    parser.add_argument("--engine-urls", nargs="+", default=(), metavar="URL", help="servers, if the engine needs them")
+    parser.add_argument("--engine-options", nargs="+", default=(), metavar="KEY VALUE", help="options of the engine")
     parser.add_argument("--deterministic", action="store_true", help="equal seeds and weights give equal tokens")
     given = parser.parse_args(words)
     try:
         factory = imported(given.factory)
+        options = options_of(given.engine_options)
+        spec = contract_spec(model=model_named(given.model), urls=tuple(given.engine_urls), options=options)
     except UserError as error:
         print(f"sortedrl.testing: {error}", file=sys.stderr)
         return 2
     broken = 0
-    for rule, why in outcomes_of(factory, deterministic=given.deterministic):
+    for rule, why in outcomes_of(factory, spec=spec, deterministic=given.deterministic):
         broken += bool(why)
         print(f"BROKEN  {rule}: {why}" if why else f"kept    {rule}", flush=True)
     print(f"{broken} rules broken" if broken else "all rules kept")
     return int(broken > 0)
 
 
-def imported(path: str) -> Callable[[int], Any]:
-    """`package.module:name`; modules in the current folder are found, too."""
-    module_name, _, name = path.partition(":")
-    sys.path.insert(0, "")
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    if len(words) % 2:
+        raise UserError(f"--engine-options {' '.join(words)}: a value is missing. Give pairs of KEY and VALUE")
+    return dict(zip(words[::2], map(literal, words[1::2]), strict=True))
+
+
+def imported(path: str) -> EngineFactory:
     try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise UserError(f"{path!r} is no factory: {error}. Name it as your.module:factory") from None
+        found = import_object(path)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"no engine factory {path}: {error}") from None
     if not callable(found):
-        raise UserError(f"{path!r} is no factory: it cannot be called")
-    factory: Callable[[int], Any] = found
+        raise UserError(f"{path} is not a function. Name one that takes an EngineSpec and returns an engine")
+    factory: EngineFactory = found
     return factory
 
 

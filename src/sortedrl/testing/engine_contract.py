@@ -1,10 +1,12 @@
 """The rules that every engine must keep, as one suite.
 
-    check_engine(lambda slots: MyEngine(..., slots=slots))     # raises BrokenRules
+    check_engine(factory)                                      # raises BrokenRules
 
     class TestMyEngine(EngineContract):                        # or with pytest, one test per rule
         def make_engine(self, slots: int) -> Engine:
-            return MyEngine(..., slots=slots)
+            return factory(contract_spec(slots))
+
+The factory is that of `sortedrl train --engine your.module:factory`: it takes an `EngineSpec`.
 
 The suite sets lengths by `max_new_tokens` and relies only on the protocol. The engine must accept contexts of 64
 tokens; responses may end by themselves before their limit.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sortedrl.core.engine import (
@@ -29,9 +31,12 @@ from sortedrl.core.engine import (
     Started,
     Tokens,
 )
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.models import BUILT_IN_MODEL
 
 PATIENCE_SECONDS = 300.0  # without any change
+MAX_LENGTH = 64  # tokens of prompt and response
 TOKEN_LIMITS = (3, 17, 5, 29, 1, 11, 23, 2, 13, 7, 19, 31)
 
 
@@ -331,31 +336,41 @@ class Outcome(NamedTuple):
     error: str  # empty if the engine keeps the rule
 
 
+EngineFactory = Callable[[EngineSpec], Engine]
+
+
+def contract_spec(slots: int = EngineContract.slots, **more: Any) -> EngineSpec:
+    """The spec of the contract's engines, over the built-in model; `more` are further fields of it."""
+    return EngineSpec(**{"model": str(BUILT_IN_MODEL), "slots": slots, "max_length": MAX_LENGTH, **more})
+
+
 def check_engine(
-    make_engine: Callable[[int], Engine],
+    factory: EngineFactory,
     *,
+    spec: EngineSpec | None = None,
     weights: Callable[[int], Any] = lambda version: None,
     deterministic: bool = False,
 ) -> None:
     """Check every rule on new engines; raises `BrokenRules`.
 
-    `make_engine` gets the number of slots. `weights` makes the argument of `update_weights` for a version.
-    `deterministic`: equal seeds and weights give equal tokens; that is checked, too.
+    `factory` gets `spec`, by default that of the built-in model. `weights` makes the argument of `update_weights` for a
+    version. `deterministic`: equal seeds and weights give equal tokens; that is checked, too.
     """
-    outcomes = outcomes_of(make_engine, weights=weights, deterministic=deterministic)
+    outcomes = outcomes_of(factory, spec=spec, weights=weights, deterministic=deterministic)
     broken = [f"{outcome.rule}: {outcome.error}" for outcome in outcomes if outcome.error]
     if broken:
         raise BrokenRules("\n".join(broken))
 
 
 def outcomes_of(
-    make_engine: Callable[[int], Engine],
+    factory: EngineFactory,
     *,
+    spec: EngineSpec | None = None,
     weights: Callable[[int], Any] = lambda version: None,
     deterministic: bool = False,
 ) -> Iterator[Outcome]:
     """Each rule and how the engine does, as it is checked."""
-    contract = _ContractOf(make_engine, weights)
+    contract = _ContractOf(factory, spec or contract_spec(), weights)
     contract.deterministic = deterministic
     for name in rules():
         try:
@@ -368,11 +383,11 @@ def outcomes_of(
 
 
 class _ContractOf(EngineContract):
-    def __init__(self, make: Callable[[int], Engine], weights_of: Callable[[int], Any]) -> None:
-        self._make, self._weights_of = make, weights_of
+    def __init__(self, factory: EngineFactory, spec: EngineSpec, weights_of: Callable[[int], Any]) -> None:
+        self._factory, self._spec, self._weights_of = factory, spec, weights_of
 
     def make_engine(self, slots: int) -> Engine:
-        return self._make(slots)
+        return self._factory(replace(self._spec, slots=slots))
 
     def weights(self, version: int) -> Any:
         return self._weights_of(version)

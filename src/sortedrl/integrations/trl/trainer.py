@@ -43,11 +43,12 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.registry import EngineSpec, make_engine
+from sortedrl.engines.registry import make_engine
 from sortedrl.integrations.trl.fields import (
     HOOKS,
     VERIFIED_VERSIONS,
