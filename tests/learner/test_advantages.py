@@ -13,7 +13,7 @@ from sortedrl.learner.advantages import (
     CohortStatistics,
     Moments,
     explained_variance,
-    generalised_advantages,
+    generalized_advantages,
     group_indices,
     grpo_advantages,
     normalized,
@@ -225,7 +225,7 @@ def test_gae_is_its_definition_over_the_sampled_tokens(gamma: float, gae_lambda:
     rewards, values = torch.randn(4, 9, generator=generator), torch.randn(4, 9, generator=generator)
     mask = torch.rand(4, 9, generator=generator) < 0.7
     mask[0, 5:] = False
-    advantages, returns = generalised_advantages(rewards, values, mask, gamma, gae_lambda)
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma, gae_lambda)
     for row in range(4):
         places = [t for t in range(9) if mask[row, t]]
         for order, t in enumerate(places):

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def install_hint(extra: str) -> str:
-    """The package is on no registry: extras are installed from a checkout."""
+    """The package is not on PyPI: extras are installed from a checkout."""
     return f"pip install '.[{extra}]' in the SortedRL checkout"

@@ -2,7 +2,7 @@
 
     engine: finished --> end_turn --> environment: observation --> returning, starts before every waiting rollout
                                           |------ end -----------> scored, or to the scorer
-                                          |------ error, late ---> asked again, at last rejected
+                                          |------ error, late ---> retried, in the end rejected
                                           |------ lost ----------> regenerated
 
 A rollout in its environment holds no slot. It stays in hand: the strategy neither holds it back nor starts it again.

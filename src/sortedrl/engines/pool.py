@@ -167,7 +167,7 @@ class Pool(EngineBase):
     def poll(self, until: float | None = None) -> list[Change]:
         with self._lock:
             while not self._outbox and (self._entries or until is not None):
-                self._raise_if_nobody_works()
+                self._raise_if_none_works()
                 seconds = None if until is None else until - self.now()
                 if seconds is not None and seconds <= 0:
                     break
@@ -217,7 +217,7 @@ class Pool(EngineBase):
                 member.has_weights = True
                 self._call(member, call)
             self._wait_for(calls)
-            self._raise_if_nobody_works(f"the weight update to version {version} failed on every engine: ")
+            self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
         self.weight_update_seconds = self.now() - began
 
     # Members
@@ -286,7 +286,7 @@ class Pool(EngineBase):
                     if self._queue:
                         self._dispatch()  # a member may have become available
                     if call is None:
-                        self._move_what_waits(member)
+                        self._move_waiting(member)
                     else:
                         member.calls.popleft()
                         self._take_back(member, call.gives_back)
@@ -377,7 +377,7 @@ class Pool(EngineBase):
         working = [member for member in self._members if member.is_working]
         return [m for m in ([m for m in working if m.takes_work] or working) if m.free_slots > 0]
 
-    def _move_what_waits(self, member: _Member) -> None:
+    def _move_waiting(self, member: _Member) -> None:
         """Take requests back from an unavailable member as far as others have room."""
         if member.calls or member.takes_work or all(entry.in_slot for entry in member.entries.values()):
             return
@@ -422,7 +422,7 @@ class Pool(EngineBase):
         if self._defect is not None:
             raise self._defect
 
-    def _raise_if_nobody_works(self, what: str = "") -> None:
+    def _raise_if_none_works(self, what: str = "") -> None:
         if not any(member.is_working for member in self._members):
             self._raise_defect()
             reasons = "; ".join(

@@ -263,7 +263,7 @@ def rewards_with_truncation(
     return rewards_b
 
 
-def generalised_advantages(
+def generalized_advantages(
     rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """GAE: advantages and returns per token, 0 outside the mask.

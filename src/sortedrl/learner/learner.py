@@ -36,7 +36,7 @@ from sortedrl.learner.advantages import (
     CohortStatistics,
     Moments,
     explained_variance,
-    generalised_advantages,
+    generalized_advantages,
     group_indices,
     normalized,
     require_groups,
@@ -215,7 +215,7 @@ class Learner:
             copy_into(trainable(self.critic), state["critic"], "critic")
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
-        # A run goes on with the constant that its optimizer has seen. Older versions saved None at update 0.
+        # A run continues with the constant that its optimizer has seen. Older versions saved None at update 0.
         self._normalizer_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
         self.updates = int(state["updates"])
 
@@ -312,7 +312,7 @@ class Learner:
                     values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
         rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b[:, None])
-        gae_br, returns_br = generalised_advantages(
+        gae_br, returns_br = generalized_advantages(
             rewards_br, values_br, mask_br, self.settings.gamma, self.settings.gae_lambda
         )
         return replace(batch, gae_br=gae_br, returns_br=returns_br)

@@ -1,7 +1,7 @@
 """The built-in models: small Llamas that reason aloud about small Knights & Knaves puzzles, the second in dialogues.
 
-`scripts/warm_start.py` and `scripts/warm_start_dialogue.py` make them; `recipe.json` in the folder of each says how,
-and what it measured.
+`scripts/warm_start.py` and `scripts/warm_start_dialogue.py` make them; `recipe.json` in each folder has the settings
+and the measured scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIALOGUE_MODEL = Path(__file__).parent / "knights-dialogue"
 
 
 def model_named(name: str, task: str = "") -> str:
-    """The folder or hub name that a user's `model` stands for; `task` decides between the built-in ones.
+    """The folder or hub name for a user's `model`; `task` decides between the built-in ones.
 
     A path without a model is refused at once.
 

@@ -51,7 +51,7 @@ class Settings(BaseModel):
 
 
 def first_error(error: pydantic.ValidationError, fix_for: Callable[[str], str]) -> ConfigurationError:
-    """The first setting that pydantic refused; `fix_for` its key, unless the check itself named a fix."""
+    """The first setting that pydantic refused. `fix_for(key)` is the fix if the check itself has none."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigurationError):

@@ -1,4 +1,4 @@
-"""A rival to compare with: the slot of a rollout stays reserved while its environment works, as in agent loops that
+"""For comparison: the slot of a rollout stays reserved while its environment works, as in agent loops that
 run one request per slot from the first turn to the last."""
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def plan(
     tried = candidates(schedule, allowed)
     scan = _update_size_scan(workload, schedule, allowed)
     rows = [Case(name, workload, candidate) for name, candidate in tried]
-    keeping = _with_old_keys(rows)
+    keeping = _with_kv_cache_reuse(rows)
     run_metrics = compare([*rows, keeping, *(case for _, case in scan)], seeds, on_progress=on_progress)
     options = tuple(option(name, candidate, run_metrics[name]) for name, candidate in tried)
     choice, runner_up = choose(options, allowed)
@@ -251,7 +251,7 @@ def streaming_advice(choice: Option, streamed: Option | None) -> str:
     )
 
 
-def _with_old_keys(rows: Sequence[Case]) -> Case:
+def _with_kv_cache_reuse(rows: Sequence[Case]) -> Case:
     """The elevator with the largest cohort, on an engine that keeps the KV cache across weight updates."""
     uncapped = [row for row in rows if row.schedule.oversubscribe is None]
     elevator = [row for row in uncapped if row.schedule.mode == "partial+elevator"][-1]

@@ -94,7 +94,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
     fitted = found.step_time()
     log(
         f"fit: {1e3 * fitted.at(1):.3f} ms with 1 running, {1e3 * fitted.at(engine.slots):.3f} ms with all, "
-        f"{1e9 * fitted.per_cached_token:.3g} ns a cached token, worst error {found.fit_error():.1%}"
+        f"{1e9 * fitted.per_cached_token:.3g} ns per cached token, worst error {found.fit_error():.1%}"
     )
     return found
 

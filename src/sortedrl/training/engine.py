@@ -16,7 +16,7 @@ from sortedrl.engines.registry import make_engine
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.training.settings import ModelSettings
 
-COMMON_VOCABULARY = 46  # ids that any model knows, the built-in one too: a server breaks down at one that it does not
+COMMON_VOCABULARY = 46  # ids that any model has, the built-in one too: a server may crash on others
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
 PROBE_TOKENS = 16
 

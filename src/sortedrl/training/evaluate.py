@@ -89,7 +89,7 @@ class _Turns:
         self._environments = environments
 
     def generate(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns those that go on."""
+        """Returns those that continue."""
         requests = [
             Request(r.id, r.prompt, tuple(r.segments), self._limits.room_for(r), r.seed, self._sampling)
             for r in rollouts
@@ -180,7 +180,7 @@ class _Scores:
 
 
 def unscored_notice(watch: RejectionWatch) -> str | None:
-    """What an evaluation has to say about responses without a score."""
+    """One line about responses without a score."""
     if not watch.rejected:
         return None
     responses = watch.rejected + watch.scored

@@ -39,7 +39,7 @@ Log = Callable[[str], None]
 
 
 class RunFolderError(UserError, RuntimeError):
-    """The run folder is gone or cannot be written to; the text says what to do."""
+    """The run folder is gone or cannot be written to; the text has the fix."""
 
 
 class RunFolder:

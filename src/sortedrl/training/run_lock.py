@@ -1,7 +1,7 @@
 """An exclusive lock on a folder, held for the life of the process that writes there.
 
 The kernel releases the lock when the process ends, however it ends: a SIGKILL leaves nothing to clean up. The file
-that carries the lock stays; what it says is read only while another process holds it.
+that carries the lock stays; its content is read only while another process holds it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _open_locks: set[int] = set()
 
 
 class FolderInUse(UserError, RuntimeError):
-    """Another process holds the lock; the text says which."""
+    """Another process holds the lock; the text names it."""
 
 
 class FolderLock:
     """Holds the lock from construction to `release`.
 
-    `warning` is set where the file system has no locks: the run goes on, and nothing keeps a second process out.
+    `warning` is set where the file system has no locks: the run continues, and nothing keeps a second process out.
     """
 
     def __init__(self, folder: Path) -> None:

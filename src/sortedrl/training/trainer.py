@@ -55,7 +55,7 @@ from sortedrl.training.shuffled_rewards import shuffled
 from sortedrl.training.signals import Interrupted, interruptible
 
 
-class NothingLearnt(UserError, RuntimeError):
+class NothingLearned(UserError, RuntimeError):
     """A run that ended without a single update."""
 
 
@@ -180,7 +180,7 @@ class TrainingRun:
         self.saved = self._progress()
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, or to an interrupt; returns the summary. `interrupted` in it says which."""
+        """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
         self.log.sinks.append(self.rejections)  # only now: a resumed run first replays its old events
         if self.before is None:
             self._write_events()
@@ -235,7 +235,7 @@ class TrainingRun:
 
     def _finish(self, done: int) -> dict[str, Any]:
         if not done:
-            raise NothingLearnt(
+            raise NothingLearned(
                 f"no update was made: {self.metrics.run_metrics().rejected} rollouts were rejected, "
                 f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )

@@ -139,7 +139,7 @@ class HttpEngine(ServerStreams, EngineBase):
             return self._outbox.take()
 
     def update_weights(self, weights: Weights | Path | None, version: int) -> None:
-        """Send the weights under their Hugging Face names. If the update fails, the server is given up.
+        """Send the weights under their Hugging Face names. If the update fails, the engine is dead.
 
         A path is a folder with `model.safetensors`. None: only the version has changed; the KV cache is cleared anyway,
         so that a benchmark pays for resumes as a run does.

@@ -49,7 +49,7 @@ from sortedrl.engines.stop_strings import StopWatches
 
 WATCH_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0  # timeout of a short request
-SETTLE_SECONDS = 0.5  # until a server that is shutting down no longer reports to be healthy
+SETTLE_SECONDS = 0.5  # until a server that is shutting down no longer reports that it is healthy
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
 STOP_SECONDS = 2.0  # for aborted streams to end
 FEWEST_FAULTS = 64  # consecutive failures (or two per slot) after which the server counts as broken
@@ -377,7 +377,9 @@ class ServerStreams(ServerDialect):
         all_are_silent = max(sent.heard_at for sent in self._sent.values()) < longest_ago
         silent = [s for s in self._sent.values() if s.heard_at < longest_ago and (s.in_slot or all_are_silent)]
         for sent in silent:
-            self._fail(sent, f"no token for {self._silence_seconds:g} s, although the server reports to be healthy")
+            self._fail(
+                sent, f"no token for {self._silence_seconds:g} s, although the server reports that it is healthy"
+            )
             if sent.task is not None:
                 sent.task.cancel()
         if silent:

@@ -63,7 +63,7 @@ class _Repairer:
         if self._is_about_the_gone(event):
             self.left_out += 1
             return
-        self._mend_phase(event)
+        self._repair_phase(event)
         if isinstance(event, events.RunBegan):
             self._overlap = bool(event.settings.get("overlap"))
         elif isinstance(event, events.Loaded):
@@ -134,7 +134,7 @@ class _Repairer:
                 self._gone.add(rollout)
         return False
 
-    def _mend_phase(self, event: Event) -> None:
+    def _repair_phase(self, event: Event) -> None:
         """The learner steps after an update, and only a harvest submits and starts."""
         if self._learns_since is not None and not isinstance(event, events.Phase):
             self._enter("learner", self._learns_since)

@@ -1,4 +1,4 @@
-"""What one finished run says: its learning curve and outcomes, read from its run folder.
+"""The results of one finished run: its learning curve and outcomes, read from its run folder.
 
 Seconds are without the time of evaluations, which belongs to the study and not to the method. Everything that depends
 on the threshold is computed from the learning curve, so it can be computed again for another threshold.
@@ -59,7 +59,7 @@ class Reached(NamedTuple):
 
 
 class IncompleteRun(ValueError):
-    """A run folder that says it is finished and lacks a part of its results; the text names it."""
+    """A run folder with a summary that lacks other results; the text names them."""
 
 
 # From a run folder
@@ -110,7 +110,7 @@ def _series(updates: Sequence[Mapping[str, Any]], name: str) -> list[float | Non
 
 
 def outcomes_of(raw: Mapping[str, Any], threshold: float | None, metrics: Sequence[str]) -> dict[str, float | None]:
-    """All outcomes of a run. `censored` says whether the threshold was not reached; None: there is no such value."""
+    """All outcomes of a run. `censored`: the threshold was not reached; None: it has no such value."""
     curve = curve_of(raw)
     lengths, rollouts = raw["series"]["length"], raw["rollouts_per_update"]
     last = -(-len(lengths) // LAST_PART)

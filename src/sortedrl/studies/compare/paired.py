@@ -1,8 +1,8 @@
 """Paired differences with intervals, for runs that share their seeds.
 
-Two arms with the same seed see the same prompts in the same order, so the seed's luck cancels in their difference. The
-t interval is the one to quote. The percentile bootstrap over seeds assumes no distribution, but it is too narrow for
-few seeds.
+Two arms with the same seed see the same prompts in the same order, so the effect of the seed cancels in their
+difference. The t interval is the one to quote. The percentile bootstrap over seeds assumes no distribution, but it is
+too narrow for few seeds.
 
 A run that never reaches the threshold is censored: its time is known to be longer than the run, and no more. Leaving
 such runs out would favor the worse arm. Here they count in three ways, none of which needs the missing time:

@@ -6,7 +6,7 @@ FOLDER/
   runs/ARM/seed-N/    the run folder
   runs/ARM/seed-N.toml, seed-N.log    the settings of the run, and what it printed
 
-The state of a study is what lies on the disk, so it survives any kill: a run with a summary is finished, a run with a
+The state of a study is on disk, so it survives any kill: a run with a summary is finished, a run with a
 checkpoint is resumed, any other is started from the beginning. This process starts no threads for the runs and reads
 their files only.
 """

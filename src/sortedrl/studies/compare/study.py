@@ -1,4 +1,4 @@
-"""A study as its TOML file describes it. Whatever is wrong in the file is refused before the first run starts."""
+"""A study as its TOML file describes it. Any mistake in the file is refused before the first run starts."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def answer(compared: Compared) -> str:
 
 
 def caveats(comparison: Comparison) -> Iterator[str]:
-    """What a reader of the answer must know beside it."""
+    """Limits of the answer that a reader must know."""
     primary = comparison.primary
     found, outcome = primary.difference, primary.contrast.outcome
     if found is not None and found.smallest_visible is not None:
