@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "settings": {"core"},
     "models": {"core"},
     **{part: {"core", "settings"} for part in PARTS},
-    "learner": {"core", "settings", "models"},
+    **{part: {"core", "settings", "models"} for part in ("learner", "tasks")},
     "integrations": {"core", "engines", "tasks", "observe", "models"},
     "training": BELOW_TRAINING,
     "studies": BELOW_TRAINING | {"training"},

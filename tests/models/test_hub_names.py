@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl import models
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.models import model_named, unreadable_model
+from sortedrl.models import hub, model_named, unreadable_model
+from sortedrl.tasks.datasets import Source, read_rows
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -19,7 +19,7 @@ constants = pytest.importorskip("huggingface_hub.constants")
 def own_hub_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in models._PROXIES:
+    for name in hub.PROXIES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -45,6 +45,16 @@ def test_a_hub_out_of_reach_is_not_asked_again(listening: socket.socket, monkeyp
     assert "could be loaded from the Hugging Face hub" in str(
         unreadable_model("some-owner/no-such-model", raised.value)
     )
+
+
+def test_a_dataset_on_a_hub_out_of_reach_is_one_error(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+    with pytest.raises(ValueError, match=r"there is no such file, and split 'train' of 'nofile' .* cannot be reached"):
+        list(read_rows(Source("nofile")))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_hub_that_answers_is_asked(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ position in a list).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.install_hint import install_hint
+from sortedrl.models.hub import prepare_hub
 from sortedrl.tasks.task import Problem
 
 Row = Mapping[str, Any]
@@ -115,17 +117,19 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_hub(source: Source) -> Iterator[Row]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(f"loading {source.location} needs datasets: {install_hint('data')}") from error
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"loading {source.location} needs datasets: {install_hint('data')}")
+    is_reachable = prepare_hub()
+    import datasets
+
+    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or not is_reachable
     try:
         rows = datasets.load_dataset(source.location, source.subset, split=source.split)
     except Exception as error:  # the library raises a dozen types, all of which mean that it was not loaded
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}" if is_reachable else "it cannot be reached"
         raise ValueError(
-            f"cannot load split {source.split!r} of {source.location!r} "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); "
-            "give a .jsonl or .parquet file, or the name of a dataset on the hub"
+            f"there is no such file, and split {source.split!r} of {source.location!r} could not be loaded from the "
+            f"Hugging Face hub ({why}); name a .jsonl or .parquet file, or a dataset on the hub"
         ) from error
     return iter(rows)
 
