@@ -35,15 +35,17 @@ NORMALIZERS = {
     "previous_cohorts": ["--algorithm", "reinforce++", "--advantage-baseline", "previous_cohorts"],
     "group": ["--algorithm", "grpo"],
 }
-COMMON = [
-    *("--updates", "60", "--checkpoint-every", "0", "--save-rollouts", "0"),
-    *("--eval-problems", "600", "--eval-samples", "4"),
-]
+COMMON = ["--updates", "60", "--checkpoint-every", "0", "--eval-problems", "600"]
+RARE = "save_rollouts = 0\neval_samples = 4\n"  # settings without a flag
 LAST_UPDATES = 20  # five cohorts: whole cohorts, so that both orders count the same kind of rollouts
 
 
 def run(order: str, normalizer: str, seed: int, folder: Path, core: int, deadline: float) -> dict[str, Any]:
-    words = ["train", "--mode", ORDERS[order], *NORMALIZERS[normalizer], *COMMON, "--seed", str(seed), "--json"]
+    config = folder.with_name(f"{folder.name}.toml")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(RARE, encoding="utf-8")
+    words = ["train", "--mode", ORDERS[order], *NORMALIZERS[normalizer], *COMMON, "--config", str(config)]
+    words += ["--seed", str(seed), "--json"]
     began = time.monotonic()
     done = subprocess.run(
         ["taskset", "-c", str(core), sys.executable, "-m", "sortedrl", *words, "--threads", "1", "--out", str(folder)],
