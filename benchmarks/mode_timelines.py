@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from svg_style import TEXT, style
+
 from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.studies.workload import Workload, run
@@ -19,17 +21,15 @@ SLOTS, COHORT, COHORTS = 8, 32, 8
 SECONDS = 52_000  # of the simulator's memory-bound step time, whose unit is one decode step
 WIDTH, ROW, LEFT, TOP, RIGHT, FOOT = 760, 11, 14, 44, 14, 30
 
-# Property and color of each class, light and dark. No CSS variables: many viewers of SVG do not support them.
 COLORS = {
-    "paper": ("fill", "#ffffff", "#0d1117"),
-    "ink": ("fill", "#1f2328", "#e6edf3"),
-    "soft": ("fill", "#59636e", "#9198a1"),
+    **TEXT,
     "empty": ("fill", "#eef1f4", "#1b222b"),
     "finished": ("fill", "#2a7ab8", "#5aa7e0"),
     "kept": ("fill", "#8fc1e6", "#2f5f86"),
     "dropped": ("fill", "#d4722c", "#e8904f"),
     "update": ("stroke", "#1f2328", "#e6edf3"),
 }
+SIZES = ".title{font-size:14px;font-weight:600}"
 WORDS = {"finished": "finished", "kept": "aborted, tokens kept", "dropped": "aborted, tokens discarded"}
 
 
@@ -100,21 +100,13 @@ def picture(drawn: Timeline) -> str:
     legend += f'<text class="soft" x="{x}" y="{bottom + 22}">vertical lines: updates</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{drawn.mode}: {title}"><style>{style()}</style>'
+        f'aria-label="{drawn.mode}: {title}"><style>{style(COLORS, SIZES)}</style>'
         f'<rect class="paper" width="{width}" height="{height}"/>'
         f'<text x="{LEFT}" y="20"><tspan class="ink title">{drawn.mode}</tspan>'
         f'<tspan class="soft" dx="10">{title}</tspan></text>'
         f'<rect class="empty" x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{SLOTS * ROW}"/>{bars}'
         f'<path class="update" fill="none" stroke-width="1" d="{lines}"/>{legend}</svg>\n'
     )
-
-
-def style() -> str:
-    light = "".join(f".{name}{{{what}:{color}}}" for name, (what, color, _) in COLORS.items())
-    dark = "".join(f".{name}{{{what}:{color}}}" for name, (what, _, color) in COLORS.items())
-    font = "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-    font += ".title{font-size:14px;font-weight:600}"
-    return f"{font}{light}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
 def file_name(mode: str) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from svg_style import TEXT, style
+
 from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.engines.step_time import PRESETS
@@ -24,12 +26,9 @@ WIDTH, HEIGHT = 820, 92  # of a panel's drawing
 LEFT, RIGHT, TOP, GAP, FOOT = 44, 20, 66, 62, 64
 STEP_TIME = "h200-8b"
 
-# Property and color of each class, light and dark. No CSS variables: many SVG viewers do not support them.
-COLOURS = {
-    "paper": ("fill", "#ffffff", "#0d1117"),
+COLORS = {
+    **TEXT,
     "edge": ("stroke", "#d0d7de", "#30363d"),
-    "ink": ("fill", "#1f2328", "#e6edf3"),
-    "soft": ("fill", "#59636e", "#9198a1"),
     "axis": ("stroke", "#9aa4ae", "#4b535d"),
     "update": ("stroke", "#59636e", "#9198a1"),
     "before": ("fill", "#d4722c", "#e8904f"),
@@ -37,14 +36,7 @@ COLOURS = {
     "empty-before": ("fill", "#f8e6d8", "#33241a"),
     "empty-after": ("fill", "#dceaf5", "#16273a"),
 }
-FONT = "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-
-
-def style() -> str:
-    light = "".join(f".{name}{{{what}:{color}}}" for name, (what, color, _) in COLOURS.items())
-    dark = "".join(f".{name}{{{what}:{color}}}" for name, (what, _, color) in COLOURS.items())
-    big = ".title{font-size:15px;font-weight:600}.small{font-size:11px}"
-    return f"{FONT}{big}{light}@media(prefers-color-scheme:dark){{{dark}}}"
+SIZES = ".title{font-size:15px;font-weight:600}.small{font-size:11px}"
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ def picture(before: Occupancy, after: Occupancy) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="slots in use over time: {PANELS[0].mode} leaves {before.run_metrics.bubble:.0%} of slot-time '
         f"empty, "
-        f'{PANELS[1].mode} {after.run_metrics.bubble:.0%}"><style>{style()}</style>'
+        f'{PANELS[1].mode} {after.run_metrics.bubble:.0%}"><style>{style(COLORS, SIZES)}</style>'
         f'<rect class="paper edge" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>{drawn}'
         f'<text class="title ink" x="{middle:.0f}" y="{tops[1] + HEIGHT / 2:.0f}" text-anchor="middle">'
         f"{gain:.2f} x the goodput</text>{drawn_axis(axis, seconds)}"

@@ -23,7 +23,7 @@ from sortedrl.cli import main
 from sortedrl.core.events import Event, JsonLines, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt
 from sortedrl.observe.timeline import OUTCOMES, slices
-from sortedrl.observe.trace import COLOURS, COUNTERS, trace_events
+from sortedrl.observe.trace import COLORS, COUNTERS, trace_events
 from trace_rules import assert_valid_trace, logged_run, written_trace
 
 RANDOM = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -91,14 +91,14 @@ def test_the_trace_of_the_embedded_engine_is_valid(mode: str) -> None:
 
 
 def test_every_outcome_has_a_colour() -> None:
-    assert set(COLOURS) == set(OUTCOMES) and len(set(COLOURS.values())) == len(OUTCOMES)
+    assert set(COLORS) == set(OUTCOMES) and len(set(COLORS.values())) == len(OUTCOMES)
 
 
 def test_a_slice_tells_its_outcome_in_its_name_and_what_it_made() -> None:
     found = run("on-policy", LENGTHS, **SMALL)
     slices = [e for e in written_trace(found.events) if e["ph"] == "X" and "rollout" in e.get("args", {})]
     assert {e["name"].split()[0] for e in slices} == {"trained", "dropped"}
-    assert all(e["name"] == f"{e['cat']} #{e['args']['rollout']}" and e["cname"] == COLOURS[e["cat"]] for e in slices)
+    assert all(e["name"] == f"{e['cat']} #{e['args']['rollout']}" and e["cname"] == COLORS[e["cat"]] for e in slices)
     assert sum(e["args"]["tokens"] for e in slices) == found.run_metrics.generated_tokens
     assert sum(e["args"]["tokens"] for e in slices if e["cat"] == "dropped") == found.run_metrics.dropped_tokens
 

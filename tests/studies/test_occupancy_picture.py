@@ -18,6 +18,7 @@ TIMELINES = ROOT / "benchmarks" / "mode_timelines.py"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
+    sys.path.append(str(SCRIPT.parent))  # for the modules that the scripts share
     spec = importlib.util.spec_from_file_location("occupancy_picture", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -35,7 +35,7 @@ PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = (
     1001,
     10_000_001,
 )  # tracks; unique across processes, since viewers may mix them up
-COLOURS = {
+COLORS = {
     "trained": "good",
     "stepped": "olive",
     "kept": "yellow",
@@ -133,7 +133,7 @@ def _slot_slices(stays: Iterable[Slice], began: float) -> Iterator[Json]:
             _span(stay.start, stay.end, began),
             f"{stay.outcome} #{stay.rollout}",
             cat=stay.outcome,
-            cname=COLOURS[stay.outcome],
+            cname=COLORS[stay.outcome],
             args={
                 "rollout": stay.rollout,
                 "attempt": stay.attempt,

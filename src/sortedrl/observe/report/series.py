@@ -8,14 +8,14 @@ from statistics import fmean
 
 from sortedrl.observe.report.runs import Run
 
-MODE_COLOURS = {
+MODE_COLORS = {
     "baseline": "#d9772b",
     "on-policy": "#b5477f",
     "on-policy+planned": "#8b5fbf",
     "partial": "#2f9e8f",
     "partial+elevator": "#2b7fb8",
 }
-OTHER_COLOURS = ("#6a8f2f", "#a0522d", "#4c6fd1", "#c25450", "#66788a", "#b8912a", "#3f8f63", "#9a4fb0")
+OTHER_COLORS = ("#6a8f2f", "#a0522d", "#4c6fd1", "#c25450", "#66788a", "#b8912a", "#3f8f63", "#9a4fb0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
         else:
             groups.append([run])
     labels = _labels([group[0] for group in groups])
-    spare = iter(OTHER_COLOURS * (1 + len(groups) // len(OTHER_COLOURS)))
+    spare = iter(OTHER_COLORS * (1 + len(groups) // len(OTHER_COLORS)))
     used: set[str] = set()
     found = []
     for group, label in zip(groups, labels, strict=True):
-        color = MODE_COLOURS.get(group[0].mode, "")
+        color = MODE_COLORS.get(group[0].mode, "")
         if not color or color in used:
             color = next(spare)
         used.add(color)

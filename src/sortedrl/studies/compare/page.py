@@ -10,7 +10,7 @@ from typing import Any
 
 from sortedrl.observe.report.charts import Chart, rounded, translucent
 from sortedrl.observe.report.self_contained import render
-from sortedrl.observe.report.series import MODE_COLOURS, OTHER_COLOURS
+from sortedrl.observe.report.series import MODE_COLORS, OTHER_COLORS
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, Finished
 from sortedrl.studies.compare.outcomes import OUTCOMES, Point
@@ -52,9 +52,9 @@ def arm_colors(comparison: Comparison) -> dict[str, str]:
     """The color of the mode, if one arm alone has it."""
     study = comparison.study
     modes = {arm: study.settings_of(arm).get("mode") for arm in study.arms}
-    spare = iter(OTHER_COLOURS * (1 + len(modes) // len(OTHER_COLOURS)))
-    alone = {arm for arm, mode in modes.items() if mode in MODE_COLOURS and list(modes.values()).count(mode) == 1}
-    return {arm: MODE_COLOURS[str(mode)] if arm in alone else next(spare) for arm, mode in modes.items()}
+    spare = iter(OTHER_COLORS * (1 + len(modes) // len(OTHER_COLORS)))
+    alone = {arm for arm, mode in modes.items() if mode in MODE_COLORS and list(modes.values()).count(mode) == 1}
+    return {arm: MODE_COLORS[str(mode)] if arm in alone else next(spare) for arm, mode in modes.items()}
 
 
 # Charts
