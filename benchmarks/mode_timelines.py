@@ -68,12 +68,12 @@ def timeline(mode: str, expectation: str) -> Timeline:
     workload = Workload(slots=SLOTS, prompts=COHORT * COHORTS, expectation=expectation)
     run(workload, Schedule(mode=mode, rollouts_per_update=SLOTS, prompts_per_cohort=COHORT), log.append)
     stays: list[Stay] = []
-    begun: dict[int, events.Started] = {}
+    started: dict[int, events.Started] = {}
     for event in log:
         if isinstance(event, events.Started):
-            begun[event.rollout] = event
-        elif isinstance(event, events.Finished | events.Aborted) and event.rollout in begun:
-            start = begun.pop(event.rollout)
+            started[event.rollout] = event
+        elif isinstance(event, events.Finished | events.Aborted) and event.rollout in started:
+            start = started.pop(event.rollout)
             fate = "finished" if isinstance(event, events.Finished) else "dropped" if event.dropped else "kept"
             if start.at < SECONDS:
                 stays.append(Stay(start.slot, start.at, min(event.at, SECONDS), fate))

@@ -137,7 +137,7 @@ def picture(before: Occupancy, after: Occupancy) -> str:
     middle = LEFT + WIDTH * (after.end + seconds) / seconds / 2
     notes = (
         "Slots in use over time; ticks under a panel are updates of 128 rollouts. Simulated: lognormal lengths, limit",
-        "8,192, step time fitted to an 8B model on an H200; partial+elevator knows lengths from a previous epoch.",
+        "8,192, step time fitted to an 8B model on an H200; partial+elevator with lengths from a previous epoch.",
     )
     footer = "".join(
         f'<text x="{LEFT}" y="{height - 28 + 15 * i}" class="small soft">{note}</text>' for i, note in enumerate(notes)

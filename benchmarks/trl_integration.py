@@ -113,7 +113,7 @@ def result_of(recorder: TrlRecorder, event_log: Path) -> Result:
     if not event_log.exists():
         return Result(run, recorder.bubble_from_lengths(), None, 0.0)
     run_metrics = Metrics().fold(read_events(event_log)).run_metrics()
-    told = Run(
+    measured = Run(
         rollouts=run_metrics.trained,
         tokens=run_metrics.trained_tokens,
         generation_seconds=run.generation_seconds,
@@ -121,7 +121,7 @@ def result_of(recorder: TrlRecorder, event_log: Path) -> Result:
         rewards=run.rewards,
         update_ends=run.update_ends,
     )
-    return Result(told, run_metrics.bubble, run_metrics.idle, run_metrics.waste)
+    return Result(measured, run_metrics.bubble, run_metrics.idle, run_metrics.waste)
 
 
 def in_fresh_process(contender: Contender, settings: TrainSettings) -> Result:
