@@ -8,10 +8,18 @@ from typing import ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Key
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategies.base import SchedulerState, Sweep, cohort_prompts, prompts_closing_epoch, updates_left
+from sortedrl.core.strategies.base import (
+    SchedulerState,
+    Sweep,
+    cohort_prompts,
+    completes_a_group,
+    prompts_closing_epoch,
+    updates_left,
+)
 from sortedrl.core.strategies.paper import NEW, OnPolicy, Partial
 
 WAITED_TOO_LONG, IN_SWEEP = 0, 1
+UPDATES_WITHOUT_SCORES = 4
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,15 @@ class ElevatorPartial(Partial):
 
     def to_load(self, s: SchedulerState) -> int:
         return max(0, cohort_prompts(s) - s.buffer.never_started // s.schedule.rollouts_per_prompt)
+
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
+        """New rollouts also wait for the scores: without a cohort gate, a reward that is slower than the engine would
+        let finished rollouts pile up, older with every update."""
+        if s.buffer.finished >= max(s.slots, UPDATES_WITHOUT_SCORES * s.schedule.rollouts_needed):
+            must_go_on = rollout.segments or s.buffer.group_of(rollout).id in s.must_finish
+            if not must_go_on and not completes_a_group(rollout, s):
+                return False
+        return super().may_start(rollout, s)
 
     def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
         group = s.buffer.group_of(rollout)

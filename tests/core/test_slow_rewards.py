@@ -1,0 +1,80 @@
+"""A reward that is slower than the engine: rollouts without a score must not pile up without bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from sortedrl.core import Controller, Prompt, Prompts, Rollout, Schedule, events
+from sortedrl.core.events import Event, EventLog
+from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.step_time import linear
+from sortedrl.observe.metrics import Metrics
+
+SLOTS, UPDATE = 8, 8
+
+
+class Backlog:
+    """A sink: the most rollouts that were loaded and not trained on, or finished and not scored, at one time."""
+
+    def __init__(self) -> None:
+        self.unscored = self.untrained = 0
+        self._unscored_now = self._untrained_now = 0
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case events.Loaded():
+                self._untrained_now += event.rollouts
+            case events.Updated():
+                self._untrained_now -= len(event.rollouts)
+            case events.Finished():
+                self._unscored_now += 1
+            case events.Scored():
+                self._unscored_now -= 1
+        self.unscored = max(self.unscored, self._unscored_now)
+        self.untrained = max(self.untrained, self._untrained_now)
+
+
+def backlog_of(prompts: int, seconds_per_score: float, *, whole_groups: bool = False) -> Backlog:
+    """A run in which one reward after the other takes `seconds_per_score`; a response takes 10 s in one of 8 slots."""
+    engine = SimulatedEngine(slots=SLOTS, step_time=linear(1.0, 0.0), length_of=lambda request: 10)
+    free_at = 0.0
+
+    def seconds_of(rollout: Rollout) -> float:
+        nonlocal free_at
+        free_at = max(free_at, engine.now()) + seconds_per_score
+        return free_at - engine.now()
+
+    backlog, metrics = Backlog(), Metrics()
+    controller = Controller(
+        engine,
+        Prompts([Prompt(str(n), [1, 2]) for n in range(prompts)]),
+        SimulatedScorer(engine, seconds_of=seconds_of),
+        Schedule(
+            mode="partial+elevator",
+            rollouts_per_update=UPDATE,
+            prompts_per_cohort=4,
+            rollouts_per_prompt=4,
+            whole_groups=whole_groups,
+            max_response_tokens=20,
+            score_wait_seconds=1000.0,
+        ),
+        log=EventLog(backlog, metrics),
+    )
+    for _ in controller:
+        controller.publish()
+    found = metrics.run_metrics()
+    assert found.trained == 4 * prompts and found.rejected == found.regenerated == 0
+    return backlog
+
+
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_rollouts_without_a_score_are_bounded(whole_groups: bool) -> None:
+    """The engine finishes 0.8 rollouts per second, the reward 0.2."""
+    short = backlog_of(64, 5.0, whole_groups=whole_groups)
+    long = backlog_of(192, 5.0, whole_groups=whole_groups)
+    assert long.unscored == short.unscored <= 4 * UPDATE + 2 * SLOTS
+    assert long.untrained == short.untrained
+
+
+def test_a_reward_that_keeps_up_holds_nothing_back() -> None:
+    assert backlog_of(64, 1.0).unscored <= UPDATE
