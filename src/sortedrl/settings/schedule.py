@@ -33,8 +33,8 @@ class ScheduleSettings(BaseModel):
     overlap: Annotated[
         bool,
         Field(
-            description="the engine keeps generating while the learner steps; partial modes only, and on real engines "
-            "servers with GPUs of their own"
+            description="the engine keeps generating while the learner steps; partial modes only; real engines must be "
+            "servers on GPUs of their own"
         ),
     ] = False
 

@@ -43,7 +43,7 @@ class ProfileSettings(Settings, EngineSettings):
         Field(description="as in bench; for a server, the folder that it serves, whose weights are sent again"),
     ] = "built-in"
     slots: Annotated[Slots, Field(ge=3)] = 64
-    max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt and response in all")] = 1024
+    max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt plus response, in tokens")] = 1024
     steps: Annotated[int, Field(ge=1, description="decode steps per measurement")] = 48
     repeats: Annotated[int, Field(ge=1, description="repeats of each measurement; the median is used")] = 3
     out: Annotated[Path, Field(description="file to write")] = Path("profile.json")

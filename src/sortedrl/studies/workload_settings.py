@@ -92,7 +92,9 @@ class StepTimeSettings(BaseModel):
             description=f"{', '.join(PRESETS)}, a file from sortedrl profile, or a CSV of running,cached_tokens,seconds"
         ),
     ] = "h200-8b"
-    prefill_seconds_per_token: Annotated[float | None, Field(ge=0, description="default: part of the step time")] = None
+    prefill_seconds_per_token: Annotated[
+        float | None, Field(ge=0, description="seconds of prefill per token; default: as in the step time")
+    ] = None
     kv_tokens: Annotated[
         int | None, Field(ge=1, description="KV cache capacity in tokens; requests beyond it are preempted")
     ] = None

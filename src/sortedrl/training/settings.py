@@ -53,13 +53,14 @@ class ModelSettings(Settings, EngineSettings):
     max_prompt_tokens: Annotated[int, Field(ge=1, description="longer prompts are skipped and counted")] = 256
     max_response_tokens: Annotated[int, Field(ge=1, description="responses are cut here")] = 320
     max_turns: Annotated[
-        int | None, Field(ge=1, description="turns per response, if the task has an environment or tools; None: any")
+        int | None,
+        Field(ge=1, description="turns per response, if the task has an environment or tools; default: no limit"),
     ] = None
     max_context_tokens: Annotated[
         int | None,
         Field(
             ge=1,
-            description="limit of prompt, turns and observations together; None: max_prompt_tokens plus "
+            description="limit of prompt, turns and observations together; default: max_prompt_tokens plus "
             "max_response_tokens",
         ),
     ] = None
