@@ -138,7 +138,7 @@ class Buffer:
         heapq.heappush(self._queue, (key, rollout.id, rollout))
 
     def _count_waiting(self, rollout: Rollout, change: int) -> None:
-        if _is_new(rollout):
+        if not rollout.segments and rollout.attempt == 0:
             self.never_started += change
         group = self._groups[rollout.id]
         was_started = not group.waiting
@@ -326,10 +326,6 @@ class Buffer:
         for rollout in self.live.values():  # after all groups exist: keys depend on other members
             if rollout.state is State.WAITING:
                 self._enqueue(rollout, key(rollout))
-
-
-def _is_new(rollout: Rollout) -> bool:
-    return not rollout.segments and rollout.attempt == 0
 
 
 _PLAIN_FIELDS = (

@@ -96,7 +96,7 @@ class Controller:
         self._turns: Turns | None = None
         if environments is not None:
             self._turns = Turns(environments, self._moves, self._clock, engine.now, self._submit_for_scoring)
-        self._late_scores = LateScores(self._moves, self._clock)
+        self._late_scores = LateScores(self._moves, self.strategy, self._clock)
         self._streaming = Streaming(stream_to, self.strategy, self._state, self._clock, self.log)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._batches_left = 0  # of the last harvest, not yet handed out
@@ -245,7 +245,7 @@ class Controller:
         self._start_harvest()
         with self._streaming:
             while not self._has_enough():
-                self._fill()
+                has_loaded = self._fill()
                 if self._is_interrupted:
                     self._abort_running()
                     self._wait_for_learner()
@@ -253,7 +253,9 @@ class Controller:
                 if not self.buffer.untrained:  # every remaining rollout was rejected
                     return []
                 self._streaming.hand_over()
-                if not (self._has_enough() or self._late_scores.give_up(self.strategy.wanted(self._state))):
+                if has_loaded and self._has_enough():  # new rollouts were rejected: fewer are left to wait for
+                    break
+                if not self._late_scores.give_up():
                     self._advance()
             if not self.schedule.overlap:
                 self._abort_running()
@@ -285,15 +287,17 @@ class Controller:
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
             s.buffer.rekey(self._moves.key)
 
-    def _fill(self) -> None:
-        """Start waiting rollouts in the strategy's order until no slot is free."""
+    def _fill(self) -> bool:
+        """Start waiting rollouts in the strategy's order until no slot is free. Whether prompts were loaded."""
         requests: list[Request] = []
         gate = OPEN
+        has_loaded = False
         while len(self.buffer.running) < self._state.slots:
             if self.buffer.returning:
                 requests.append(self._request(self._moves.resume()))
                 continue
             loaded = self._loader.load()
+            has_loaded |= loaded
             head = self.buffer.head()
             if head is None:
                 if loaded:  # and every rollout of it was rejected
@@ -308,6 +312,7 @@ class Controller:
             self._set_gate(gate)  # before the engine's clock moves: a slot in prefill is not empty
         if requests:
             self.engine.submit(requests)
+        return has_loaded
 
     def _request(self, rollout: Rollout) -> Request:
         return Request(

@@ -90,8 +90,9 @@ class EngineReports:
 
     def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
         """Why this segment cannot be part of this rollout; None if it can."""
-        if rollout.policy_length + len(segment) > self._max_tokens:
-            return f"{rollout.policy_length + len(segment)} tokens, and max_response_tokens is {self._max_tokens}"
+        length = rollout.policy_length + len(segment.tokens)
+        if length > self._max_tokens:
+            return f"{length} tokens, and max_response_tokens is {self._max_tokens}"
         newest = rollout.newest_version
         if newest is not None and segment.version < newest:
             return f"tokens of version {segment.version} after tokens of version {newest}"

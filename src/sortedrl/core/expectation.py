@@ -36,8 +36,9 @@ class Expectation(Protocol):
 
 def expected_length(rollout: Rollout, expectation: Expectation) -> float:
     estimate = expectation.estimate(rollout)
-    reached = max(rollout.reached, rollout.policy_length)
-    return max(estimate, BEYOND_REACHED * reached) if reached else estimate
+    if not (rollout.reached or rollout.segments):
+        return estimate
+    return max(estimate, BEYOND_REACHED * max(rollout.reached, rollout.policy_length))
 
 
 class Sensed(NamedTuple):

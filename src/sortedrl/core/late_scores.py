@@ -5,7 +5,7 @@ from __future__ import annotations
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.slot_clock import SlotClock
-from sortedrl.core.strategies.base import is_overdue
+from sortedrl.core.strategies.base import Strategy, is_overdue
 
 
 class LateScores:
@@ -16,22 +16,20 @@ class LateScores:
     regenerated for this reason before is rejected.
     """
 
-    def __init__(self, moves: RolloutMoves, clock: SlotClock) -> None:
+    def __init__(self, moves: RolloutMoves, strategy: Strategy, clock: SlotClock) -> None:
         self._moves = moves
+        self._strategy = strategy
         self._state = moves.state
         self._clock = clock
         self._late: list[int] = []  # ids of the rollouts whose scores the harvest waits for
         self._since = 0.0
 
-    def give_up(self, wanted: int) -> bool:
-        """Whether the wait is over and the late rollouts were regenerated or rejected.
-
-        `wanted`: how many rollouts the coming update wants.
-        """
+    def give_up(self) -> bool:
+        """Whether the wait is over and the late rollouts were regenerated or rejected."""
         s = self._state
         if not (s.buffer.finished or self._late):
             return False
-        late = self._holding_up(wanted)
+        late = self._holding_up()
         ids = [rollout.id for rollout in late]
         if ids != self._late:
             self._late, self._since = ids, self._clock.now()
@@ -42,10 +40,10 @@ class LateScores:
         s.buffer.rekey(self._moves.key)
         return True
 
-    def _holding_up(self, wanted: int) -> list[Rollout]:
+    def _holding_up(self) -> list[Rollout]:
         """Finished rollouts whose scores alone the harvest waits for."""
         s, buffer = self._state, self._state.buffer
-        if s.ready >= wanted:
+        if s.ready >= self._strategy.wanted(s):
             return [r for r in buffer.unscored() if buffer.group_of(r).id in s.must_finish]
         if not (buffer.running or buffer.in_environment):
             return [r for r in buffer.unscored() if buffer.group_of(r).gate == buffer.gate]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from sortedrl.core import events
 from sortedrl.core.batch import Batch
@@ -35,10 +36,7 @@ class RolloutMoves:
         self._clock = clock
         self._log = log
         self._release = release
-
-    def key(self, rollout: Rollout) -> Key:
-        """The rollout's place in the queue of waiting rollouts."""
-        return self._strategy.key(rollout, self.state)
+        self.key: Callable[[Rollout], Key] = partial(strategy.key, s=state)  # a place in the queue of waiting rollouts
 
     # Into the engine and out of it
 
@@ -170,7 +168,7 @@ class RolloutMoves:
                 rollouts=tuple([r.id for r in rollouts]),
                 lengths=tuple(map(len, rollouts)),
                 rewards=tuple([r.reward or 0.0 for r in rollouts]),
-                segments=tuple([tuple([(g.version, len(g)) for g in r.segments]) for r in rollouts]),
+                segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in rollouts]),
                 waited=tuple([batch.update - r.loaded_at_update for r in rollouts]),
             )
         )

@@ -25,15 +25,16 @@ class Prompts:
         self.epoch = 0
         self.position = 0
         self.remaining = epochs * len(dataset)
+        self._size = len(dataset)
         self._order = self._permutation()
 
     @property
     def remaining_in_epoch(self) -> int:
-        return len(self.dataset) - self.position
+        return self._size - self.position
 
     def is_in_last_epoch(self, place: int) -> bool:
         """Whether the prompt that was taken as number `place` (from 0) belongs to the last epoch."""
-        return place >= (self.epochs - 1) * len(self.dataset)
+        return place >= (self.epochs - 1) * self._size
 
     def take(self, count: int, *, within_epoch: bool) -> list[Prompt]:
         """The next prompts: at most `count`, fewer if the data (or the epoch) ends."""

@@ -186,7 +186,8 @@ class Rollout:
 
     def append(self, segment: Segment) -> None:
         """Add tokens of the policy at the end. Tokens of the same version extend the last segment."""
-        if not len(segment):
+        added = len(segment.tokens)
+        if not added:
             return
         last = self.segments[-1] if self.segments else None
         newest = self.newest_version or 0
@@ -195,7 +196,7 @@ class Rollout:
                 f"rollout {self.id}: version {segment.version} after version {newest}; tokens of the environment are "
                 "added with `observe`"
             )
-        self._length += len(segment)
+        self._length += added
         if last is None or segment.version != last.version:
             self.segments.append(segment)
             return

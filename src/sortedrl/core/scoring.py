@@ -102,6 +102,8 @@ def as_reward(value: Any, name: str = "the reward") -> float:
 
     Anything else is a TypeError or a ValueError that names the type.
     """
+    if type(value) is float and abs(value) <= MAX_REWARD:  # the common case, and isinstance(..., Real) is slow
+        return value
     number = value
     if not isinstance(value, Real) and callable(getattr(value, "item", None)):
         try:

@@ -11,7 +11,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -38,8 +38,12 @@ class LognormalLengths:
     limit: int = 8192
     seed: int = 0
 
+    @cached_property
+    def _seed_state(self) -> int:
+        return mixing(0, self.seed)
+
     def __call__(self, prompt: Prompt, seed: int) -> int:
-        state = mixing(0, self.seed, number_of(prompt))
+        state = mixing(self._seed_state, number_of(prompt))
         effect = self.between * normal(mixing(state, 1) >> 1)
         noise = self.within * normal(mixing(state, 2, seed) >> 1)
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))

@@ -245,7 +245,8 @@ class Metrics:
     def _on_started(self, event: events.Started) -> None:
         self._in_slot.add(event.rollout)
         self._running += 1
-        self._note_room()
+        if self._memory_is_short:
+            self._note_room()
 
     def _on_preempted(self, event: events.Preempted) -> None:
         self._leave_slot(event.rollout)
@@ -312,12 +313,12 @@ class Metrics:
     def _leave_engine(self, rollout: int, made: int) -> None:
         self._live -= 1
         self._leave_slot(rollout)
-        self._note_room()
+        if self._memory_is_short:
+            self._note_room()
         self._count["generated"] += made
 
     def _note_room(self) -> None:
-        if self._memory_is_short:
-            self._memory_is_short = min(self.slots, self._live) > self._running
+        self._memory_is_short = min(self.slots, self._live) > self._running
 
     def _leave_slot(self, rollout: int) -> None:
         if rollout in self._in_slot:

@@ -51,6 +51,12 @@ class SchedulerState:
     sweep: Sweep = field(default_factory=Sweep)  # elevator: where it is
     long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
     must_finish: set[int] = field(default_factory=set)  # ids of groups that the staleness bound requires in this update
+    longest_wait_updates: int = field(init=False)  # elevator: `max_wait_updates`, or two sweeps up and down the window
+
+    def __post_init__(self) -> None:
+        window = cohort_prompts(self) * self.schedule.rollouts_per_prompt
+        two_sweeps = 4 * math.ceil(window / self.schedule.rollouts_per_update)
+        self.longest_wait_updates = self.schedule.max_wait_updates or two_sweeps
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. Raises an error while rollouts are in the engine."""

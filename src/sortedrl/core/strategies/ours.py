@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from sortedrl.core.buffer import Key
+from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
@@ -43,8 +42,7 @@ class PlannedPartial(Partial):
 
     reorders: ClassVar[bool] = True
 
-    def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
-        group = s.buffer.group_of(rollout)
+    def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         return (group.gate, NEW, s.expected(rollout), group.id, rollout.id)
 
 
@@ -111,9 +109,8 @@ class ElevatorPartial(Partial):
                 return False
         return super().may_start(rollout, s)
 
-    def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
-        group = s.buffer.group_of(rollout)
-        if s.updates - rollout.loaded_at_update >= _longest_wait_updates(s):
+    def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
+        if s.updates - rollout.loaded_at_update >= s.longest_wait_updates:
             return (group.gate, NEW, WAITED_TOO_LONG, rollout.id)
         expected = s.expected(rollout)
         number, position = s.sweep
@@ -125,11 +122,3 @@ class ElevatorPartial(Partial):
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
         if isinstance(key, SweepKey):
             s.sweep = Sweep(key.sweep, abs(key.signed_length))
-
-
-def _longest_wait_updates(s: SchedulerState) -> int:
-    """How many updates a rollout may wait: `max_wait_updates`, or two sweeps up and down the window."""
-    if s.schedule.max_wait_updates is not None:
-        return s.schedule.max_wait_updates
-    window = cohort_prompts(s) * s.schedule.rollouts_per_prompt
-    return 4 * math.ceil(window / s.schedule.rollouts_per_update)

@@ -108,8 +108,8 @@ class Partial(Strategy):
             return (group.gate, RESUMED, -len(rollout), rollout.id)
         if len(group.members) > 1 and completes_a_group(rollout, s):
             return (group.gate, COMPLETES_A_GROUP, rollout.id)
-        return self.key_of_new(rollout, s)
+        return self.key_of_new(rollout, group, s)
 
-    def key_of_new(self, rollout: Rollout, s: SchedulerState) -> Key:
+    def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         """The key of a rollout without tokens, whose group was not started; it begins with the gate and `NEW`."""
-        return (s.buffer.group_of(rollout).gate, NEW, rollout.id)
+        return (group.gate, NEW, rollout.id)
