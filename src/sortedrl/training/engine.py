@@ -96,9 +96,11 @@ def _read_module(name: str, model: str) -> Any:
     try:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         reason = f"{error.name} is not installed"
         raise ConfigurationError("engine", "embedded", reason, f"{install_hint('train')}.") from None
+    disable_progress_bar()
     on_gpu = torch.cuda.is_available()
     try:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)

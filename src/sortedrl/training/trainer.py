@@ -335,7 +335,7 @@ class TrainingRun:
         has_turns = self.evaluation_rewards.environments is not None
         parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
         self.console.log(
-            f"held-out score after {done} updates: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
+            f"held-out score after {_updates(done)}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
             f" ({len(held_out)} problems{parts})"
         )
         self.evaluated = (done, found)
@@ -435,6 +435,10 @@ class TrainingRun:
                 self.best = (score, f"update-{done:06d}")
 
 
+def _updates(count: int) -> str:
+    return f"{count} update{'' if count == 1 else 's'}"
+
+
 def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one, there is one log line per update."""
     torch.manual_seed(settings.seed)
@@ -457,10 +461,10 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         folder.create(settings, log)
     run.show()
     log(f"run folder {folder.path}")
-    log(f"{len(resources.train)} problems, {run.total_updates()} updates, mode {settings.mode}")
+    log(f"{len(resources.train)} problems, {_updates(run.total_updates())}, mode {settings.mode}")
     if resumed is not None:
         run.resume(resumed)
-        log(f"resumed after {resumed.controller['updates']} updates, from {resumed.path}")
+        log(f"resumed after {_updates(resumed.controller['updates'])}, from {resumed.path}")
     for name in settings.tracker:
         run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
     try:
