@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup test test-slow test-vllm test-sglang test-verl test-ray simulate train docs lint clean
+.PHONY: setup test test-slow test-vllm test-sglang test-verl test-verifiers test-ray simulate train docs lint clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,18 @@ VERL := .venv-verl/bin
 test-verl: .venv-verl/.set-up
 	$(VERL)/pytest tests/with_verl
 
+# verifiers pins versions of its own. The words are for TextArena's Hangman.
+VERIFIERS := .venv-verifiers/bin
+.venv-verifiers/.set-up: pyproject.toml tests/with_verifiers/nltk_words.py
+	$(PYTHON) -m venv .venv-verifiers
+	$(VERIFIERS)/python -m pip install --quiet --upgrade pip
+	$(VERIFIERS)/python -m pip install --quiet --editable '.[train,verifiers]' 'verifiers[ta]' pytest pytest-timeout
+	$(VERIFIERS)/python tests/with_verifiers/nltk_words.py
+	touch $@
+
+test-verifiers: .venv-verifiers/.set-up
+	$(VERIFIERS)/python -m pytest tests/with_verifiers
+
 # Ray is large, and only these tests need it.
 RAY := .venv-ray/bin
 .venv-ray/.set-up: pyproject.toml constraints.txt
@@ -81,4 +93,4 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-verl .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .venv-sglang .venv-verl .venv-verifiers .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -117,6 +117,7 @@ def test_a_task_class_gets_its_options_and_an_object_is_used_as_it_is(folder: Pa
         ("my_rewards:Fixed", {"length": 3}, "'length'; its options are size"),
         ("my_rewards:fixed", {"size": 3}, "takes no options: remove size"),
         ("chess", {}, "no task 'chess'; use knights_and_knaves, math"),
+        ("verifiers", {}, "no task 'verifiers'; use .*verifiers:<taskset>"),
         ("reasoning_gym", {}, "choose a dataset"),
         ("math:gsm8k", {"sed": 1}, "'sed'; its options are data"),
     ],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chat_tokenizer import chat_tokenizer
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.tasks.calculator import calculator
-from sortedrl.tasks.encode import encode
+from sortedrl.tasks.encode import environment_prompt
 from sortedrl.tasks.environment import Response
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 from sortedrl.tasks.math import Math
@@ -119,8 +119,7 @@ def test_a_limit_before_the_answer_scores_an_empty_one(environment: ToolEnvironm
 
 def test_the_prompt_shows_the_tools() -> None:
     task = WithTools(Sums(), ["calculator", f"{__name__}:slow_double"])
-    encoded = encode(task.train(), chat_tokenizer(), 2000, task.environment)
-    text = chat_tokenizer().decode(encoded.prompts[0].tokens)
+    text = chat_tokenizer().decode(environment_prompt(task.environment(), task.train()[0], chat_tokenizer()))
     assert '"name": "calculator"' in text and "for example (3 + 4) * 12" in text and "slow_double" in text
     assert text.endswith("What is 17 * 23?<|im_end|>\n<|im_start|>assistant\n")
 
@@ -130,7 +129,7 @@ def test_a_template_that_does_not_show_tools_is_refused() -> None:
 
     task = task_by_name("knights_and_knaves:small", tools=["calculator"])
     with pytest.raises(ValueError, match="does not show tools, so the model would not see calculator"):
-        encode(task.train()[:1], AutoTokenizer.from_pretrained(BUILT_IN_MODEL), 2000, task.environment)  # type: ignore[union-attr]
+        environment_prompt(task.environment(), task.train()[0], AutoTokenizer.from_pretrained(BUILT_IN_MODEL))  # type: ignore[union-attr]
 
 
 def test_a_task_with_tools_travels_to_a_worker_process() -> None:

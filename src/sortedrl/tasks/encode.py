@@ -45,22 +45,18 @@ def encode(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-    environment: Callable[[], Environment] | None = None,
+    tokens_of: Callable[[Problem], Sequence[int]] | None = None,
 ) -> Encoded:
     """One prompt per problem that fits, with the problem as its payload.
 
-    With `environment`, the prompt is what a new instance's `reset` returns.
+    With `tokens_of`, these are the prompt's tokens.
     """
     require_eos(tokenizer)
     _require_unique_ids(problems)
     prompts: list[Prompt] = []
     rejected: list[TooLong] = []
     for problem in problems:
-        tokens = (
-            prompt_tokens(problem, tokenizer)
-            if environment is None
-            else environment_prompt(environment(), problem, tokenizer)
-        )
+        tokens = prompt_tokens(problem, tokenizer) if tokens_of is None else list(tokens_of(problem))
         if len(tokens) > max_prompt_tokens:
             rejected.append(TooLong(problem, len(tokens)))
         else:

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sortedrl.core.scoring import shown
+from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 
 Message = Mapping[str, Any]  # of a chat: role and content
@@ -79,7 +80,7 @@ class EnvironmentTask(Protocol):
         """A new instance, for one rollout."""
 
 
-AnyTask = Task | EnvironmentTask
+AnyTask = Task | EnvironmentTask | ServedTask
 
 
 def as_messages(observation: Any, name: str = "an observation") -> list[dict[str, Any]]:

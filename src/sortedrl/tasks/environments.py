@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
@@ -219,10 +219,23 @@ class TaskEnvironments:
             return [{}]
 
 
+class ScoresEnds(Protocol):
+    """Environments that score rollouts that a limit ended."""
+
+    @property
+    def pending_ends(self) -> int: ...
+
+    def submit_end(self, rollout: Rollout) -> None: ...
+
+    def collect_ends(self) -> list[Scored]: ...
+
+    def wait(self, timeout_seconds: float) -> None: ...
+
+
 class Ends:
     """The scorer of a run with environments: it only gets rollouts that a limit ended."""
 
-    def __init__(self, environments: TaskEnvironments) -> None:
+    def __init__(self, environments: ScoresEnds) -> None:
         self._environments = environments
 
     @property

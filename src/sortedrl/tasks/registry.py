@@ -1,6 +1,7 @@
 """Tasks by name, as in flags and configuration files.
 
-    knights_and_knaves[:VARIANT]     math:<preset>, math     reasoning_gym:<dataset>     your.module:name
+    knights_and_knaves[:VARIANT]     math:<preset>, math     reasoning_gym:<dataset>     verifiers:<taskset>
+    your.module:name
 
 Dependencies of a task are imported only when it is used.
 """
@@ -8,11 +9,17 @@ Dependencies of a task are imported only when it is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
+from sortedrl.core.import_path import import_object
+from sortedrl.core.install_hint import install_hint
 from sortedrl.tasks.custom import custom_task, make
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
+from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Task
+
+_VERIFIERS = "sortedrl.integrations.verifiers.task:VerifiersTask"
 
 
 def task_by_name(name: str, *, tools: Sequence[str] = (), **options: Any) -> AnyTask:
@@ -23,7 +30,7 @@ def task_by_name(name: str, *, tools: Sequence[str] = (), **options: Any) -> Any
     task = _without_tools(name, options)
     if not tools:
         return task
-    if isinstance(task, EnvironmentTask):
+    if isinstance(task, EnvironmentTask | ServedTask):
         raise ValueError(f"{name} has an environment of its own, which answers its responses: it takes no tools")
     from sortedrl.tasks.tools import WithTools
 
@@ -34,11 +41,15 @@ def _without_tools(name: str, options: dict[str, Any]) -> AnyTask:
     kind, _, variant = name.partition(":")
     if kind in _MAKERS:
         return _MAKERS[kind](variant, options)
+    if kind == "verifiers" and variant:
+        if find_spec("verifiers") is None:
+            raise ValueError(f"{name} needs verifiers: {install_hint('verifiers')}")
+        return make(import_object(_VERIFIERS), name, options, variant)  # type: ignore[no-any-return]
     if variant:
         return custom_task(name, **options)
     raise ValueError(
-        f"no task {name!r}; use knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, or your own as "
-        "your.module:name"
+        f"no task {name!r}; use knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, verifiers:<taskset>, or "
+        "your own as your.module:name"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -11,9 +12,11 @@ from transformers.utils.logging import disable_progress_bar
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named, unreadable_model
-from sortedrl.tasks.encode import encode
+from sortedrl.tasks.encode import encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.registry import task_by_name
+from sortedrl.tasks.served import ServedTask
+from sortedrl.tasks.task import Problem
 from sortedrl.training.build import device_of, dtype_of
 from sortedrl.training.settings import ModelSettings
 
@@ -35,9 +38,9 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
     tokenizer, model = read_model(model_named(settings.model, settings.task), settings)
     try:
         task = task_by_name(settings.task, tools=settings.tools, **settings.resolved_task_options())
-        environment = task.environment if isinstance(task, EnvironmentTask) else None
-        train = encode(task.train(), tokenizer, settings.max_prompt_tokens, environment)
-        held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens, environment)
+        tokens_of = _tokens_of(task, tokenizer)
+        train = encode(task.train(), tokenizer, settings.max_prompt_tokens, tokens_of)
+        held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens, tokens_of)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _task_error(settings, error) from None
     for part in (train, held_out):
@@ -45,6 +48,15 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
         if notice:
             log(notice)
     return Resources(model, tokenizer, task, train.prompts, held_out.prompts)
+
+
+def _tokens_of(task: AnyTask, tokenizer: PreTrainedTokenizerBase) -> Callable[[Problem], Sequence[int]] | None:
+    """How the task makes prompts, if it does."""
+    if isinstance(task, ServedTask):
+        return partial(task.prompt, tokenizer=tokenizer)
+    if isinstance(task, EnvironmentTask):
+        return lambda problem: environment_prompt(task.environment(), problem, tokenizer)
+    return None
 
 
 def _task_error(settings: ModelSettings, error: Exception) -> ConfigurationError:

@@ -16,6 +16,7 @@ from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.registry import is_built_in
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
+from sortedrl.tasks.served import ServedEnvironments, ServedTask
 from sortedrl.tasks.task import Task
 from sortedrl.tasks.tools import BUILT_IN_TOOLS
 from sortedrl.tasks.workers import WorkerError, WorkerPool
@@ -45,7 +46,11 @@ class Rewards:
         self._open: list[BackgroundScorer | Host] = []
         self._pool: WorkerPool | None = None
         self._hosts: list[WorkerHosts] = []
+        self._served: ServedEnvironments | None = None
         task = resources.task
+        if isinstance(task, ServedTask):
+            self._served = self._serve(task)
+            return
         if isinstance(task, EnvironmentTask):
             if self._scoring == "background" and settings.reward_workers:
                 self._hosts = [self._worker_hosts(task) for _ in range(2)]  # for training and for evaluation
@@ -54,6 +59,10 @@ class Rewards:
         if not built_in and settings.reward_workers:
             self._pool = self._started_pool(task)
         self._score = reward_function(task, resources.tokenizer, pool=self._pool)
+
+    def _serve(self, task: ServedTask) -> ServedEnvironments:
+        workers, limit_seconds = max(self._settings.reward_workers, 1), self._settings.score_limit_seconds
+        return task.serve(self._resources.tokenizer, workers=workers, limit_seconds=limit_seconds)
 
     def _started_pool(self, task: Task) -> WorkerPool:
         settings = self._settings
@@ -86,6 +95,8 @@ class Rewards:
                 self._pool.wait_until_ready()
             elif self._hosts:
                 self._hosts[0].wait_until_ready()
+            elif self._served is not None:
+                self._served.wait_until_ready()
         except WorkerError as error:
             raise ConfigurationError(
                 "task",
@@ -97,6 +108,8 @@ class Rewards:
     def source(self) -> RewardSource:
         """A new one: evaluation and training do not share what is pending."""
         task = self._resources.task
+        if self._served is not None:
+            return RewardSource(*self._served.source())
         if not isinstance(task, EnvironmentTask):
             return RewardSource(self._scorer())
         tools = tuple(getattr(task.environment(), "tools", ()))
@@ -124,5 +137,7 @@ class Rewards:
     def close(self) -> None:
         for one in self._open:
             one.close()
+        if self._served is not None:
+            self._served.close()
         if self._pool is not None:
             self._pool.close()

@@ -43,7 +43,11 @@ class ModelSettings(Settings, EngineSettings):
 
     model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
     task: Annotated[
-        str, Field(description="knights_and_knaves[:VARIANT], math:PRESET, reasoning_gym:NAME, or your.module:name")
+        str,
+        Field(
+            description="knights_and_knaves[:VARIANT], math:PRESET, reasoning_gym:NAME, verifiers:TASKSET, or "
+            "your.module:name"
+        ),
     ] = "knights_and_knaves:small"
     task_options: Annotated[dict[str, str], Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
     tools: Annotated[

@@ -1,0 +1,153 @@
+"""An episode between the scheduler and verifiers' requests, with a scripted environment. Needs no verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report, Turn
+
+PROMPT = [1, 2, 3]
+Tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)
+Play = Callable[[Episode, Callable[[], int]], Awaitable[Outcome]]
+
+
+class Scheduler:
+    """Asks, and takes reports; `runs` counts how often the episode was started."""
+
+    def __init__(self, play: Play, limit_seconds: float = 30.0) -> None:
+        self.reports: asyncio.Queue[Report] = asyncio.Queue()
+        self.runs = 0
+        self.canceled = 0
+        self.turns: list[Turn] = []
+        self._play = play
+        self.episode = Episode(self._run, self.reports.put_nowait, limit_seconds)
+
+    async def _run(self, episode: Episode, task: Mapping[str, Any]) -> Outcome:
+        self.runs += 1
+        run = self.runs
+        episode.progress()
+        try:
+            return await self._play(episode, lambda: run)
+        except asyncio.CancelledError:
+            self.canceled += 1
+            raise
+
+    async def say(self, tokens: list[int], limit: str = "") -> Report:
+        self.turns.append(Turn(tokens, [-0.5] * len(tokens)))
+        return await self.ask(limit)
+
+    async def ask(self, limit: str = "") -> Report:
+        self.episode.take(Ask(len(self.turns), 0, {}, PROMPT, list(self.turns), limit))
+        return await self.reports.get()
+
+    def observe(self, report: Report) -> None:
+        last = self.turns[-1]
+        self.turns[-1] = Turn(last.response, last.logprobs, report.observation)
+
+
+def game(observations: list[list[int]], seen: list[list[int]]) -> Play:
+    """Answers with these observations, then ends; `seen` gets the turns."""
+
+    async def play(episode: Episode, run: Callable[[], int]) -> Outcome:
+        context = list(PROMPT)
+        del seen[:]
+        for observation in [*observations, None]:
+            turn = await episode.turn_for(f"trace-{run()}", context)
+            seen.append(list(turn.response))
+            context = [*context, *turn.response, *(observation or [])]
+        return Outcome(float(len(seen)), {"turns": len(seen)})
+
+    return play
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(Tokens, max_size=4), st.data())
+def test_each_turn_passes_once_and_unchanged_however_often_the_episode_is_lost(
+    observations: list[list[int]], data: st.DataObject
+) -> None:
+    async def scenario() -> None:
+        seen: list[list[int]] = []
+        scheduler = Scheduler(game(observations, seen))
+        for observation in observations:
+            report = await scheduler.say(data.draw(Tokens))
+            assert report.observation == observation and report.error is None
+            scheduler.observe(report)
+            if data.draw(st.booleans()):
+                ending = scheduler.episode.end()
+                assert ending is not None
+                await asyncio.wait([ending])
+        report = await scheduler.say(data.draw(Tokens))
+        assert report.reward == len(observations) + 1
+        assert seen == [turn.response for turn in scheduler.turns]
+        assert scheduler.reports.empty() and scheduler.runs == scheduler.canceled + 1
+
+    asyncio.run(scenario())
+
+
+def test_a_replay_that_differs_is_lost_and_a_prompt_that_does_not_extend_is_an_error() -> None:
+    async def play(episode: Episode, run: Callable[[], int]) -> Outcome:
+        turn = await episode.turn_for("trace", PROMPT)
+        answer = [*PROMPT, *turn.response, 10 + run()]
+        turn = await episode.turn_for("trace", answer)
+        await episode.turn_for("trace", [*answer, *turn.response])  # nothing new
+        raise AssertionError
+
+    async def scenario() -> None:
+        scheduler = Scheduler(play)
+        scheduler.observe(await scheduler.say([7]))
+        refused = await scheduler.say([8])
+        assert refused.error is not None and "turn 3 does not extend" in refused.error and not refused.is_lost
+        differs = await scheduler.ask()
+        assert differs.is_lost and differs.error == "the observation of turn 1 differed when it was replayed"
+        assert scheduler.runs == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_limit_gives_the_environment_the_cut_turn_and_no_other() -> None:
+    refusals: list[str] = []
+
+    async def play(episode: Episode, run: Callable[[], int]) -> Outcome:
+        context = list(PROMPT)
+        try:
+            while True:
+                turn = await episode.turn_for("trace", context)
+                context = [*context, *turn.response, 5]
+        except Refused as error:
+            refusals.append(str(error))
+        return Outcome(0.25, {})
+
+    async def scenario() -> None:
+        scheduler = Scheduler(play)
+        scheduler.observe(await scheduler.say([7]))
+        report = await scheduler.say([8], "max_response_tokens")
+        assert (report.reward, refusals) == (0.25, ["max_response_tokens"])
+        late = Scheduler(play)
+        assert (await late.say([7])).observation == [5]  # no room for it
+        assert (await late.ask("max_turns")).reward == 0.25 and refusals[1:] == ["max_turns"]
+
+    asyncio.run(scenario())
+
+
+def test_hangs_errors_and_early_ends_are_reports() -> None:
+    async def play(episode: Episode, run: Callable[[], int]) -> Outcome:
+        if run() == 1:
+            await asyncio.sleep(60)
+        if run() == 2:
+            raise EpisodeFailed("no sandbox")
+        return Outcome(1.0, {})
+
+    async def scenario() -> None:
+        scheduler = Scheduler(play, limit_seconds=0.05)
+        assert (await scheduler.say([7])).error == "no answer within 0.05 s"
+        assert (await scheduler.ask()).error == "no sandbox"
+        assert (await scheduler.ask()).is_lost
+        await asyncio.sleep(0.1)
+        assert scheduler.canceled == 1 and scheduler.reports.empty()
+
+    asyncio.run(scenario())

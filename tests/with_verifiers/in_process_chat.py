@@ -1,0 +1,47 @@
+"""A harness that sends the conversation from the environment server itself. verifiers' own `null` harness starts a
+program per turn, which takes a second or more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.runtimes import ProgramResult
+
+__all__ = ["InProcessChat"]
+
+
+class InProcessChatConfig(HarnessConfig):
+    rewrites: bool = False  # change an earlier turn, as a harness that compacts the conversation does
+    adds: str = ""  # to the prompt
+
+
+class InProcessChat(Harness[InProcessChatConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += (
+            [{"role": "user", "content": prompt + self.config.adds}]
+            if isinstance(prompt, str)
+            else [message_to_wire(message) for message in prompt or []]
+        )
+        if self.config.rewrites and len(messages) > 2:
+            messages[0] = {**messages[0], "content": "compacted"}
+        async with httpx.AsyncClient(timeout=None) as client:
+            reply = await client.post(
+                f"{endpoint}/chat/completions",
+                json={"model": ctx.model, "messages": messages},
+                headers={"Authorization": f"Bearer {secret}"},
+            )
+        is_end = reply.status_code < 400 or "maximum context length" in reply.text
+        return ProgramResult(0 if is_end else 1, "", reply.text)
