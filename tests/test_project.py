@@ -13,7 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+# Quick tests cover what these two show: tests/integrations/test_trl_*.py, tests/engines/test_hugging_face_example.py.
+LONG = ("trl_grpo", "hugging_face_engine")
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(example)],

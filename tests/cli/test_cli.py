@@ -152,12 +152,12 @@ def test_plan_counts_the_learners_time() -> None:
     def best(*flags: str) -> float:
         return float(json.loads(sortedrl("plan", "--json", *SMALL, *flags).stdout)["choice"]["of_limit"])
 
-    slow = ["--learner-seconds-per-update", "2000"]
+    slow = best("--learner-seconds-per-update", "2000")
     found = json.loads(sortedrl("plan", "--json", *SMALL, "--learner-seconds-per-update", "200").stdout)
     gain = found["choice"]["of_limit"] / found["baseline"]["of_limit"]
     assert found["needed"] and f"{gain:.2f} x the best baseline" in found["reason"]
-    assert best(*slow) < 0.8 * best()
-    assert best(*slow, "--overlap") > 1.2 * best(*slow)
+    assert slow < 0.8 * best()
+    assert best("--learner-seconds-per-update", "2000", "--overlap") > 1.2 * slow
 
 
 def test_simulate_knows_the_memory_that_a_profile_found(tmp_path: Path) -> None:

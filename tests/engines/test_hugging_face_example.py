@@ -13,6 +13,7 @@ from sortedrl.core.engine import Change, Finished, Request, Tokens
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
 from sortedrl.testing import BrokenRules, check_engine
+from sortedrl.testing.__main__ import main
 from sortedrl.testing.engine_contract import rules
 
 ROOT = Path(__file__).parents[2]
@@ -24,15 +25,19 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_of_the_docs_checks_the_hugging_face_engine() -> None:
+def test_the_command_of_the_docs_checks_the_hugging_face_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     assert "python -m sortedrl.testing examples.hugging_face_engine:engine" in Path(
         ROOT / "docs/engine_authors.md"
     ).read_text(encoding="utf-8")
-    done = command("examples.hugging_face_engine:engine")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "all rules kept"
-    assert done.stdout.count("kept    ") == len(rules())
+    monkeypatch.chdir(ROOT)
+    code = main(["examples.hugging_face_engine:engine"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert printed.splitlines()[-1] == "all rules kept"
+    assert printed.count("kept    ") == len(rules())
 
 
 @pytest.mark.parametrize("path", ["no.such.module:f", "json:nothing", "json", "json:__name__"])

@@ -74,11 +74,12 @@ def test_other_modes_lose_nothing(mode: str) -> None:
 
 def test_plan_recommends_it_where_it_pays() -> None:
     allowed = Allowed(staleness_mean=0.0, cohort_updates=2)
-    small = replace(H200, prompts=256)
-    found = plan(small, replace(SINGLE, prompts_per_cohort=256), allowed)
+    small = replace(H200, slots=32, prompts=64, learner_seconds_per_token=4 * H200.learner_seconds_per_token)
+    schedule = replace(SINGLE, rollouts_per_update=32, prompts_per_cohort=64)
+    found = plan(small, schedule, allowed)
     assert found.streamed is not None and found.streamed.of_limit > found.choice.of_limit
     assert "add --stream (exact)" in found.reason
-    without = plan(replace(small, learner_seconds_per_token=0.0), replace(SINGLE, prompts_per_cohort=256), allowed)
+    without = plan(replace(small, learner_seconds_per_token=0.0), schedule, allowed)
     assert without.streamed is None and "--stream" not in without.reason
 
 

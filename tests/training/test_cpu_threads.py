@@ -31,14 +31,24 @@ def test_threads_follow_model_size_and_load(parameters: int, cores: int, busy: f
 
 
 def test_training_with_the_command_line_lets_waiting_threads_sleep() -> None:
-    code = (
-        "import os, sys; from sortedrl.cli import train_extra; assert 'torch' not in sys.modules;"
-        "train_extra.module('trainer'); print(os.environ['OMP_WAIT_POLICY'])"
-    )
+    """It is set when PyTorch's own import begins, before that loads its OpenMP runtime."""
+    code = """
+import os, sys
+
+class AtFirstPartOfTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torch."):
+            print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("KMP_BLOCKTIME"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, AtFirstPartOfTorch())
+from sortedrl.cli import train_extra
+train_extra.module("trainer")
+"""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_"))}
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, env=plain, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "PASSIVE"
+    assert done.stdout.split() == ["PASSIVE", "0"]
 
 
 def test_what_the_user_set_about_waiting_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
