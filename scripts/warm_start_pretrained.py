@@ -3,7 +3,9 @@
     python scripts/warm_start_pretrained.py --gguf smollm2.gguf --out smollm2-knights      # minutes on a GPU
     sortedrl train --model smollm2-knights --engine vllm
 
-The puzzles are those of scripts/warm_start.py: no task uses them, and some of the reasoning is flawed on purpose.
+The puzzles are those of scripts/warm_start.py: no task uses them, and some of the reasoning is flawed on purpose. By
+default half of the responses are short guesses. With `--errors searches` there are none: the search rejects cases that
+fit and goes on, so long responses fail more often.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,18 +25,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from sortedrl.tasks.encode import prompt_tokens
 from sortedrl.tasks.knights_and_knaves import SMALL_CHARACTERS, compact_text, warm_start_puzzle
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.worked_reasoning import Flaws, worked_response
+from sortedrl.tasks.worked_reasoning import SEARCH_TOO_FAR, Flaws, worked_response
 
-FLAWS = Flaws(guess=0.5, overlook=0.08, give_up=0.03)
+FLAWS = {"guesses": Flaws(guess=0.5, overlook=0.08, give_up=0.03), "searches": SEARCH_TOO_FAR}
 
 
-def examples(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Infinite (prompt, response) pairs."""
+def examples(
+    tokenizer: PreTrainedTokenizerBase, seed: int, characters: Sequence[int], flaws: Flaws
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Infinite (prompt, response) pairs; each entry of `characters` is a size of puzzle, all equally frequent."""
     rng = random.Random(seed)
     while True:
-        puzzle = warm_start_puzzle(rng.choice(SMALL_CHARACTERS), rng)
+        puzzle = warm_start_puzzle(rng.choice(characters), rng)
         prompt = prompt_tokens(Problem("", compact_text(puzzle), ()), tokenizer)
-        response = tokenizer(worked_response(puzzle, rng, FLAWS), add_special_tokens=False)["input_ids"]
+        response = tokenizer(worked_response(puzzle, rng, flaws), add_special_tokens=False)["input_ids"]
         yield prompt, [*response, tokenizer.eos_token_id]
 
 
@@ -72,6 +76,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens-per-step", type=int, default=16_384)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--characters", type=int, nargs="+", default=list(SMALL_CHARACTERS), help="sizes of puzzles")
+    parser.add_argument("--errors", choices=FLAWS, default="guesses")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     source, extra = arguments.model, {}
@@ -82,7 +88,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     model = plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    data, began = examples(tokenizer, arguments.seed), time.monotonic()
+    data = examples(tokenizer, arguments.seed, arguments.characters, FLAWS[arguments.errors])
+    began = time.monotonic()
     for step in range(1, arguments.steps + 1):
         share = min(1.0, step / 20) * max(0.05, math.cos(step / arguments.steps * math.pi / 2))
         for group in optimizer.param_groups:

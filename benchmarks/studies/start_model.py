@@ -35,10 +35,9 @@ from sortedrl.models import BUILT_IN_MODEL, model_named
 from sortedrl.tasks.encode import encode
 from sortedrl.tasks.knights_and_knaves import MIXED_CHARACTERS, compact_text, warm_start_puzzle
 from sortedrl.tasks.registry import task_by_name
-from sortedrl.tasks.worked_reasoning import Flaws, worked_response
+from sortedrl.tasks.worked_reasoning import SEARCH_TOO_FAR, worked_response
 
 MODEL = Path(__file__).parent / "models" / "knights-search"
-FLAWS = Flaws(overlook=0.03, reject=0.2)
 STEPS, ROWS, LEARNING_RATE, POOL = 150, 16, 1e-3, 8
 TOKEN_LIMIT, PROBLEMS, SAMPLES = 320, 600, 4
 
@@ -51,7 +50,7 @@ def examples(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], li
         puzzle = warm_start_puzzle(rng.choice(MIXED_CHARACTERS), rng)
         messages = [{"role": "user", "content": compact_text(puzzle)}]
         prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        response = worked_response(puzzle, rng, FLAWS) + str(end)
+        response = worked_response(puzzle, rng, SEARCH_TOO_FAR) + str(end)
         yield tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.studies.compare.outcomes import Point, Reached, curve_area, learning_curve, reached
+from sortedrl.studies.compare.outcomes import Point, Reached, curve_area, last_cohorts, learning_curve, reached
 from sortedrl.studies.compare.paired import (
     difference,
     median_time,
@@ -173,3 +173,17 @@ def test_the_median_treats_censored_runs_as_longer_than_all_others(times: list[f
         assert found is None
     else:
         assert found is not None and found >= median_time(runs[: len(times)])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "cohort", "expected"),
+    [
+        ([128] * 40, 512, slice(28, 40)),  # the quarter starts at 30, in the middle of a cohort
+        ([128] * 10, 512, slice(4, 8)),  # the last cohort is not complete
+        ([130, 130, 130, 122] * 4, 512, slice(12, 16)),
+        ([200, 200, 112] * 4, 512, slice(9, 12)),
+        ([128] * 6, 2048, slice(4, 6)),  # no complete cohort: all updates of the quarter
+    ],
+)
+def test_the_last_part_of_a_run_has_whole_cohorts(rollouts: list[int], cohort: int, expected: slice) -> None:
+    assert last_cohorts(rollouts, cohort) == expected

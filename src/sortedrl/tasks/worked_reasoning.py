@@ -41,6 +41,7 @@ class Flaws:
 
 Heard = Sequence[tuple[int, Claim]]  # speaker and claim, in the order of the conversation
 NO_FLAWS = Flaws()
+SEARCH_TOO_FAR = Flaws(overlook=0.03, reject=0.2)  # passes the answer and goes on: long responses fail more often
 SUPPOSE, INSTEAD, GUESS, ENOUGH, YES, NO = "suppose", "instead", "guess", "enough", "yes", "no"
 
 

@@ -149,7 +149,7 @@ def _finished(line: Line, study: Study) -> Finished:
     times = {} if study.threshold is None else {
         name: reached(curve, study.threshold, axis) for name, axis in NEEDS_THRESHOLD.items()
     }  # fmt: skip
-    outcomes = outcomes_of(line, study.threshold, study.metrics)
+    outcomes = outcomes_of(line, study.threshold, study.metrics, study.cohort_rollouts(line["arm"]))
     return Finished(line["arm"], line["seed"], tuple(curve), outcomes, times, line["device"], line["versions"])
 
 

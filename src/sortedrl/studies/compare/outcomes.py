@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ OUTCOMES = {
     "seconds_to_threshold": "seconds until the held-out score reaches the threshold, without evaluations",
     "seconds": "duration of the run in seconds, without evaluations",
     "response_length": "mean length of trained responses, in tokens",
-    "final_response_length": "mean length of trained responses over the last quarter of the updates, in tokens",
+    "final_response_length": "mean length of trained responses over the last quarter's cohorts, in tokens",
     "staleness": "mean staleness of trained tokens, in versions",
     "rollouts_per_second": "trained rollouts per second, without evaluations",
     "bubble": "empty fraction of slot-time while generating",
@@ -38,7 +38,7 @@ FROM_THE_SUMMARY = {  # outcome: name in RunMetrics
 }
 NEEDS_THRESHOLD = {"samples_to_threshold": "rollouts", "seconds_to_threshold": "seconds"}  # with its axis of the curve
 NEEDS_EVALUATIONS = {"curve_area", *NEEDS_THRESHOLD}
-LAST_PART = 4  # `final_response_length` is over the last quarter
+LAST_PART = 4  # `final_response_length` is over the last quarter, in whole cohorts
 ALWAYS_KEPT = ("length", "correct")  # per update, in every line of results
 
 
@@ -109,23 +109,38 @@ def _series(updates: Sequence[Mapping[str, Any]], name: str) -> list[float | Non
 # Outcomes
 
 
-def outcomes_of(raw: Mapping[str, Any], threshold: float | None, metrics: Sequence[str]) -> dict[str, float | None]:
+def outcomes_of(
+    raw: Mapping[str, Any], threshold: float | None, metrics: Sequence[str], cohort_rollouts: int
+) -> dict[str, float | None]:
     """All outcomes of a run. `censored`: the threshold was not reached; None: it has no such value."""
     curve = curve_of(raw)
     lengths, rollouts = raw["series"]["length"], raw["rollouts_per_update"]
-    last = -(-len(lengths) // LAST_PART)
+    last = last_cohorts(rollouts, cohort_rollouts)
     found: dict[str, float | None] = {
         "final_score": curve[-1].score,
         "curve_area": curve_area(curve),
         "seconds": curve[-1].seconds,
         "response_length": _weighted_mean(lengths, rollouts),
-        "final_response_length": _weighted_mean(lengths[-last:], rollouts[-last:]),
+        "final_response_length": _weighted_mean(lengths[last], rollouts[last]),
         "rollouts_per_second": curve[-1].rollouts / curve[-1].seconds if curve[-1].seconds > 0 else None,
         **raw["metrics"],
     }
     if threshold is not None:
         found |= {name: reached(curve, threshold, axis).at for name, axis in NEEDS_THRESHOLD.items()}
     return found | {name: _mean_of_known(raw["series"].get(name, [])) for name in metrics}
+
+
+def last_cohorts(rollouts: Sequence[int], cohort_rollouts: int) -> slice:
+    """The updates of the last quarter, from the start of a cohort to the end of one.
+
+    Batches within a cohort may be sorted by length: half a cohort has another mean length than the whole. A run without
+    a complete cohort there has all updates of its last quarter.
+    """
+    quarter = len(rollouts) - -(-len(rollouts) // LAST_PART)
+    cohorts = [0, *(int(trained // cohort_rollouts) for trained in accumulate(rollouts))]  # complete ones, per update
+    ends = [0, *(place for place in range(1, len(cohorts)) if cohorts[place] > cohorts[place - 1])]
+    start, end = max(place for place in ends if place <= quarter), ends[-1]
+    return slice(start, end) if end > start else slice(quarter, len(rollouts))
 
 
 def curve_of(raw: Mapping[str, Any]) -> list[Point]:

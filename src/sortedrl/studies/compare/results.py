@@ -31,7 +31,7 @@ PACKAGES = ("torch", "transformers", "vllm")
 def finished_line(study: Study, run: Run) -> Line:
     """Raises `IncompleteRun` if the run folder lacks results."""
     raw = read_run(run.folder, study.metrics)
-    found = {**raw, "outcomes": outcomes_of(raw, study.threshold, study.metrics)}
+    found = {**raw, "outcomes": outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm))}
     if study.threshold is not None:
         axis = next(iter(NEEDS_THRESHOLD.values()))
         censored = reached(curve_of(raw), study.threshold, axis).censored

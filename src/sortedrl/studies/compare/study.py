@@ -13,9 +13,11 @@ from typing import Any
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.studies.compare.grid import Settings, arms_of
 from sortedrl.studies.compare.outcomes import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES
+from sortedrl.training.settings import TrainSettings
 
 KEYS = ("question", "seeds", "threshold", "metrics", "keep_models", "settings", "arms", "grid", "contrasts")
 CONTRAST_KEYS = ("name", "arm", "minus", "outcome", "primary")
+COHORT = ("prompts_per_cohort", "rollouts_per_prompt")  # settings whose product is its number of rollouts
 MOST_SEEDS = 10_000
 Validate = Callable[[Settings], None]
 
@@ -59,6 +61,11 @@ class Study:
     def settings_of(self, arm: str) -> Settings:
         """As the file has them: common settings and those of the arm, without what the study sets for each run."""
         return {"threads": 1, **self.settings, **self.arms[arm]}
+
+    def cohort_rollouts(self, arm: str) -> int:
+        """Rollouts that are loaded together."""
+        fields, settings = TrainSettings.model_fields, self.settings_of(arm)
+        return math.prod(int(settings.get(name, fields[name].default)) for name in COHORT)
 
 
 def read_study(path: Path) -> Study:

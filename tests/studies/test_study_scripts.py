@@ -1,0 +1,53 @@
+"""The scripts beside the study files: figures match the results, and a fall is found where it happens."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from sortedrl.studies.compare.comparison import compare
+from sortedrl.studies.compare.results import read_results
+from sortedrl.studies.compare.study import read_study
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "benchmarks" / "studies"
+WITH_RESULTS = sorted(path.stem for path in STUDIES.glob("*.jsonl"))
+PICTURE = runpy.run_path(str(STUDIES / "difference_picture.py"))
+ALARM = runpy.run_path(str(STUDIES / "ess_alarm.py"))
+
+
+@pytest.mark.parametrize("name", WITH_RESULTS)
+def test_the_figure_is_the_one_that_its_command_makes(name: str) -> None:
+    comparison = compare(read_study(STUDIES / f"{name}.toml"), read_results(STUDIES / f"{name}.jsonl"))
+    drawn = PICTURE["picture"](comparison)
+    assert drawn == (ROOT / "docs" / "img" / f"study-{name}.svg").read_text(encoding="utf-8")
+    outcome = comparison.primary.contrast.outcome
+    rows = [row for row in comparison.contrasts if row.contrast.outcome == outcome]
+    marks = [mark.get("class") for mark in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}circle")]
+    assert marks.count("mean") == len(rows)
+    assert marks.count("seed") == sum(len(row.seeds) for row in rows)
+
+
+def run_of(correct: list[float], ess: list[float]) -> dict[str, Any]:
+    return {"settings": {}, "series": {"correct": correct, "ess_rollout_fraction": ess}}
+
+
+def test_an_alarm_counts_only_before_the_fall() -> None:
+    rising, falling = [0.5] * 4 + [0.7] * 8, [0.5] * 4 + [0.7] * 4 + [0.5] * 4
+    calm = [0.9] * 12
+    warned = [0.9] * 5 + [0.2] + [0.9] * 6
+    too_late = [0.9] * 10 + [0.1] * 2
+    answer = ALARM["answer"]([run_of(falling, warned), run_of(falling, too_late), run_of(rising, calm)])
+    assert answer == {
+        "runs": 3,
+        "falls": 2,
+        "auc": 0.75,  # one lower than the steady run, one equal
+        "falls_after_an_alarm": 1,
+        "lead_in_updates": 3,
+        "steady_runs_with_an_alarm": 0,
+    }
+    assert ALARM["answer"]([run_of(rising, too_late)])["steady_runs_with_an_alarm"] == 1
