@@ -304,6 +304,8 @@ BAD_INPUT = {
     "a bench without a prompt": (["bench", "--prompt-tokens", "0"], ["prompt_tokens = 0"]),
     "options of the embedded engine": (["bench", "--engine-options", "a", "1"], ["engine_options", "embedded"]),
     "a server of the embedded engine": (["train", "--engine-urls", "http://x"], ["engine_urls", "vllm-server"]),
+    "a server without its address": (["train", "--engine", "vllm-server"], ["engine_urls", "http://127.0.0.1:8000"]),
+    "a list without values": (["simulate", "--modes"], ["modes = ()", "it needs at least one value"]),
     "a profile that does not fit": (["profile", "--max-context-tokens", "128"], ["max_context_tokens = 128"]),
     "no study": (["compare"], ["study", "sortedrl compare STUDY.toml"]),
     "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "No such file"]),

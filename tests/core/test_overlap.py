@@ -152,12 +152,15 @@ def test_time_after_a_load_is_not_a_drain() -> None:
     assert parts["refill"] > parts["drain"]
 
 
+SERVER = {"engine": "vllm-server", "engine_urls": ("http://127.0.0.1:1",)}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"engine": "embedded", "max_staleness": 4}, "share the device"),
-        ({"engine": "vllm-server"}, "--max-staleness"),
-        ({"engine": "vllm-server", "max_staleness": None, "mode": "on-policy"}, "must be idle"),
+        (SERVER, "--max-staleness"),
+        ({**SERVER, "max_staleness": None, "mode": "on-policy"}, "must be idle"),
     ],
 )
 def test_overlap_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:

@@ -778,7 +778,7 @@ def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
     ("changes", "message"),
     [
         ({"top_p": 0.9}, "top_p = 0.9: .*ratio is biased.*top_p = 1.0"),
-        ({"algorithm": "dpo"}, "algorithm = 'dpo': input should be .*reinforce"),
+        ({"algorithm": "dpo"}, "algorithm = 'dpo': it should be .*reinforce"),
         (
             {"algorithm": "grpo", "advantage_baseline": "batch"},
             "advantage_baseline = 'batch': grpo uses the group baseline",

@@ -8,7 +8,7 @@ A factory takes an EngineSpec and returns an engine. Dependencies of an engine a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sortedrl.core.engine import Engine
@@ -40,6 +40,23 @@ def check_name(name: str) -> None:
     raise ConfigurationError(
         "engine", name, "no such engine", f"{hint}Use {', '.join(ENGINES)}, or your own as your.module:factory."
     )
+
+
+def check_urls(name: str, urls: Sequence[str], slots: int) -> None:
+    """Our servers need URLs; an engine of your own may use them."""
+    if name in SERVERS and not urls:
+        raise ConfigurationError(
+            "engine_urls",
+            (),
+            f"engine {name} is a running server",
+            "Set --engine-urls to its address, for example http://127.0.0.1:8000.",
+        )
+    if urls and name in ENGINES and name not in SERVERS:
+        raise ConfigurationError(
+            "engine_urls", urls, f"engine {name} has no server", f"Leave it out, or use --engine {SERVERS[0]}."
+        )
+    if slots < len(urls):
+        raise ConfigurationError("slots", slots, f"there are {len(urls)} servers", f"Use --slots {len(urls)} or more.")
 
 
 def _from_import_path(path: str, spec: EngineSpec) -> Engine:
@@ -129,13 +146,8 @@ def _server_pool(name: str, engine_class: Callable[..., Any], spec: EngineSpec) 
     """A running server, or a pool of several: one engine for each URL; they share all slots evenly."""
     from sortedrl.engines.servers.base import ServerPool
 
-    if not spec.urls:
-        raise ConfigurationError(
-            "engine_urls", (), f"--engine {name} needs a server", "--engine-urls http://127.0.0.1:8000"
-        )
+    check_urls(name, spec.urls, spec.slots)
     count = len(spec.urls)
-    if spec.slots < count:
-        raise ConfigurationError("slots", spec.slots, f"there are {count} servers", f"--slots {count} or more.")
     try:
         engines = [
             engine_class(

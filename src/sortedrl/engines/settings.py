@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.engines.registry import SERVERS, check_name
+from sortedrl.engines.registry import check_name, check_urls
 from sortedrl.settings.base import literal
 
 Slots = Annotated[
@@ -46,10 +46,7 @@ def check_engine(settings: EngineSettings) -> None:
     options = settings.engine_options
     check_name(settings.engine)
     _refuse_old_options(options)
-    if settings.engine_urls and settings.engine not in SERVERS:
-        raise ConfigurationError(
-            "engine_urls", settings.engine_urls, f"engine {settings.engine} has no server", f"--engine {SERVERS[0]}"
-        )
+    check_urls(settings.engine, settings.engine_urls, settings.slots)
     if "api_key" in options:
         raise ConfigurationError(
             "engine_options",

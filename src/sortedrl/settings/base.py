@@ -57,7 +57,10 @@ def first_error(error: pydantic.ValidationError, fix_for: Callable[[str], str]) 
     if isinstance(cause, ConfigurationError):
         return cause
     key = str(first["loc"][0]) if first["loc"] else "configuration"
-    return ConfigurationError(key, first.get("input"), first["msg"][:1].lower() + first["msg"][1:], fix_for(key))
+    why = first["msg"].replace("Input should", "it should")
+    if first["type"] == "too_short":
+        why = "it needs at least one value"
+    return ConfigurationError(key, first.get("input"), why[:1].lower() + why[1:], fix_for(key))
 
 
 def as_json(settings: Settings) -> dict[str, Any]:
