@@ -22,6 +22,7 @@ from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.testing.engine_contract import EngineContract, Ledger
 from tiny_llama import PROBES, logprobs_of, parted_after_a_load, shake
+from turns_on_engines import largest_gap_of_turns
 
 SLOTS = 8  # of a server
 END = 2  # the model's own end token
@@ -147,6 +148,13 @@ class ServerTests(OnServer):
             controller.publish(model[1].state_dict())
         assert sorted(trained) == list(range(24))
         assert (made_meanwhile > 0) == overlap
+
+    def test_log_probabilities_are_the_learners_after_each_turn(
+        self, server: ServerProcess, model: tuple[Path, Any]
+    ) -> None:
+        engine = self.engine_at(server, slots=3, eos=[2, 3, 4, 5])
+        assert largest_gap_of_turns(engine, model[1]) < 10 * self.tolerance
+        engine.close()
 
 
 class ServerEnds(OnServer):

@@ -68,6 +68,16 @@ def test_a_run_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path, 
     assert rollout["detail"]["parts"]["turns"] >= 1
 
 
+def test_lora_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run = tmp_path / "run"
+    trained(model, run, "--lora-rank", "2", "--mode", "partial+elevator", "--scoring", "at-once", updates=2)
+    assert any(version == FROM_ENVIRONMENT for e in updates_of(run) for one in e.segments for version, _ in one)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(abs(line["mismatch_kl"]) < 1e-3 for line in lines if "mismatch_kl" in line)
+    assert (run / "adapter").is_dir()
+
+
 def test_environments_in_workers_hold_no_slot_and_leave_no_process(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(model, run, "--task-options", "seconds", "0.2", "--mode", "partial+elevator")

@@ -24,7 +24,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.vllm import VllmServerEngine
-from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
 from sortedrl.testing.engine_contract import Ledger
 from tiny_llama import ON_GPU, logprobs_of, shake, tiny_model
 from weight_handles import GPU, fabricated
@@ -182,6 +182,24 @@ def test_training_with_a_server(
     run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert ("learner" in run_metrics["idle_parts"]) != ("--overlap" in flags)
     assert (run_metrics["streamed_fraction"] > 0) == ("--stream" in flags)
+
+
+@pytest.mark.parametrize("flags", [[], OVERLAP], ids=["in turn", "overlap"])
+def test_rollouts_of_several_turns_with_a_server(tmp_path: Path, flags: list[str]) -> None:
+    """Environments in worker processes."""
+    small = ["--slots", str(SLOTS), "--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--updates", "3"]
+    small += ["--rollouts-per-prompt", "4", "--max-response-tokens", "96", "--eval-problems", "8", "--dtype", DTYPE]
+    small += ["--max-prompt-tokens", "256", "--max-context-tokens", "480", "--task", "knights_and_knaves:dialogue"]
+    with serve(DIALOGUE_MODEL, tmp_path / "server.log", "--enable-prefix-caching", "--max-model-len", "480") as server:
+        at = ["--engine", "vllm-server", "--engine-urls", server.url, "--task-options", "count", "400"]
+        words = ["train", *at, *small, "--scoring", "background", *flags, "--out", str(tmp_path / "run")]
+        assert main(words) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "weight_difference" in line]
+    assert len(updates) == 3
+    assert all(update["weight_difference"] < 1e-2 and abs(update.get("mismatch_kl", 0.0)) < 1e-3 for update in updates)
+    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1.2 and run_metrics["environment_tokens"] > 0
 
 
 def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from sortedrl.training import evaluate as evaluating
 from sortedrl.training import trainer
 
 pytest.importorskip("torch")
-SMALL = ["--engine", "vllm", "--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1"]
+OPTIONS = ["--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1"]
+SMALL = ["--engine", "vllm", *OPTIONS]
 SMALL += ["--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
 SMALL += ["--max-response-tokens", "96", "--eval-problems", "8", "--dtype", "float32"]
+REUSE = [*OPTIONS, "reuse_kv_cache", "True"]
 EVALUATED = {"--engine", "--slots", "--max-response-tokens", "--eval-problems", "--dtype"}
 
 
@@ -39,6 +41,21 @@ def test_lora_is_merged_into_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     assert main(["train", *SMALL, "--lora-rank", "4", "--updates", "2", "--out", str(tmp_path / "run")]) == 0
     assert all(line["weight_difference"] < 1e-2 for line in lines(tmp_path / "run") if "weight_difference" in line)
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "4"], REUSE], ids=["", "lora", "reuse"])
+def test_rollouts_of_several_turns(tmp_path: Path, flags: list[str]) -> None:
+    """A dialogue with environments in worker processes, which answer while vLLM decodes."""
+    if "--lora-rank" in flags:
+        pytest.importorskip("peft")
+    dialogue = ["--task", "knights_and_knaves:dialogue", "--task-options", "count", "400", "--updates", "3"]
+    words = ["train", *SMALL, *dialogue, "--scoring", "background", *flags, "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    updates = [line for line in lines(tmp_path / "run") if "weight_difference" in line]
+    assert len(updates) == 3 and all(line["weight_difference"] < 1e-2 for line in updates)
+    assert all(abs(line["mismatch_kl"]) < (1e-1 if flags == REUSE else 1e-3) for line in updates), "stale KV differs"
+    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1.2 and run_metrics["environment_tokens"] > 0
 
 
 def test_an_engine_that_dies_ends_the_run_clearly_and_it_can_be_resumed(
