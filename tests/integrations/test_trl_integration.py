@@ -211,7 +211,6 @@ AWAY_FROM_DEFAULT: dict[str, Any] = {
     "vllm_server_timeout": 1.0,
     "vllm_group_port": 1,
     "vllm_tensor_parallel_size": 2,
-    "max_tool_calling_iterations": 2,
     "fsdp": "full_shard",
     "parallelism_config": object(),
 }  # switches are turned over
@@ -259,9 +258,7 @@ def test_settings_that_do_not_go_together_are_refused_by_name(
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        ({"tools": [print]}, "tools"),
         ({"rollout_func": print}, "rollout_func"),
-        ({"environment_factory": object}, "environment_factory"),
         ({"quantization_config": object()}, "quantization_config"),
         ({"train_dataset": questions().to_iterable_dataset()}, "train_dataset"),
         ({"train_dataset": questions().rename_column("prompt", "question")}, "train_dataset"),

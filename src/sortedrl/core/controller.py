@@ -350,7 +350,7 @@ class Controller:
             self._turns.end_turn(rollout, at)
             return
         if truncated:
-            has_room = rollout.policy_length < self.schedule.max_response_tokens
+            has_room = self.schedule.response_length(rollout) < self.schedule.max_response_tokens
             rollout.ended_by = "max_context_tokens" if has_room else "max_response_tokens"
         self._moves.finish(rollout, at, truncated=truncated)
         self._submit_for_scoring(rollout)

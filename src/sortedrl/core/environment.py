@@ -51,7 +51,10 @@ class Answer(NamedTuple):
 class Environments(Protocol):
     """All environment instances of a run. Instances that make `engine.poll` return when an answer arrives set an
     attribute `wakes_engine = True`, as scorers do. With any others the controller polls only briefly while calls are
-    pending."""
+    pending.
+
+    If the final rewards are computed only when a batch is handed out, scored rollouts still need their instances. Then
+    set `keeps_scored = True`: a checkpoint asks for the state of scored rollouts, too."""
 
     @property
     def pending(self) -> int:

@@ -32,6 +32,7 @@ class Schedule:
     oversubscribe: float | None = None  # cap on started rollouts, as a multiple of what the update needs
     max_staleness: int | None = None  # in versions
     max_response_tokens: int = 8192
+    count_observations: bool = False  # max_response_tokens counts the environment's tokens, too
     max_prompt_tokens: int | None = None  # a longer prompt is rejected at load
     max_turns: int | None = None  # of the policy in one rollout
     max_context_tokens: int | None = None  # of prompt and response together, with the environment's tokens
@@ -82,9 +83,13 @@ class Schedule:
         if self.score_wait_seconds < 0:
             raise ConfigurationError("score_wait_seconds", self.score_wait_seconds, "negative", "Use 0 or more.")
 
+    def response_length(self, rollout: Rollout) -> int:
+        """The tokens that `max_response_tokens` counts."""
+        return len(rollout) if self.count_observations else rollout.policy_length
+
     def room_for(self, rollout: Rollout) -> int:
         """How many more tokens the policy may sample for it."""
-        left = self.max_response_tokens - rollout.policy_length
+        left = self.max_response_tokens - self.response_length(rollout)
         if self.max_context_tokens is None:
             return left
         return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - len(rollout))
@@ -93,7 +98,7 @@ class Schedule:
         """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
         if self.max_turns is not None and rollout.observations + 1 >= self.max_turns:
             return "max_turns"
-        if rollout.policy_length >= self.max_response_tokens:
+        if self.response_length(rollout) + observed * self.count_observations >= self.max_response_tokens:
             return "max_response_tokens"
         context = self.max_context_tokens
         if context is not None and len(rollout.prompt.tokens) + len(rollout) + observed >= context:

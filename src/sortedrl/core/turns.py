@@ -134,7 +134,12 @@ class Turns:
 
     def state(self) -> dict[str, Any]:
         """The instances that a resumed run needs, by rollout id; JSON-ready."""
-        needed = [id for id, rollout in self._buffer.live.items() if rollout.observations and rollout.reward is None]
+        keeps_scored = getattr(self._environments, "keeps_scored", False)
+        needed = [
+            id
+            for id, rollout in self._buffer.live.items()
+            if (rollout.observations if rollout.reward is None else keeps_scored)
+        ]
         return {str(id): self._environments.state(id) for id in needed}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from sortedrl.tasks.environment_host import Call, Host, Result
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class Turn:
     response: list[int]
     observation: list[int] | None  # None: not answered yet
 
@@ -39,17 +39,29 @@ class _Pending:
     rollout_id: int
     attempt: int
     instance: int
-    turns: list[_Turn]
+    turns: list[Turn]
     call: int | None  # None: the end of a rollout, for the scorer
+
+
+class ObservationTokens(Protocol):
+    def observation(self, messages: Sequence[Message], response: Sequence[int]) -> list[int]:
+        """The tokens from the end of a response to the start of the next one. Raises TemplateRefused."""
 
 
 class TaskEnvironments:
     """Environments and, for rollouts that a limit ended, scorer (`ends`)."""
 
-    def __init__(self, tokenizer: Any, host: Host, tools: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        host: Host,
+        tools: Sequence[Callable[..., Any]] = (),
+        *,
+        chat: ObservationTokens | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
-        self._chat = ChatTurns(tokenizer)
+        self._chat = chat or ChatTurns(tokenizer)
         self._host = host
         self._instances: dict[int, _Instance] = {}  # by rollout id
         self._pending: dict[int, _Pending] = {}  # by number of the host's call
@@ -65,7 +77,7 @@ class TaskEnvironments:
         return len(self._answers) + sum(pending.call is not None for pending in self._pending.values())
 
     def submit(self, rollout: Rollout, call: int) -> None:
-        turns = _turns_of(rollout)
+        turns = turns_of(rollout)
         *earlier, last = self._responses(rollout, turns)
         self._start(rollout, turns, earlier, last, call)
 
@@ -95,7 +107,7 @@ class TaskEnvironments:
     # For rollouts that a limit ended
 
     def submit_end(self, rollout: Rollout) -> None:
-        turns = _turns_of(rollout)
+        turns = turns_of(rollout)
         earlier = self._responses(rollout, turns[: self._passed(rollout, turns)])
         self._start(rollout, turns, earlier, None, None, rollout.ended_by)
 
@@ -110,7 +122,7 @@ class TaskEnvironments:
 
     # Calls and results
 
-    def _passed(self, rollout: Rollout, turns: Sequence[_Turn]) -> int:
+    def _passed(self, rollout: Rollout, turns: Sequence[Turn]) -> int:
         """How many turns of a rollout that a limit ended its instance got: all, unless the limit cut the last one."""
         instance = self._instances.get(rollout.id)
         if instance is not None and instance.attempt == rollout.attempt and instance.answered >= len(turns) - 1:
@@ -122,7 +134,7 @@ class TaskEnvironments:
     def _start(
         self,
         rollout: Rollout,
-        turns: list[_Turn],
+        turns: list[Turn],
         earlier: Sequence[Response],
         response: Response | None,
         call: int | None,
@@ -131,8 +143,12 @@ class TaskEnvironments:
         instance = self._instance_of(rollout, len(earlier))
         number = next(self._numbers)
         self._pending[number] = _Pending(rollout.id, rollout.attempt, instance.number, turns, call)
-        problem = rollout.prompt.payload
+        problem = self._problem(rollout)
         self._host.submit(Call(number, instance.number, problem, tuple(earlier), instance.state, response, reason))
+
+    def _problem(self, rollout: Rollout) -> Any:
+        """What `reset` of an instance gets."""
+        return rollout.prompt.payload
 
     def _instance_of(self, rollout: Rollout, answered: int) -> _Instance:
         """The rollout's own, if it has answered these turns; otherwise a new one, which the host brings there."""
@@ -188,7 +204,7 @@ class TaskEnvironments:
         if instance is not None and instance.number == pending.instance:
             self._drop(pending.rollout_id)
 
-    def _difference(self, turns: Sequence[_Turn], result: Result) -> str | None:
+    def _difference(self, turns: Sequence[Turn], result: Result) -> str | None:
         """Why a replay is not what the rollout recorded; None if it is, or if nothing was replayed."""
         for place, (turn, messages) in enumerate(zip(turns, result.replayed or (), strict=False), 1):
             if turn.observation is None:
@@ -197,7 +213,7 @@ class TaskEnvironments:
                 return f"the observation of turn {place} differed when it was replayed"
         return None
 
-    def _responses(self, rollout: Rollout, turns: Sequence[_Turn]) -> list[Response]:
+    def _responses(self, rollout: Rollout, turns: Sequence[Turn]) -> list[Response]:
         """The text of each turn, with the tool calls that the chat template's parser finds in it."""
         context = list(rollout.prompt.tokens)
         responses = []
@@ -252,14 +268,14 @@ class Ends:
         self._environments.wait(timeout_seconds)
 
 
-def _turns_of(rollout: Rollout) -> list[_Turn]:
+def turns_of(rollout: Rollout) -> list[Turn]:
     """The policy's turns with their observations, from the recorded segments."""
-    turns: list[_Turn] = []
+    turns: list[Turn] = []
     response: list[int] = []
     for segment in rollout.segments:
         if segment.is_environment:
-            turns.append(_Turn(response, list(segment.tokens)))
+            turns.append(Turn(response, list(segment.tokens)))
             response = []
         else:
             response = [*response, *segment.tokens]
-    return [*turns, _Turn(response, None)] if response else turns
+    return [*turns, Turn(response, None)] if response else turns

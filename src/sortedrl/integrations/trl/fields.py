@@ -13,10 +13,12 @@ from typing import Any
 
 import trl
 from packaging.version import Version
+from transformers import PreTrainedTokenizerBase
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named
 
@@ -31,6 +33,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
+    "_tool_call_loop": (
+        *("prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images", "multimodal_fields"),
+    ),
 }
 
 _WHOLE_DISTRIBUTION = "the loss uses log-probabilities of the full distribution, so its ratios would be biased"
@@ -58,7 +63,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "vllm_server_timeout": (_VLLM, _USE_ENGINE),
     "vllm_group_port": (_VLLM, _USE_ENGINE),
     "vllm_tensor_parallel_size": (_VLLM, _USE_ENGINE),
-    "max_tool_calling_iterations": ("a rollout is one turn without tool calls", "Leave it out."),
     "ds3_gather_for_generation": ("DeepSpeed ZeRO-3 is not supported", "Leave it out."),
     "fsdp": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
     "parallelism_config": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
@@ -74,9 +78,7 @@ CORRECTION_FIELDS = (
 )
 
 REFUSED_ARGUMENTS: dict[str, tuple[str, str]] = {
-    "tools": ("a rollout is one turn without tool calls", "Use GRPOTrainer for multi-turn training."),
     "rollout_func": ("the scheduler decides what is generated and when", "Pass your own engine as engine=."),
-    "environment_factory": ("a rollout is one turn", "Use GRPOTrainer for environments."),
     "quantization_config": ("the engine needs unquantized weights", "Load the model in bfloat16; LoRA is supported."),
 }
 
@@ -99,19 +101,33 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for name, (why, fix) in REFUSED_ARGUMENTS.items():
         if given.get(name):
             raise ConfigurationError(name, given[name], why, fix)
-    dataset = given.get("train_dataset")
+    dataset, factory = given.get("train_dataset"), given.get("environment_factory")
+    if dataset is None and factory is not None:
+        return  # the environment has the data; TRL makes rows with empty prompts
     if dataset is None or not hasattr(dataset, "__len__"):
         raise ConfigurationError(
             "train_dataset", type(dataset).__name__, "the scheduler loads prompts by their index in the dataset",
             "Pass a datasets.Dataset; read a streaming dataset into memory first.",
         )  # fmt: skip
     columns = set(dataset.column_names or ())
-    if "prompt" not in columns:
+    if "prompt" not in columns and factory is None:
         raise ConfigurationError(
             "train_dataset", sorted(columns), "it has no column named prompt", "Rename the column that holds it."
         )
     for name in sorted(columns & {"image", "images"}):
         raise ConfigurationError("train_dataset", name, "images are not supported", "Use GRPOTrainer for them.")
+    if (factory is not None or given.get("tools")) and "prompt" in columns and isinstance(dataset[0]["prompt"], str):
+        raise ConfigurationError(
+            "train_dataset", "prompt", "tools need prompts that are lists of chat messages",
+            'Use [{"role": "user", "content": ...}] instead of text.',
+        )  # fmt: skip
+    if isinstance(factory, Mapping):
+        unknown = sorted({str(name) for name in dataset["environment"]} - {str(name) for name in factory})
+        if unknown:
+            raise ConfigurationError(
+                "environment_factory", sorted(factory), f"the dataset names environments that it has not: {unknown}",
+                "Add them, or change the column named environment.",
+            )  # fmt: skip
 
 
 def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:
@@ -152,6 +168,22 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
     if args.max_completion_length is None:
         raise ConfigurationError("max_completion_length", None, "a rollout needs a limit on its tokens", "Use 512.")
     _check_steps(args)
+
+
+def check_model(trainer: Any) -> None:
+    """Refuse models that the engine cannot follow. `trainer` is a GRPOTrainer."""
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        raise ConfigurationError(
+            "processing_class", type(trainer.processing_class).__name__, "only text models are supported",
+            "Use GRPOTrainer for images.",
+        )  # fmt: skip
+    deepspeed = trainer.accelerator.state.deepspeed_plugin
+    if deepspeed is not None and deepspeed.zero_stage == 3:
+        raise ConfigurationError(
+            "deepspeed", "ZeRO-3", "sharded weights are not gathered for the engine", "Use ZeRO-2."
+        )  # fmt: skip
+    if getattr(trainer.model, "is_loaded_in_4bit", False) or getattr(trainer.model, "is_loaded_in_8bit", False):
+        raise ConfigurationError("model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16.")
 
 
 def _check_steps(args: GRPOConfig) -> None:
@@ -216,6 +248,36 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule
         raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
     strategy_named(schedule.mode).check(schedule)
     return schedule
+
+
+def with_tools(schedule: Schedule, context: int, threads: int, limit_seconds: float) -> Schedule:
+    """TRL's limits: tool results count in `max_completion_length`, and no context is longer than the engine's."""
+    if threads < 0:
+        raise ConfigurationError("tool_threads", threads, "negative", "Use 0 for none, or 1 or more.")
+    if not limit_seconds > 0:
+        raise ConfigurationError("tool_limit_seconds", limit_seconds, "must be above 0", "Set the seconds per call.")
+    return dataclasses.replace(
+        schedule,
+        count_observations=True,
+        max_context_tokens=min(context, schedule.max_context_tokens or context),
+        max_environment_seconds=max(schedule.max_environment_seconds, 2 * limit_seconds),
+        score_wait_seconds=max(schedule.score_wait_seconds, 2 * limit_seconds),
+    )
+
+
+def refused_template(error: ValueError) -> ConfigurationError | None:
+    """TRL's refusal of a chat template in one line; None if the error is about something else."""
+    text = str(error)
+    if "not training-compatible" in text:
+        return ConfigurationError(
+            "processing_class", "chat_template",
+            "the template does not preserve the prefix (it changes earlier turns when a tool result follows), and TRL "
+            "has no version of it for training",
+            "Use a template that keeps earlier turns as they are.",
+        )  # fmt: skip
+    if "chat template" not in text:
+        return None
+    return ConfigurationError("processing_class", "chat_template", one_line(text).rstrip("."), "Use another template.")
 
 
 def _merged(given: Schedule, owned: dict[str, Any]) -> Schedule:

@@ -53,6 +53,18 @@ def token_staleness(rollouts: Sequence[Rollout], version: int, width: int) -> Te
     return staleness
 
 
+def first_turn(rollout: Rollout) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities up to the first tool result."""
+    length = rollout.mask.index(0) if 0 in rollout.mask else len(rollout)
+    return rollout.tokens[:length], rollout.logprobs[:length]
+
+
+def loss_mask(scored: dict[str, Tensor]) -> Tensor:
+    """1 for the tokens that are trained on: neither padding nor tool results."""
+    mask = scored["completion_mask"]
+    return mask * scored["tool_mask"] if "tool_mask" in scored else mask
+
+
 def micro_batches(
     scored: dict[str, Tensor], count: int, *, optimizer_steps: int = 1, trim: bool
 ) -> list[dict[str, Tensor]]:

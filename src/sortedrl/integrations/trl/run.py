@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from sortedrl.core.event_file import EventFile, recover_file
 from sortedrl.core.events import Event, EventLog, Rejected, Scored, Sink, Updated
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce
+from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
 
@@ -83,6 +84,7 @@ class ScheduledRun:
         shuffle: bool,
         updates: int,
         log_path: Path,
+        environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
         self.metrics = Metrics()
@@ -90,11 +92,13 @@ class ScheduledRun:
         self._last_rejection = ""
         self._log = LateRewards(self.metrics, self._note)
         self._in_hand: Batch | None = None
+        self._environments = environments
         self._controller = Controller(
             engine,
             Prompts(prompts, epochs=_epochs(len(prompts), schedule, updates), seed=schedule.seed, shuffle=shuffle),
-            ScoreAtOnce(lambda rollout: 0.0),
+            ScoreAtOnce(lambda rollout: 0.0) if environments is None else environments.ends,
             schedule,
+            environments=environments,
             sampling=sampling,
             log=EventLog(self._log),
         )
@@ -123,6 +127,10 @@ class ScheduledRun:
     @property
     def version(self) -> int:
         return self._controller.version
+
+    @property
+    def live(self) -> Mapping[int, Rollout]:
+        return self._controller.live
 
     @property
     def has_batch_in_hand(self) -> bool:
@@ -163,6 +171,8 @@ class ScheduledRun:
         running = list(self._controller.running)
         if running:
             self._controller.engine.abort(running)
+        if self._environments is not None:
+            self._environments.close()
         self.mark_phase("end")
         self._file.sync()
         self._file.close()

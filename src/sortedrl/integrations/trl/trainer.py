@@ -11,6 +11,7 @@ lines. So GRPOTrainer is subclassed where it fills its generation batch:
     _calculate_rewards                  TRL's, on the whole update; rewards go to the event log
     _generate_and_score_completions     TRL's; then `old_per_token_logps` are set to the engine's log-probabilities
     _compute_loss                       TRL's; the engine's log-probabilities are also compared with TRL's
+    _tool_call_loop                     only with tools: returns the turns, which ran beside generation (tool_use.py)
 
 Everything else is TRL's: advantages, losses, KL, optimizer, logging, checkpoints, accelerate. The data loader still
 counts the steps, but its rows are ignored. Each process runs its own scheduler and engine over its part of the prompts,
@@ -30,14 +31,15 @@ import copy
 import inspect
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 import trl
 from accelerate.utils import gather, is_peft_model
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -54,11 +56,25 @@ from sortedrl.integrations.trl.fields import (
     VERIFIED_VERSIONS,
     check_arguments,
     check_fields,
+    check_model,
     optimizer_steps_per_update,
+    refused_template,
     schedule_for,
+    with_tools,
 )
-from sortedrl.integrations.trl.rows import Row, filled_up, micro_batches, rows_in_groups, rows_needed, token_staleness
+from sortedrl.integrations.trl.prompts import DatasetPrompts
+from sortedrl.integrations.trl.rows import (
+    Row,
+    filled_up,
+    first_turn,
+    loss_mask,
+    micro_batches,
+    rows_in_groups,
+    rows_needed,
+    token_staleness,
+)
 from sortedrl.integrations.trl.run import ScheduledRun, write_state
+from sortedrl.integrations.trl.tool_use import ToolUse
 from sortedrl.models.merged_weights import merged_weights
 
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
@@ -70,29 +86,6 @@ class HookNeverFired(RuntimeError):
 
 class EngineMismatch(RuntimeError):
     """The engine and the trainer disagree on log-probabilities."""
-
-
-class DatasetPrompts(Sequence[Prompt]):
-    """Rows `rank`, `rank + processes`, ... of the dataset as prompts, tokenized lazily."""
-
-    def __init__(self, trainer: SortedGRPOTrainer) -> None:
-        self._trainer = trainer
-        processes = trainer.accelerator
-        self._rows = range(processes.process_index, len(trainer.train_dataset), processes.num_processes)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        row = self._rows[place]
-        tokens, *_ = self._trainer._tokenize_prompts([self._trainer.train_dataset[row]["prompt"]])
-        return Prompt(str(row), tuple(tokens[0]), row)
 
 
 _Host: Any = GRPOTrainer  # TRL lacks the type hints for type checking
@@ -109,6 +102,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     off_policy_correction
                   "ppo_clip": the loss clips the ratio against the sampling policy. "decoupled": against the weights
                   before the update, weighted according to TRL's `vllm_importance_sampling_*` fields
+    tool_threads  how many tools that are plain functions run at once; 0: in this thread, without a time limit
+    tool_limit_seconds
+                  a tool that takes longer is abandoned, and the result of the call is an error
     """
 
     def __init__(
@@ -118,18 +114,27 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         engine: str | Engine = "embedded",
         slots: int | None = None,
         off_policy_correction: str = "ppo_clip",
+        tool_threads: int = 32,
+        tool_limit_seconds: float = 60.0,
         **named: Any,
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
         check_arguments(given)
         if given.get("args") is not None:
             check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
-        super().__init__(*positional, **named)
+        try:
+            super().__init__(*positional, **named)
+        except ValueError as error:
+            raise refused_template(error) or error from None
         check_fields(self.args, off_policy_correction=off_policy_correction, engine=engine)
-        self._check_model()
+        check_model(self)
         self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self._engine_wanted = engine
+        self.tool_use: ToolUse | None = None
+        if self.tools or self.environment_factories is not None:
+            self.schedule = with_tools(self.schedule, self._engine_context(), tool_threads, tool_limit_seconds)
+            self.tool_use = ToolUse(self, threads=tool_threads, limit_seconds=tool_limit_seconds)
         self._engine: EngineBase | None = None
         self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
@@ -142,22 +147,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._loss_inputs: dict[str, Tensor] | None = None
         self._fired: set[str] = set()
         self.add_callback(_StepWatcher(self))
-
-    def _check_model(self) -> None:
-        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
-            raise ConfigurationError(
-                "processing_class", type(self.processing_class).__name__, "only text models are supported",
-                "Use GRPOTrainer for images.",
-            )  # fmt: skip
-        deepspeed = self.accelerator.state.deepspeed_plugin
-        if deepspeed is not None and deepspeed.zero_stage == 3:
-            raise ConfigurationError(
-                "deepspeed", "ZeRO-3", "sharded weights are not gathered for the engine", "Use ZeRO-2."
-            )
-        if getattr(self.model, "is_loaded_in_4bit", False) or getattr(self.model, "is_loaded_in_8bit", False):
-            raise ConfigurationError(
-                "model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16."
-            )
 
     # Start and end of a run
 
@@ -189,6 +178,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             shuffle=bool(self.shuffle_dataset),
             updates=-(-self.state.max_steps // optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
+            environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,
         )
 
@@ -200,7 +190,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def end_step(self) -> None:
         """Called after an optimizer step. At the end of an update, publish the weights."""
-        self._require_fired(*HOOKS)
+        self._require_fired(*(name for name in HOOKS if self.tools or name != "_tool_call_loop"))
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             self.run.publish(self._weights())
             self._log_metrics()
@@ -244,10 +234,14 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         count = torch.tensor([len(rows)], device=self.accelerator.device)
         most = int(gather(count).max())
         self._rows = filled_up(rows, rows_needed(most, self.num_generations, self.args.steps_per_generation))
-        dataset = self.train_dataset
-        if self.args.remove_unused_columns:
-            dataset = dataset.select_columns(["prompt"])
-        return [dict(dataset[row.rollout.prompt.payload]) for row in self._rows]
+        if self.tool_use is not None:
+            self.tool_use.take(self._rows, self.run.live)
+        return [self.example(row.rollout.prompt.payload) for row in self._rows]
+
+    def example(self, row: int) -> dict[str, Any]:
+        """A row of the training data, with the columns that TRL would pass on."""
+        example = dict(self.train_dataset[row])
+        return {"prompt": example["prompt"]} if self.args.remove_unused_columns else example
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **named: Any
@@ -258,7 +252,20 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         rollouts = [row.rollout for row in self._rows]
         if [list(ids) for ids in prompt_ids] != [list(rollout.prompt.tokens) for rollout in rollouts]:
             raise HookNeverFired(f"TRL {trl.__version__} requests other prompts than those of the scheduler's update")
-        return [rollout.tokens for rollout in rollouts], [rollout.logprobs for rollout in rollouts]
+        turns = [first_turn(rollout) for rollout in rollouts]  # `_tool_call_loop` adds the others
+        return [tokens for tokens, _ in turns], [logprobs for _, logprobs in turns]
+
+    def _tool_call_loop(self, *positional: Any, **named: Any) -> Any:
+        assert self.tool_use is not None
+        if self.model.training:
+            self._fired.add("_tool_call_loop")
+            return self.tool_use.loop_result(self._rows)
+        self.tool_use.limit_tools()
+        self.use_vllm = False  # else TRL looks for its own vLLM
+        try:
+            return super()._tool_call_loop(*positional, **named)
+        finally:
+            self.use_vllm = self._decoupled
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         if not self.model.training:
@@ -266,7 +273,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             return rewards
         self._fired.add("_calculate_rewards")
         self.run.mark_phase("scores")
+        if self.tool_use is not None:
+            self.environments = self.tool_use.instances(self._rows)
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.tool_use is not None:
+            self.tool_use.release()
         trains = gather(torch.tensor([row.trains for row in self._rows], device=rewards.device))
         rewards[~trains] = torch.nan  # TRL leaves a row without a reward out of its group's statistics
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
@@ -281,12 +292,13 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             return super()._generate_and_score_completions(inputs)
         self._fired.add("_generate_and_score_completions")
         self._require_fired("_prepare_inputs")
-        scored = super()._generate_and_score_completions(inputs)
+        with nullcontext() if self.tool_use is None else self.tool_use.nothing_to_reset(self._rows):
+            scored = super()._generate_and_score_completions(inputs)
         self._require_fired("_generate_single_turn", "_calculate_rewards")
         device = self.accelerator.device
         trains = torch.tensor([row.trains for row in self._rows], device=device)
         scored["completion_mask"] = scored["completion_mask"] * trains[:, None]
-        scored["num_items_in_batch"] = gather(scored["completion_mask"].sum()).sum()
+        scored["num_items_in_batch"] = gather(loss_mask(scored).sum()).sum()
         rollouts = [row.rollout for row in self._rows]
         width = scored["completion_ids"].shape[1]
         scored["staleness"] = token_staleness(rollouts, self.run.version, width).to(device)
@@ -315,7 +327,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def _compare_with_engine(self, logps: Tensor, inputs: dict[str, Tensor]) -> None:
         """Only on tokens of the current weights: on stale tokens the two differ legitimately."""
-        fresh = inputs["completion_mask"].bool() & (inputs["staleness"] == 0)
+        fresh = loss_mask(inputs).bool() & (inputs["staleness"] == 0)
         if not bool(fresh.any()):
             return
         mismatch = (logps - inputs["sampling_per_token_logps"])[fresh].abs().mean().item()
@@ -343,10 +355,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         if not isinstance(self._engine_wanted, str):
             return with_defaults(self._engine_wanted)
         on_cpu = self.accelerator.device.type == "cpu"
-        max_length, options = self._longest_context(), {}
+        options: dict[str, Any] = {}
         if self._engine_wanted == "vllm":
             self._require_one_process()
-            max_length = self.args.vllm_max_model_length or max_length
             options = {
                 "enable_sleep_mode": self.args.vllm_enable_sleep_mode,
                 "gpu_memory_utilization": self.args.vllm_gpu_memory_utilization,
@@ -355,7 +366,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         spec = EngineSpec(
             model=self.model.config._name_or_path,
             slots=self.slots,
-            max_length=max_length,
+            max_length=self._engine_context(),
             eos_token_ids=frozenset(self.eos_token_ids),
             module=self._module_to_decode_with() if self._engine_wanted == "embedded" else None,
             tokenizer=self._tokenizer,
@@ -378,6 +389,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 "engine", "vllm", f"it supports one process, but there are {self.accelerator.num_processes}",
                 "Use engine='embedded', or launch one process.",
             )  # fmt: skip
+
+    def _engine_context(self) -> int:
+        return (self.args.vllm_max_model_length if self._engine_wanted == "vllm" else None) or self._longest_context()
 
     def _longest_context(self) -> int:
         """Prompt plus response: as long as the model allows, unless the schedule bounds prompts."""
@@ -420,13 +434,17 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             Request(i, Prompt(str(i), tuple(ids)), (), limit, derive_seed(self.args.seed, step, rank, i), sampling)
             for i, ids in enumerate(prompt_ids)
         ]
-        responses = generate(engine, requests)
-        for response in responses:
+        context = self.schedule.max_context_tokens
+        if context is not None:  # a later turn may have less room, or none
+            requests = [r._replace(max_new_tokens=min(limit, context - len(r.prompt.tokens))) for r in requests]
+        responses = {r.request.id: r for r in generate(engine, [r for r in requests if r.max_new_tokens > 0])}
+        for id, response in responses.items():
             if response.failure is not None:
-                raise RuntimeError(f"prompt {response.request.id} of an evaluation failed: {response.failure}")
+                raise RuntimeError(f"prompt {id} of an evaluation failed: {response.failure}")
         if training:
             self.run.mark_phase("learner")
-        return [response.tokens for response in responses], [response.logprobs for response in responses]
+        made = [responses.get(request.id) for request in requests]
+        return [r.tokens if r else [] for r in made], [r.logprobs if r else [] for r in made]
 
     # Checkpoints
 

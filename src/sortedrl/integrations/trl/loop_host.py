@@ -1,0 +1,62 @@
+"""Environment instances in this process, in an event loop on a thread of its own: calls go on while the engine runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from sortedrl.tasks.environment import Environment
+from sortedrl.tasks.environment_host import Call, Instances, Result
+
+CLOSE_SECONDS = 5.0
+
+
+class LoopHost:
+    """A host (tasks/environment_host.py). Instances must not block the loop."""
+
+    def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
+        self._instances = Instances(build)
+        self._limit_seconds = limit_seconds
+        self._changed = threading.Condition()
+        self._done: list[Result] = []
+        self._calls: dict[int, Future[Result]] = {}  # by instance: its last call
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Call) -> None:
+        future = asyncio.run_coroutine_threadsafe(self._instances.answer(call, self._limit_seconds), self._loop)
+        self._calls[call.instance] = future
+        future.add_done_callback(self._take)
+
+    def _take(self, future: Future[Result]) -> None:
+        if future.cancelled():
+            return
+        with self._changed:
+            self._done.append(future.result())
+            self._changed.notify_all()
+
+    def collect(self) -> list[Result]:
+        with self._changed:
+            done, self._done = self._done, []
+        return done
+
+    def wait(self, timeout_seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._done), timeout_seconds)
+
+    def drop(self, instance: int) -> None:
+        call = self._calls.pop(instance, None)
+        if call is not None:
+            call.cancel()
+        asyncio.run_coroutine_threadsafe(self._instances.close(instance, self._limit_seconds), self._loop)
+
+    def close(self) -> None:
+        for call in self._calls.values():
+            call.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()

@@ -1,0 +1,587 @@
+"""Tools and environments in SortedGRPOTrainer, against GRPOTrainer: real TRL, a scripted model, on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from scripted_model import EOS, TEMPLATE, Table, call, scripted_model, scripted_tokenizer
+from sortedrl.core.events import (
+    Event,
+    Observed,
+    Rejected,
+    Submitted,
+    TurnEnded,
+    Updated,
+    read_events,
+    without_rolled_back,
+)
+from sortedrl.core.schedule import ConfigurationError
+from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.observe.metrics import Metrics
+
+GROUP = 2
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+# The tools: the last character of a result decides what the model says next
+
+
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return f"{a + b}D"
+
+
+def again() -> str:
+    """Leads to the same call again."""
+    return "H"
+
+
+def fails() -> str:
+    """Always raises an error."""
+    raise RuntimeError("broken")
+
+
+async def slowly(text: str) -> str:
+    """Return the text.
+
+    Args:
+        text: Any text.
+    """
+    await asyncio.sleep(0.001)
+    return f"{text}D"
+
+
+TOOLS = [add, again, fails, slowly]
+BOTH = call("slowly", text="late") + call("add", a=1, b=1)
+SCRIPT: Table = {
+    "A": call("add", a=1, b=2),
+    "D": "done",  # after a result that ends with D
+    "E": "<tool_call>{oops</tool_call>",  # not JSON
+    "F": call("nothing"),  # no such tool
+    "G": call("fails"),
+    "H": call("again"),  # for ever
+    "I": "xx",
+    "xx": "yy",
+    "yy": "xx",  # without end
+    "J": call("slowly", text="late"),
+    "K": BOTH,
+    "L": call("add", a=5, b=5),
+    call("add", a=5, b=5): "xx",  # a call, and then more text without end
+    "M": call("add", a=1),  # an argument is missing
+    "}": "sorry",  # after an error
+    **dict.fromkeys(("done", "sorry", BOTH, "<tool_call>{oops</tool_call>", call("nothing"), call("fails")), EOS),
+    **dict.fromkeys((call("add", a=1, b=2), call("again"), call("slowly", text="late"), call("add", a=1)), EOS),
+}
+CASES = "ABEFGHIJKLM"  # B: a response without a call
+
+
+def config(folder: Path, **fields: Any) -> GRPOConfig:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": GROUP,
+        "max_completion_length": 120,
+        "learning_rate": 0.0,
+        "shuffle_dataset": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+    return GRPOConfig(**defaults | fields)
+
+
+def questions(cases: str, **columns: list[Any]) -> Dataset:
+    prompts = [[{"role": "user", "content": f"go {case}"}] for case in cases]
+    return Dataset.from_dict({"prompt": prompts, "case": list(cases), **columns})
+
+
+def trainer_of(kind: type, folder: Path, table: Table, **arguments: Any) -> Any:
+    tokenizer = scripted_tokenizer(table, arguments.pop("template", TEMPLATE))
+    made = kind(
+        model=scripted_model(tokenizer, table),
+        reward_funcs=arguments.pop("reward_funcs", by_place),
+        args=arguments.pop("args", None) or config(folder),
+        processing_class=tokenizer,
+        **arguments,
+    )
+    made.remove_callback(PrinterCallback)
+    made.remove_callback(ProgressCallback)
+    return made
+
+
+def by_place(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(place % GROUP) for place in range(len(completions))]
+
+
+def watched(kind: type) -> tuple[type, list[dict[str, Any]]]:
+    """The trainer, and all rows that it generated: prompt, tokens, mask, messages."""
+    seen: list[dict[str, Any]] = []
+
+    class Watched(kind):  # type: ignore[misc]
+        def _generate(self, prompts: Any) -> Any:
+            generated = super()._generate(prompts)
+            prompt_ids, completion_ids, tool_mask, completions, *_ = generated
+            if self.model.training:
+                tool_mask = tool_mask or [[1] * len(ids) for ids in completion_ids]
+                for row in zip(prompt_ids, completion_ids, tool_mask, completions, strict=True):
+                    seen.append(dict(zip(("prompt", "tokens", "mask", "messages"), row, strict=True)))
+            return generated
+
+    return Watched, seen
+
+
+def both_trainers(
+    folder: Path, table: Table, cases: str, fields: dict[str, Any], **arguments: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, float]]]:
+    """The rows of one update of all cases under GRPOTrainer and under ours, in the same order, and what was logged."""
+    fields = {"per_device_train_batch_size": GROUP * len(cases)} | fields
+    found, logs = [], []
+    for name, kind, more in (("plain", GRPOTrainer, {}), ("sorted", SortedGRPOTrainer, {"schedule": "baseline"})):
+        watching, seen = watched(kind)
+        given = arguments | {"train_dataset": arguments.get("train_dataset") or questions(cases)}
+        made = trainer_of(watching, folder / name, table, args=config(folder / name, **fields), **more | given)
+        made.train()
+        found.append(sorted(seen, key=lambda row: row["prompt"]))
+        logs.append(next(entry for entry in made.state.log_history if "loss" in entry))
+    return found[0], found[1], logs
+
+
+def assert_same_metrics(logs: list[dict[str, float]]) -> None:
+    for name in logs[0]:
+        if name.startswith(("tools/", "completions/", "rewards/", "num_tokens")):
+            assert logs[1][name] == pytest.approx(logs[0][name]), name
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tool_calling_iterations": 1}, {"max_tool_calling_iterations": 0}])
+def test_tokens_masks_and_messages_are_those_of_grpo_trainer(fields: dict[str, Any], tmp_path: Path) -> None:
+    plain, ours, logs = both_trainers(tmp_path, SCRIPT, CASES, fields, tools=TOOLS)
+    assert len(plain) == GROUP * len(CASES)
+    assert ours == plain
+    assert_same_metrics(logs)
+    assert (logs[1]["tools/call_frequency"] > 0) == (fields.get("max_tool_calling_iterations") != 0)
+    assert (logs[1]["tools/failure_frequency"] > 0) == (fields.get("max_tool_calling_iterations") != 0)
+
+
+@pytest.mark.parametrize("limit", [2, 24, 25, 26])
+def test_limits_end_a_rollout_as_in_grpo_trainer(limit: int, tmp_path: Path) -> None:
+    """Around the length at which the first results fit, among them the one at which nothing can follow them."""
+    calls: list[int] = []
+
+    def add(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        calls.append(a)
+        return f"{a + b}D"
+
+    fields = {"max_completion_length": limit, "mask_truncated_completions": True}
+    plain, ours, logs = both_trainers(tmp_path, SCRIPT, CASES, fields, tools=[add, again, fails, slowly])
+    assert ours == plain
+    assert_same_metrics(logs)
+    assert max(len(row["tokens"]) for row in ours) == limit
+    assert any(row["mask"][-1] == 0 for row in ours) == (limit in (24, 25))
+    made = Counter(calls)  # a call is made even if a limit cuts the turn or leaves no room for its result
+    assert all(count % 2 == 0 for count in made.values()) and made[5] == 2 * GROUP
+
+
+# Environments
+
+
+class Counter24:
+    """Counts to 24 from where its row says. It logs what happens to it."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.log: list[str] = []
+
+    def reset(self, start: int, **row: Any) -> str:
+        assert "environment" not in row
+        self.log = [f"start {start}"]
+        self.number = start
+        return f"from {start}N"
+
+    def count(self, step: int) -> str:
+        """Count on.
+
+        Args:
+            step: How far.
+        """
+        self.log.append(f"step {step}")
+        self.number += step
+        return f"{self.number}{'D' if self.number >= 24 else 'N'}"
+
+    def get_reward(self) -> float:
+        return float(self.number)
+
+
+class Echo:
+    """Another kind, with an async tool."""
+
+    def reset(self, **row: Any) -> None:
+        self.said: list[str] = []
+
+    async def echo(self, text: str) -> str:
+        """Say it.
+
+        Args:
+            text: Any text.
+        """
+        await asyncio.sleep(0.001)
+        self.said.append(text)
+        return f"{text}D"
+
+
+COUNT = {name: call("count", step=int(name)) for name in ("1", "5", "9")}
+SAY = call("echo", text="hi")
+COUNTING: Table = {
+    "N": {COUNT["1"]: 0.1, COUNT["5"]: 0.4, COUNT["9"]: 0.4, "stop": 0.1},
+    "D": "done",
+    "S": SAY,
+    "}": "sorry",
+    **dict.fromkeys((*COUNT.values(), SAY, "done", "stop", "sorry"), EOS),
+}
+SURE = dict(COUNTING) | {"N": COUNT["9"]}
+
+
+def log_of(completion: list[dict[str, Any]]) -> list[str]:
+    calls = [call["function"]["arguments"]["step"] for message in completion for call in message.get("tool_calls", ())]
+    results = [message for message in completion if message["role"] == "tool"]
+    return [f"step {step}" for step in calls[: len(results)]]
+
+
+def own_instance(completions: list[Any], environments: list[Any], start: list[int], **columns: Any) -> list[float]:
+    """Every completion comes with the instance that saw its calls, and no others."""
+    distinct = {
+        id(environment): str(completion) for environment, completion in zip(environments, completions, strict=True)
+    }
+    for completion, environment, first in zip(completions, environments, start, strict=True):
+        assert environment.log == [f"start {first}", *log_of(completion)]
+        assert distinct[id(environment)] == str(completion)
+    return [float(len(environment.log)) for environment in environments]
+
+
+def starts(count: int = 8) -> Dataset:
+    return questions("N" * count, start=list(range(count)))
+
+
+def test_an_environment_serves_its_rollout_alone_as_in_grpo_trainer(tmp_path: Path) -> None:
+    fields = {"max_completion_length": 300}
+    given: dict[str, Any] = {"environment_factory": Counter24, "reward_funcs": own_instance, "train_dataset": starts(4)}
+    plain, ours, logs = both_trainers(tmp_path, SURE, "NNNN", fields, **given)
+    assert ours == plain and all(0 in row["mask"] for row in ours)
+    assert_same_metrics(logs)
+    assert logs[1]["rewards/Counter24/mean"] > 24  # `get_reward`
+
+
+def test_each_row_may_name_its_environment(tmp_path: Path) -> None:
+    names, first = ["count", "echo", "count", "echo"], [0, 0, 20, 0]
+    data = questions("NSNS", environment=names, start=first)
+    kinds: list[list[str]] = []
+
+    def remember(environments: list[Any], environment: list[str], **columns: Any) -> list[float]:
+        kinds.append([type(one).__name__ for one in environments])
+        expected = ["Counter24" if name == "count" else "Echo" for name in environment]
+        assert kinds[-1] == expected
+        return [float(place % 2) for place in range(len(environments))]
+
+    given: dict[str, Any] = {"environment_factory": {"count": Counter24, "echo": Echo}, "reward_funcs": remember}
+    plain, ours, logs = both_trainers(tmp_path, SURE, "NSNS", {}, train_dataset=data, tools=[add], **given)
+    assert ours == plain
+    assert_same_metrics(logs)
+    assert sorted(Counter(kinds[-1]).values()) == [4, 4]
+
+
+def test_environments_may_own_the_prompts(tmp_path: Path) -> None:
+    """No dataset: the prompt is what `reset` returns."""
+
+    class Fixed(Counter24):
+        def reset(self, prompt: Any, **row: Any) -> str:
+            return super().reset(start=7)
+
+    for name, kind in (("plain", GRPOTrainer), ("sorted", SortedGRPOTrainer)):
+        watching, seen = watched(kind)
+        made = trainer_of(watching, tmp_path / name, SURE, environment_factory=Fixed, reward_funcs=None)
+        made.train()
+        assert seen and all(row["messages"][1]["content"] == "16N" for row in seen)
+
+
+@pytest.mark.parametrize(
+    "mode", ["on-policy", "partial+elevator", pytest.param("cohort-at-once", marks=pytest.mark.slow)]
+)
+def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, tmp_path: Path) -> None:
+    """Responses of random length, some stopped in mid-episode; each instance must have seen its rollout's calls."""
+    args = config(tmp_path, max_steps=6, max_completion_length=200, learning_rate=1e-3)
+    given: dict[str, Any] = {
+        "environment_factory": Counter24,
+        "reward_funcs": own_instance,
+        "train_dataset": starts(24),
+    }
+    trainer = trainer_of(SortedGRPOTrainer, tmp_path, COUNTING, args=args, schedule=mode, slots=3, **given)
+    Counter24.made = 0
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(history) == 6
+    assert all(entry.get("sortedrl/mismatch", 0.0) < 1e-4 for entry in history)
+    assert any(entry["tools/call_frequency"] > 1 for entry in history)
+    log = events_in(tmp_path)
+    trained = [rollout for event in log if isinstance(event, Updated) for rollout in event.rollouts]
+    assert len(trained) == len(set(trained)) >= 24 and not [event for event in log if isinstance(event, Rejected)]
+    assert Counter24.made < 40  # instances are used again after their rewards
+    staleness = Metrics().fold(log).run_metrics().staleness_max
+    assert (staleness > 0) == (mode == "partial+elevator")
+
+
+def events_in(folder: Path) -> list[Event]:
+    return without_rolled_back(read_events(folder / "events.jsonl"))
+
+
+# Training
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
+def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(mode: str, tmp_path: Path) -> None:
+    """GRPOTrainer samples what our rollouts sampled, runs the tools itself, and takes the same step."""
+    fields = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "max_completion_length": 150}
+    watching, seen = watched(SortedGRPOTrainer)
+    data = starts()
+    given: dict[str, Any] = {"environment_factory": Counter24, "reward_funcs": own_instance}
+    args = config(tmp_path / "ours", **fields)
+    ours = trainer_of(watching, tmp_path / "ours", COUNTING, args=args, schedule=mode, train_dataset=data, **given)
+    start = {name: value.detach().clone() for name, value in ours.model.named_parameters()}
+    ours.train()
+    rows = [next(n for n in range(8) if f"from {n}N" in ours._tokenizer.decode(row["prompt"])) for row in seen]
+
+    class Replayed(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: Any, *arguments: Any, **named: Any) -> Any:
+            """The contexts are those of all rows or, after a turn, of those that go on, in order."""
+            left = iter(seen)
+            return [next(next_turn(row, len(ids)) for row in left if extends(row, ids)) for ids in prompt_ids], None
+
+    args = config(tmp_path / "theirs", **fields)
+    theirs = trainer_of(
+        Replayed, tmp_path / "theirs", COUNTING, args=args, train_dataset=data.select(rows[::GROUP]), **given
+    )
+    theirs.train()
+    expected = dict(theirs.model.named_parameters())
+    assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
+    for name, value in ours.model.named_parameters():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def extends(row: dict[str, Any], ids: list[int]) -> bool:
+    return len(ids) < len(row["prompt"]) + len(row["tokens"]) and (row["prompt"] + row["tokens"])[: len(ids)] == ids
+
+
+def next_turn(row: dict[str, Any], context: int) -> list[int]:
+    first = context - len(row["prompt"])
+    mask = row["mask"][first:]
+    return row["tokens"][first : first + (mask.index(0) if 0 in mask else len(mask))]
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("environments", [True, False])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, environments: bool, tmp_path: Path) -> None:
+    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    given: dict[str, Any] = {"schedule": mode, "slots": 3, "tool_threads": 0, "train_dataset": starts(16)}
+    if environments:
+        given |= {"environment_factory": Counter24, "reward_funcs": own_instance}
+    else:
+        given |= {"tools": [random_count]}
+    args = config(tmp_path, max_completion_length=200, **fields)
+    table = COUNTING if environments else {**COUNTING, "N": {call("random_count"): 0.7, "stop": 0.3}}
+    table = {**table, call("random_count"): EOS}
+    whole = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
+    whole.train()
+    told = [event._replace(at=0.0) for event in events_in(tmp_path) if isinstance(event, Updated)]
+    resumed = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [event._replace(at=0.0) for event in events_in(tmp_path) if isinstance(event, Updated)] == told
+    expected = dict(whole.model.named_parameters())
+    for name, value in resumed.model.named_parameters():
+        assert torch.equal(value, expected[name]), name
+    assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max > 0 or mode == "on-policy"
+
+
+def random_count() -> str:
+    """Always the same, without an instance."""
+    return "oneN"
+
+
+def test_no_slot_is_held_while_a_tool_runs(tmp_path: Path) -> None:
+    """One slot, and a tool that answers only when another rollout decodes."""
+    released = threading.Event()
+
+    def waits() -> str:
+        """Waits for another rollout."""
+        assert released.wait(30)
+        return "D"
+
+    def releases() -> str:
+        """Lets the other go on."""
+        released.set()
+        return "D"
+
+    table: Table = {
+        **SCRIPT, "P": call("waits"), "Q": call("releases"), call("waits"): EOS, call("releases"): EOS,
+    }  # fmt: skip
+    args = config(tmp_path, per_device_train_batch_size=4)
+    trainer = trainer_of(
+        SortedGRPOTrainer, tmp_path, table, args=args, schedule="baseline", slots=1, tools=[waits, releases],
+        train_dataset=questions("PQ"),
+    )  # fmt: skip
+    trainer.train()
+    log = events_in(tmp_path)
+    first = next(place for place, event in enumerate(log) if isinstance(event, TurnEnded))
+    answered = next(place for place, event in enumerate(log) if isinstance(event, Observed))
+    others = [event for event in log[first:answered] if isinstance(event, Submitted)]
+    assert others and all(event.rollout != log[first].rollout for event in others)  # type: ignore[union-attr]
+    assert not [event for event in log if isinstance(event, Rejected)]
+    history = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert (history["tools/call_frequency"], history["tools/failure_frequency"]) == (1.0, 0.0)
+
+
+class Stuck:
+    """Its method hangs for good, in the instance of one row."""
+
+    def reset(self, case: str, **row: Any) -> None:
+        self.case, self.calls = case, 0
+
+    def hang(self) -> str:
+        """Hangs."""
+        self.calls += 1
+        if self.case == "P" and self.calls == 1:
+            threading.Event().wait()
+        return "D"
+
+    async def hang_too(self) -> str:
+        """Hangs, too."""
+        await asyncio.sleep(1e9)
+        return "D"
+
+
+def test_a_call_that_hangs_is_an_error_and_its_thread_is_abandoned(tmp_path: Path) -> None:
+    table: Table = {
+        **SCRIPT, "P": call("hang"), "Q": call("hang"), "R": call("hang_too"), call("hang_too"): EOS,
+        call("hang"): EOS, "}": {call("hang"): 0.5, "sorry": 0.5},
+    }  # fmt: skip
+    watching, seen = watched(SortedGRPOTrainer)
+    used: list[Any] = []
+
+    def remember(environments: list[Any], **columns: Any) -> list[float]:
+        used.extend(environments)
+        return by_place(environments)
+
+    args = config(tmp_path, per_device_train_batch_size=6, max_steps=2, max_completion_length=400)
+    trainer = trainer_of(
+        watching, tmp_path, table, args=args, environment_factory=Stuck, reward_funcs=remember,
+        train_dataset=questions("PQRPQR"), schedule="partial+elevator", tool_limit_seconds=0.3,
+    )  # fmt: skip
+    trainer.train()
+    assert not [event for event in events_in(tmp_path) if isinstance(event, Rejected)]
+    for row, environment in zip(seen, used, strict=True):
+        results = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+        if environment.case == "Q":
+            assert results == ["D"]
+        else:
+            assert "no result within 0.3 s" in results[0]
+        if environment.case == "P":
+            assert environment.calls == 1  # never called again while the thread is in it
+            assert all("busy" in result for result in results[1:])
+    stuck = {id(environment) for environment in used if environment.case == "P"}
+    assert len(stuck) == sum(environment.case == "P" for environment in used)  # and never used for another rollout
+    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert log["tools/failure_frequency"] > 0
+
+
+def test_evaluation_uses_tools_and_their_time_limit(tmp_path: Path) -> None:
+    table: Table = {**SCRIPT, "P": call("hang"), "Q": call("hang"), call("hang"): EOS}
+    shown: list[str] = []
+
+    def remember(completions: list[Any], **columns: Any) -> list[float]:
+        shown.extend(str(message["content"]) for completion in completions for message in completion)
+        return by_place(completions)
+
+    args = config(tmp_path, per_device_eval_batch_size=4)
+    trainer = trainer_of(
+        SortedGRPOTrainer, tmp_path, table, args=args, environment_factory=Stuck, reward_funcs=remember,
+        train_dataset=questions("QQ"), eval_dataset=questions("PQ"), tool_limit_seconds=0.3,
+        off_policy_correction="decoupled",
+    )  # fmt: skip
+    measured = trainer.evaluate()
+    assert measured["eval_tools/call_frequency"] == 1.0
+    assert any("no result within 0.3 s" in text for text in shown) and "done" in shown
+
+
+# What is refused
+
+
+class Random:
+    number = 0
+
+    def reset(self, **row: Any) -> str:
+        Random.number += 1
+        return f"{Random.number}N"
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"tools": TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["go A"]})}, "lists of chat messages"),
+        ({"tools": TOOLS, "tool_threads": -1}, "tool_threads"),
+        ({"tools": TOOLS, "tool_limit_seconds": 0}, "tool_limit_seconds"),
+        ({"tools": TOOLS, "template": TEMPLATE.replace("{{ m.content }}", "")}, "does not support tool calling"),
+        (
+            {"tools": TOOLS, "template": "{{ messages | length }}" + TEMPLATE},
+            "does not preserve the prefix",
+        ),
+        (
+            {"environment_factory": {"count": Counter24}, "train_dataset": questions("N", environment=["cuont"])},
+            "cuont",
+        ),
+        ({"environment_factory": Random}, "reset returned different observations for row"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(arguments: dict[str, Any], found: str, tmp_path: Path) -> None:
+    given = {"train_dataset": questions("NN", start=[1, 2])} | arguments
+    with pytest.raises(ConfigurationError, match=found) as refused:
+        trainer_of(SortedGRPOTrainer, tmp_path, SURE, **given).train()
+    assert "\n" not in str(refused.value)
