@@ -1,4 +1,4 @@
-"""A language model whose next token depends on the last one alone, by a table, and a chat template that makes use of it.
+"""A language model whose next token depends on the last one alone, by a table, and a chat template for it.
 
 The generation prompt repeats the last character of the conversation. So the last character of a question or of a tool
 result decides what the model says, for example which tool it calls.
@@ -23,7 +23,7 @@ HIDDEN = 256
 LIKELY = 20.0  # logit of a likely token; all others have 0
 
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }};{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }};{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{{ messages[-1].content[-1:] }}{% endif %}"

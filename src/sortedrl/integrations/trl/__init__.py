@@ -6,7 +6,8 @@
     trainer.train()
 
 Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `run` (the scheduler's
-side, independent of TRL), `rows` (converts an update to TRL's rows).
+side), `prompts` (rows of the dataset), `rows` (converts an update to TRL's rows). For rollouts of several turns:
+`tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls), `loop_host` (where they run).
 """
 
 from __future__ import annotations

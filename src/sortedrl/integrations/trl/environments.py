@@ -94,7 +94,7 @@ class TrlEnvironments(TaskEnvironments):
 
     def _wait_for(self, number: int) -> Result | None:
         """The result of the only call. The host has a time limit for it."""
-        until = time.monotonic() + 2 * self._box.limit_seconds
+        until = time.monotonic() + 2 * self._trainer.schedule.max_environment_seconds
         while time.monotonic() < until:
             self._host.wait(until - time.monotonic())
             for result in self._host.collect():

@@ -122,6 +122,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             'Use [{"role": "user", "content": ...}] instead of text.',
         )  # fmt: skip
     if isinstance(factory, Mapping):
+        if "environment" not in columns:
+            raise ConfigurationError(
+                "train_dataset", sorted(columns), "it has no column named environment", "Name each row's environment."
+            )
         unknown = sorted({str(name) for name in dataset["environment"]} - {str(name) for name in factory})
         if unknown:
             raise ConfigurationError(

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from sortedrl.tasks.environment import Environment
 from sortedrl.tasks.environment_host import Call, Instances, Result
@@ -54,9 +55,18 @@ class LoopHost:
         asyncio.run_coroutine_threadsafe(self._instances.close(instance, self._limit_seconds), self._loop)
 
     def close(self) -> None:
-        for call in self._calls.values():
-            call.cancel()
+        ended = asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop)
+        with suppress(TimeoutError):
+            ended.result(CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel the other tasks of the loop and wait for them."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -57,7 +57,7 @@ class ToolUse:
     def new_environments(self) -> TrlEnvironments:
         """For a run."""
         limit_seconds = self._trainer.schedule.max_environment_seconds
-        self.box.episodes.clear()
+        self.box.start_run()
         make: type[LoopHost | LocalHost] = LoopHost if self.box.threads else LocalHost
         host: Host = make(self.box.episode, limit_seconds=limit_seconds)
         return TrlEnvironments(self._trainer, self.box, host)

@@ -93,8 +93,9 @@ class ToolBox:
     _free: dict[Any, list[Any]] = field(default_factory=dict)  # instances without a rollout, by name
     _running: asyncio.Semaphore = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._running = asyncio.Semaphore(max(1, self.threads))
+    def start_run(self) -> None:
+        self.episodes.clear()
+        self._running = asyncio.Semaphore(max(1, self.threads))  # belongs to the event loop that it is used in
 
     def episode(self) -> Episode:
         return Episode(self) if self.factories is not None else StatelessEpisode(self)

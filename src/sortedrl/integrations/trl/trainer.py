@@ -241,7 +241,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     def example(self, row: int) -> dict[str, Any]:
         """A row of the training data, with the columns that TRL would pass on."""
         example = dict(self.train_dataset[row])
-        return {"prompt": example["prompt"]} if self.args.remove_unused_columns else example
+        return {key: example[key] for key in example if key == "prompt" or not self.args.remove_unused_columns}
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **named: Any
