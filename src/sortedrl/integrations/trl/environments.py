@@ -42,9 +42,14 @@ class TrlEnvironments(TaskEnvironments):
         super().__init__(trainer._tokenizer, host, chat=ToolSuffix(trainer))
         self._trainer = trainer
         self._box = box
+        self._parsed: dict[int, tuple[int, list[Response]]] = {}  # by rollout id: its attempt, its turns so far
 
     def close(self) -> None:
         self._host.close()
+
+    def _drop(self, rollout_id: int) -> None:
+        super()._drop(rollout_id)
+        self._parsed.pop(rollout_id, None)
 
     def _take_results(self) -> None:
         super()._take_results()
@@ -84,6 +89,7 @@ class TrlEnvironments(TaskEnvironments):
             last = _cut(last)
         number = next(self._numbers)
         self._host.submit(Call(number, number, self._problem(rollout), tuple(earlier), None, last))
+        self._parsed.pop(rollout.id, None)
         result = self._wait_for(number)
         if result is None or result.error is not None or self._difference(turns, result) is not None:
             self._host.drop(number)
@@ -107,14 +113,18 @@ class TrlEnvironments(TaskEnvironments):
         return rollout.id, row, self._trainer.example(row)
 
     def _responses(self, rollout: Rollout, turns: Sequence[Turn]) -> list[Response]:
-        tools = self._tools_of(rollout)
-        context = list(rollout.prompt.tokens)
-        responses: list[Response] = []
-        for turn in turns:
-            message = parse_response(self._tokenizer, turn.response, prefix=list(context), tools=tools)
-            responses.append(ParsedResponse(message))
+        """Each turn is parsed once."""
+        attempt, responses = self._parsed.get(rollout.id, (rollout.attempt, []))
+        if attempt != rollout.attempt or len(responses) > len(turns):
+            responses = []
+        tools, context = self._tools_of(rollout), list(rollout.prompt.tokens)
+        for place, turn in enumerate(turns):
+            if place == len(responses):
+                message = parse_response(self._tokenizer, turn.response, prefix=list(context), tools=tools)
+                responses.append(ParsedResponse(message))
             context += [*turn.response, *(turn.observation or ())]
-        return responses
+        self._parsed[rollout.id] = rollout.attempt, responses
+        return list(responses)
 
     def _tools_of(self, rollout: Rollout) -> list[Any]:
         if self._box.factories is None:
