@@ -318,6 +318,7 @@ def test_an_environment_serves_its_rollout_alone_as_in_grpo_trainer(tmp_path: Pa
     assert logs[1]["rewards/Counter24/mean"] > 24  # `get_reward`
 
 
+@pytest.mark.slow
 def test_each_row_may_name_its_environment(tmp_path: Path) -> None:
     names, first = ["count", "echo", "count", "echo"], [0, 0, 20, 0]
     data = questions("NSNS", environment=names, start=first)
@@ -336,6 +337,7 @@ def test_each_row_may_name_its_environment(tmp_path: Path) -> None:
     assert sorted(Counter(kinds[-1]).values()) == [4, 4]
 
 
+@pytest.mark.slow
 def test_environments_may_own_the_prompts(tmp_path: Path) -> None:
     """No dataset: the prompt is what `reset` returns."""
 
@@ -424,7 +426,7 @@ def next_turn(row: dict[str, Any], context: int) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("environments", [True, False])
+@pytest.mark.parametrize("environments", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, environments: bool, tmp_path: Path) -> None:
     fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
     given: dict[str, Any] = {"schedule": mode, "slots": 3, "tool_threads": 0, "train_dataset": starts(16)}
@@ -618,6 +620,7 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: dict[str, Any], foun
 # The page
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python file=trl_tools.py\n(.*?)```", page, re.DOTALL)
