@@ -521,7 +521,7 @@ def test_a_call_that_hangs_is_an_error_and_its_thread_is_abandoned(tmp_path: Pat
     args = config(tmp_path, per_device_train_batch_size=6, max_steps=2, max_completion_length=400)
     trainer = trainer_of(
         watching, tmp_path, table, args=args, environment_factory=Stuck, reward_funcs=remember,
-        train_dataset=questions("PQRPQR"), schedule="partial+elevator", tool_limit_seconds=1.0,
+        train_dataset=questions("PQRPQR"), schedule="baseline", tool_limit_seconds=1.0,
     )  # fmt: skip
     trainer.train()
     assert not [event for event in events_in(tmp_path) if isinstance(event, Rejected)]

@@ -67,7 +67,7 @@ def scripted_model(tokenizer: PreTrainedTokenizerFast, table: Table) -> LlamaFor
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=eos,
+            num_attention_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=eos,
             pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
         )
     )  # fmt: skip

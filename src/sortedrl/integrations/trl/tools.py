@@ -135,12 +135,15 @@ class ToolBox:
     async def awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of an async function, in TRL's event loop. Raises its error, or TimeoutError."""
         assert self.async_loop is not None
-        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.async_loop))
-        done, _ = await asyncio.wait([future], timeout=self.limit_seconds if self.threads else None)
-        if not done:
-            future.cancel()
-            raise too_late(self.limit_seconds)
-        return done.pop().result()
+        running = asyncio.run_coroutine_threadsafe(coroutine, self.async_loop)
+        limit_seconds = self.limit_seconds if self.threads else None
+        try:
+            done, _ = await asyncio.wait([asyncio.wrap_future(running)], timeout=limit_seconds)
+            if not done:
+                raise too_late(self.limit_seconds)
+            return done.pop().result()
+        finally:
+            running.cancel()  # if it has not ended
 
 
 def methods_of(instance: Any) -> list[Tool]:
