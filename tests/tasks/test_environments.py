@@ -320,7 +320,9 @@ def test_a_process_that_cannot_be_started_is_an_error_before_the_run() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     host = WorkerHosts(CountingTask(), workers=1, limit_seconds=1.0)
     with contextlib.closing(host):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
             with pytest.raises(WorkerError, match="Too many open files"):
                 host.wait_until_ready()
