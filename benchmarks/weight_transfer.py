@@ -60,7 +60,7 @@ def command(folder: Path, port: int, on_gpu: bool) -> list[str]:
     parts += ["--enforce-eager", "--weight-transfer-config", '{"backend": "ipc"}']
     if on_gpu:
         return [*parts, "--dtype", "bfloat16", "--gpu-memory-utilization", "0.4", "--kv-cache-memory-bytes", str(2**31)]
-    return [*parts, "--dtype", "float32"]
+    return [*parts, "--dtype", "float32", "--gpu-memory-utilization", "0.3"]  # of the CPU's memory
 
 
 @contextmanager
