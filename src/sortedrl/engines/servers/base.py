@@ -29,8 +29,10 @@ from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.servers.dialect import Source
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
+from sortedrl.engines.servers.weight_broadcast import WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
@@ -159,11 +161,14 @@ class HttpEngine(ServerStreams, EngineBase):
         self.weight_update_seconds = self.now() - began
 
     def _send(self, weights: dict[str, Any], version: int) -> None:
-        """By CUDA IPC if the server takes handles and the weights are on one GPU, otherwise in a file."""
+        """From GPU to GPU if the server can and the weights are on one GPU, otherwise in a file."""
         is_on_gpu = are_on_one_gpu(weights)
         if is_on_gpu and self.takes_handles:
             with exported(weights) as handles:
                 self._update_from(handles, version)
+            return
+        if is_on_gpu and self.takes_broadcasts:
+            self._update_from(WeightBroadcast(weights), version)
             return
         if is_on_gpu and self.how_to_take_handles and not self._has_hinted:
             self._has_hinted = True
@@ -176,13 +181,15 @@ class HttpEngine(ServerStreams, EngineBase):
         with self.weight_files.written(weights, version) as folder:
             self._update_from(folder, version)
 
-    def _update_from(self, source: Path | WeightHandles | None, version: int) -> None:
+    def _update_from(self, source: Source, version: int) -> None:
         try:
             self._result_of(self._update_weights(source, version))
         except Exception as error:  # for any error, old and new weights may be mixed in the server
             fix = "restart the server"
             if isinstance(source, WeightHandles):
                 fix += f" on the learner's GPU ({source.gpu}), or without the IPC backend"
+            if isinstance(source, WeightBroadcast):
+                fix += " on other GPUs of this machine, or without the NCCL backend"
             self._die(f"the weight update to version {version} did not complete ({said(error)}); {fix}")
             raise EngineDied(f"{self.url}: {self._outbox.death}") from error
 
@@ -229,7 +236,7 @@ class HttpEngine(ServerStreams, EngineBase):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._connection.close()
 
-    async def _update_weights(self, source: Path | WeightHandles | None, version: int) -> None:
+    async def _update_weights(self, source: Source, version: int) -> None:
         """Update the weights, and verify that the server did not restart meanwhile. Retries while it is busy."""
         began = self.now()
         while True:

@@ -16,6 +16,7 @@ from sortedrl.core.engine import Request
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.servers.messages import Delta, Identity
+from sortedrl.engines.servers.weight_broadcast import WeightBroadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
 from sortedrl.engines.stop_strings import StopStrings
 
@@ -60,6 +61,9 @@ class Sent:
         return len(self.request.prompt.tokens) + len(self.prefix) + len(self.tokens) if self.tokens else 0
 
 
+Source = Path | WeightHandles | WeightBroadcast | None  # of weights: a folder, by CUDA IPC, by NCCL; None: keep them
+
+
 class ServerDialect(ABC):
     """The server-specific part of `HttpEngine`."""
 
@@ -70,6 +74,7 @@ class ServerDialect(ABC):
     kv_cache_reuse: KVCacheReuse
     max_length: int | None  # of prompt plus response, if the server reports it
     takes_handles = False  # the server reads weights by CUDA IPC; `check_server` sets it
+    takes_broadcasts = False  # the server reads weights by NCCL; `check_server` sets it
     how_to_take_handles = ""  # the command that starts such a server, if there is one
     _eos: list[int]  # EOS token ids
     _seeded: bool
@@ -111,8 +116,8 @@ class ServerDialect(ABC):
         """Abort these requests; returns whether the server will end their streams."""
 
     @abstractmethod
-    async def update_from(self, source: Path | WeightHandles | None, version: int) -> str | None:
-        """Have the server load these weights in place (a folder, handles, or None: keep them), and clear all stale KV.
+    async def update_from(self, source: Source, version: int) -> str | None:
+        """Have the server load these weights in place, and clear all stale KV.
 
         Returns the weight version that was set on the server, if it supports that.
         """

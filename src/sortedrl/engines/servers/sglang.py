@@ -26,14 +26,13 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import HttpEngine
-from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
+from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
@@ -154,7 +153,7 @@ class SglangEngine(HttpEngine):
         await asyncio.gather(*(self.call("POST", "/abort_request", body={"rid": name}) for name in names))
         return True
 
-    async def update_from(self, source: Path | WeightHandles | None, version: int) -> str | None:
+    async def update_from(self, source: Source, version: int) -> str | None:
         tag = self.weights_name(version) if source is not None else None
         await self.call("POST", "/pause_generation", body={"mode": "abort"})
         await self._until_empty()

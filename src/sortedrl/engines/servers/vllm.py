@@ -21,7 +21,8 @@
   holds KV of the old weights (`reuse_kv_cache=True`: see kv_cache_reuse.py). If a step fails, the server stays paused
   and is given up. A server on the learner's GPU takes the weights by CUDA IPC instead (weight_handles.py) if it is
   started with `--weight-transfer-config '{"backend": "ipc"}'` and VLLM_ALLOW_INSECURE_SERIALIZATION=1. vLLM 0.25's
-  IPC backend imports ray: `pip install ray`.
+  IPC backend imports ray: `pip install ray`. One on other GPUs of this machine gets them by NCCL
+  (weight_broadcast.py) if it is started with `--weight-transfer-config '{"backend": "nccl"}'`.
 
 Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1 is based on its source code.
 """
@@ -29,15 +30,16 @@ Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import HttpEngine
-from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent
+from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, whole_number
+from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _START = (
@@ -57,6 +59,7 @@ class VllmServerEngine(HttpEngine):
 
     start_command = _START
     _can_abort = True  # until a request shows otherwise
+    _group: BroadcastGroup  # new whenever the server is checked: its process may be another one
 
     async def check_server(self) -> None:
         one_token = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "detokenize": False}}
@@ -81,6 +84,10 @@ class VllmServerEngine(HttpEngine):
         unpickles = bool((info.get("vllm_env") or {}).get(_UNPICKLES))
         self.takes_handles = transfer.get("backend") == "ipc" and unpickles
         self.how_to_take_handles = _WITH_HANDLES.format(slots=self.slots)
+        self.takes_broadcasts = transfer.get("backend") == "nccl" and can_broadcast()
+        parallel = info["vllm_config"].get("parallel_config") or {}
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        self._group = BroadcastGroup(workers=math.prod(int(parallel.get(size) or 1) for size in sizes))
 
     async def count_running(self) -> int | None:
         counts = await self._metric(_RUNNING)
@@ -155,11 +162,13 @@ class VllmServerEngine(HttpEngine):
                 return False
         return self._can_abort
 
-    async def update_from(self, source: Path | WeightHandles | None, version: int) -> str | None:
+    async def update_from(self, source: Source, version: int) -> str | None:
         keys_stay = self.kv_cache_reuse.survives_update_to(version)
         await self.call("POST", "/pause", mode="abort", clear_cache=str(not keys_stay).lower())
         if isinstance(source, WeightHandles):
             await self._take_handles(source)
+        elif isinstance(source, WeightBroadcast):
+            await self._take_broadcast(source)
         elif source is not None:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
             await self.call("POST", "/collective_rpc", body=reload, seconds=WEIGHT_UPDATE_SECONDS)
@@ -173,13 +182,22 @@ class VllmServerEngine(HttpEngine):
 
     async def _take_handles(self, weights: WeightHandles) -> None:
         """One round of vLLM's weight transfer. The server has copied the weights when its last step returns."""
-        for path, body in (
-            ("/init_weight_transfer_engine", {"init_info": {}}),
-            ("/start_weight_update", None),
-            ("/update_weights", {"update_info": weights.for_vllm()}),
-            ("/finish_weight_update", None),
-        ):
-            await self.call("POST", path, body=body, seconds=WEIGHT_UPDATE_SECONDS)
+        await self._transfer("/init_weight_transfer_engine", init_info={})
+        await self._transfer("/start_weight_update")
+        await self._transfer("/update_weights", update_info=weights.for_vllm())
+        await self._transfer("/finish_weight_update")
+
+    async def _take_broadcast(self, weights: WeightBroadcast) -> None:
+        """The same round with NCCL. The server's workers wait for the broadcast in `/update_weights`."""
+        await self._group.open(
+            weights.device, lambda info: self._transfer("/init_weight_transfer_engine", init_info=info)
+        )
+        await self._transfer("/start_weight_update")
+        await self._group.send(weights, lambda info: self._transfer("/update_weights", update_info=info))
+        await self._transfer("/finish_weight_update")
+
+    async def _transfer(self, path: str, **body: Any) -> None:
+        await self.call("POST", path, body=body or None, seconds=WEIGHT_UPDATE_SECONDS)
 
     async def _tag_weights(self, version: int) -> str | None:
         """Set the weight version, so that the server can identify its weights; None if not supported (0.25)."""
