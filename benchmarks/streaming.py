@@ -1,20 +1,23 @@
-"""What streaming gains: the same training run with the learner after each harvest, and during it.
+"""What streaming gains: the same updates with the learner after each harvest, and during it.
 
-    python benchmarks/streaming.py [--updates 12] [--repeats 3] [--mode baseline]   # environment of `make test-vllm`
-    python benchmarks/streaming.py --simulate                                       # an 8B model on an H200, 8 seeds
+    python benchmarks/streaming.py [--updates 6] [--repeats 3] [--out OUT]     # environment of `make test-vllm`
+    python benchmarks/streaming.py --simulate                                  # an 8B model on an H200, 8 seeds
 
-vLLM's server is pinned to one core and the learner to another, like two devices. Runs alternate: in turn, streamed,
-with groups of 8 (GRPO) and with single rollouts (reinforce++). Times are per update, of harvests, learner and weight
-updates only. `--tokens-per-micro-batch` and the KL term set how long the learner takes for a model this small.
+vLLM's server is pinned to one core; controller and learner share another: two devices. The model has random weights.
+Response lengths are forced, so that both runs of a pair train on equally many tokens in every update. Pairs alternate:
+in turn, streamed, with groups of 8 (GRPO), then with single rollouts (reinforce++), then the next repeat. The first
+update of a run is not counted. Times are per update.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,62 +25,125 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from overlap import SLOTS, server_command
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from update_rows import UpdateRows
 
-from config_file import config_file
 from server_process import serving
-from sortedrl.cli import main as sortedrl
-from sortedrl.core.schedule import Schedule
+from sortedrl.core import Controller, EventLog, Prompts, Schedule, events
+from sortedrl.core.seeds import derive_seed
+from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.lengths import LognormalLengths, length_of_request
+from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.studies.measurements import machine
+from sortedrl.learner.learner import Learner
+from sortedrl.learner.settings import LearnerSettings
+from sortedrl.studies.measurements import machine, random_prompts
 from sortedrl.studies.workload import Workload
 from sortedrl.studies.workload import run as simulate
+from sortedrl.tasks.scoring import DirectScorer
+from sortedrl.tasks.task import Reward
 
-SIZES = ["--slots", str(SLOTS), "--rollouts-per-update", str(SLOTS), "--max-prompt-tokens", "128"]
-SIZES += ["--max-response-tokens", "256", "--eval-problems", "1", "--dtype", "float32"]
-SIZES += ["--checkpoint-every", "0", "--threads", "1"]
-KINDS = {
-    "groups of 8": ["--rollouts-per-prompt", "8", "--prompts-per-cohort", "16", "--algorithm", "grpo"],
-    "single rollouts": ["--rollouts-per-prompt", "1", "--prompts-per-cohort", "128", "--algorithm", "reinforce++"],
+SLOTS = 32
+PROMPT_TOKENS, MAX_RESPONSE_TOKENS, MEDIAN_LENGTH = 24, 256, 40
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
 }
+KINDS = {"groups of 8": (8, "grpo"), "single rollouts": (1, "reinforce++")}  # rollouts per prompt, algorithm
 
 
-def run(url: str, folder: Path, flags: list[str]) -> dict[str, float]:
-    at = ["--engine", "vllm-server", "--engine-urls", url, "--out", str(folder)]
-    if sortedrl(["train", *at, *SIZES, *flags]) != 0:
-        raise RuntimeError(f"training failed: {folder}")
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())["metrics"]
-    per_update = found["wall_seconds"] / found["updates"]
-    harvest = found["seconds"] / found["updates"]
-    learner = found["idle_parts"]["learner"] * per_update
-    weights = found["idle_parts"]["weights"] * per_update
+def server_command(model: Path) -> list[str]:
+    command = ["taskset", "--cpu-list", "0", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32"]
+    command += ["--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 8), "--max-num-seqs", str(SLOTS)]
+    command += ["--stream-interval", "32", "--gpu-memory-utilization", "0.3"]  # the latter: of the CPU's memory
+    return [*command, "--tokens-only", "--logprobs-mode", "processed_logprobs"]
+
+
+class StreamedSeconds:
+    """Sums the learner's work during harvests; a sink of the event log."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, event: events.Event) -> None:
+        if isinstance(event, events.Streamed):
+            self.seconds += event.seconds
+
+
+def run(
+    engine: VllmServerEngine, model: Path, kind: str, seed: int, options: argparse.Namespace, *, stream: bool
+) -> Any:
+    """One row per update after the first, and a summary."""
+    per_prompt, algorithm = KINDS[kind]
+    prompts = SLOTS // per_prompt
+    schedule = Schedule(
+        mode=options.mode,
+        rollouts_per_update=SLOTS,
+        rollouts_per_prompt=per_prompt,
+        prompts_per_cohort=prompts,
+        whole_groups=per_prompt > 1,
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+        seed=seed,
+    )
+    learner = Learner(
+        LlamaForCausalLM.from_pretrained(model),
+        LearnerSettings(
+            algorithm=algorithm,
+            normalizer_tokens=SLOTS * MAX_RESPONSE_TOKENS,
+            tokens_per_micro_batch=options.tokens_per_micro_batch,
+            learning_rate=1e-5,
+        ),
+    )
+    learner.set_initial_rewards([0.0, 1.0])
+    probes = [prompt.tokens for prompt in random_prompts((-1, -2), PROMPT_TOKENS, SHAPE["vocab_size"])]
+    checked = CheckedWeights(engine, learner.logprobs_of, probes)
+    checked.update_weights(learner.weights(), 0)
+    rows, streamed = UpdateRows(0.0), StreamedSeconds()
+    lengths = LognormalLengths(mu=math.log(MEDIAN_LENGTH), limit=MAX_RESPONSE_TOKENS, shortest=4, seed=seed)
+    controller = Controller(
+        ForcedLengths(checked, length_of_request(lengths)),
+        Prompts(random_prompts(range(prompts * options.updates), PROMPT_TOKENS, SHAPE["vocab_size"]), seed=seed),
+        DirectScorer(lambda rollout: Reward(float(derive_seed(rollout.id, 3) & 1), correct=False)),
+        schedule,
+        log=EventLog(rows, streamed),
+        max_updates=options.updates,
+        stream_to=learner.accumulate if stream else None,
+    )
+    for batch in controller:
+        learner.step(batch.rollouts, batch.version)
+        controller.publish(learner.weights())
+    counted = rows.rows[1:]
+    total = {key: sum(getattr(row, key) for row in counted) for key in ("generate", "learner", "weights")}
     return {
-        "harvest": harvest,
-        "learner_after_harvest": learner,
-        "weights": weights,
-        "harvest_and_learner": harvest + learner,
-        "with_weights": harvest + learner + weights,
-        "tokens": found["trained_tokens"] / found["updates"],
-        "streamed_fraction": found["streamed_fraction"],
-        "streamed_seconds": found["streamed_seconds"] / found["updates"],
-        "staleness_max": found["staleness_max"],
+        "harvest": total["generate"] / len(counted),
+        "learner_after_harvest": total["learner"] / len(counted),
+        "weights": total["weights"] / len(counted),
+        "harvest_and_learner": (total["generate"] + total["learner"]) / len(counted),
+        "with_weights": sum(total.values()) / len(counted),
+        "tokens": sum(row.trained_tokens for row in counted) / len(counted),
+        "streamed_seconds": streamed.seconds / len(rows.rows),
+        "staleness_sum": sum(row.staleness_sum for row in counted),
     }
 
 
-def summary(in_turn: list[dict[str, float]], streamed: list[dict[str, float]]) -> str:
-    """Ratios of seconds per update, per pair of neighboring runs. Their prompts are the same, their responses are not:
-    few updates give a wide spread."""
-
-    def gains(key: str) -> list[float]:
-        pairs = zip(in_turn, streamed, strict=True)
-        return sorted(one[key] / other[key] for one, other in pairs)
-
+def summary(in_turn: list[dict[str, float]], streamed: list[dict[str, float]]) -> dict[str, Any]:
+    """Ratios of seconds per update, per pair of neighboring runs."""
     ratio = median(one["learner_after_harvest"] / one["harvest"] for one in in_turn)
-    parts = [f"learner / harvest {ratio:.2f}"]
-    for key, name in (("harvest_and_learner", "harvest and learner"), ("with_weights", "with weight updates")):
-        found = gains(key)
-        parts.append(f"{name} {median(found):.2f} x [{found[0]:.2f}, {found[-1]:.2f}]")
-    return ", ".join(parts)
+    found: dict[str, Any] = {"learner_of_harvest": round(ratio, 3), "pairs": len(in_turn)}
+    for key in ("harvest_and_learner", "with_weights"):
+        pairs = zip(in_turn, streamed, strict=True)
+        gains = sorted(one[key] / other[key] for one, other in pairs)
+        found[key] = {"median": round(median(gains), 3), "low": round(gains[0], 3), "high": round(gains[-1], 3)}
+    return found
 
 
 def simulated(mode: str) -> None:
@@ -113,37 +179,50 @@ def _simulated(mode: str, per_prompt: int, per_token: float, seed: int) -> tuple
     return learner, gain(stream=True), gain(stream=True, weight_update_seconds=1.0), gain(stream=True, share_gpu=True)
 
 
+def measured(options: argparse.Namespace) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = (options.out / "streaming.jsonl").open("a", encoding="utf-8")
+
+    def record(**fields: Any) -> None:
+        line = json.dumps({"at": round(time.perf_counter() - began, 1), "load": os.getloadavg()[0], **fields})
+        print(line, flush=True)
+        results.write(line + "\n")
+        results.flush()
+
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(model)  # type: ignore[no-untyped-call]
+        with serving(server_command(model), Path(scratch) / "server.log", **environment) as server:
+            os.sched_setaffinity(0, {1})
+            engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=(), vocabulary=SHAPE["vocab_size"])
+            record(machine=machine(), mode=options.mode, tokens_per_micro_batch=options.tokens_per_micro_batch)
+            found: dict[str, dict[bool, list[dict[str, float]]]] = {kind: {False: [], True: []} for kind in KINDS}
+            for repeat in range(options.repeats):
+                for kind, runs in found.items():
+                    for stream in runs if repeat % 2 == 0 else reversed(runs):
+                        runs[stream].append(run(engine, model, kind, repeat, options, stream=stream))
+                        record(kind=kind, repeat=repeat, stream=stream, **runs[stream][-1])
+                    record(kind=kind, summary=summary(runs[False], runs[True]))
+            engine.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mode", default="baseline")
-    parser.add_argument("--kl-coefficient", type=float, default=0.001)
-    parser.add_argument("--tokens-per-micro-batch", type=int, default=256)
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=512, help="sets how long the learner takes")
+    parser.add_argument("--out", type=Path, default=Path("streaming"))
     parser.add_argument("--simulate", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.simulate:
-        return simulated(arguments.mode)
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        serving(server_command(), Path(scratch) / "server.log", **environment) as server,
-    ):
-        os.sched_setaffinity(0, {1})
-        learner = config_file(
-            Path(scratch),
-            kl_coefficient=arguments.kl_coefficient,
-            tokens_per_micro_batch=arguments.tokens_per_micro_batch,
-        )
-        for kind, flags in KINDS.items():
-            found: dict[str, list[dict[str, float]]] = {"in turn": [], "streamed": []}
-            for repeat in range(arguments.repeats):
-                for name in found:
-                    words = [*flags, *learner, "--updates", str(arguments.updates), "--seed", str(repeat)]
-                    words += ["--mode", arguments.mode, *(["--stream"] if name == "streamed" else [])]
-                    found[name].append(run(server.url, Path(scratch) / f"{kind}-{name}-{repeat}", words))
-                    print(kind, name, json.dumps(found[name][-1]), flush=True)
-            print(f"{machine()}: {arguments.mode}, {kind}: {summary(found['in turn'], found['streamed'])}", flush=True)
+    options = parser.parse_args()
+    if options.simulate:
+        simulated(options.mode)
+    else:
+        measured(options)
 
 
 if __name__ == "__main__":

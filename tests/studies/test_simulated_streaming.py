@@ -14,7 +14,7 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated_learner import SharedDevice, speed_at
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import RunMetrics
-from sortedrl.studies.plan import Allowed, plan
+from sortedrl.studies.plan import CLOSE, Allowed, plan
 from sortedrl.studies.workload import Workload, run
 
 # One harvest of 128 rollouts takes about 60 s here, and the learner then about 0.6 of that.
@@ -79,8 +79,11 @@ def test_plan_recommends_it_where_it_pays() -> None:
     found = plan(small, schedule, allowed)
     assert found.streamed is not None and found.streamed.of_limit > found.choice.of_limit
     assert "add --stream (exact)" in found.reason
+    shared = found.streamed_on_shared_gpu
+    assert shared is not None and found.choice.of_limit < shared.of_limit < found.streamed.of_limit
+    assert ("stream_sms" in found.reason) == (shared.of_limit > found.choice.of_limit + CLOSE)
     without = plan(replace(small, learner_seconds_per_token=0.0), schedule, allowed)
-    assert without.streamed is None and "--stream" not in without.reason
+    assert without.streamed is None and without.streamed_on_shared_gpu is None and "--stream" not in without.reason
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

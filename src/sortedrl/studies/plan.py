@@ -3,7 +3,7 @@
 The rule: among schedules within the bounds on length bias and staleness, the fastest wins; within `CLOSE` of the
 fastest, the one with the lowest staleness wins, then the simpler one. If a longest-first baseline is that close, you do
 not need SortedRL. The effect of reusing stale KV cache is reported separately: it is an approximation, so it is your
-choice. So is the effect of streaming, which is exact, but needs a device for the learner alone.
+choice. So is the effect of streaming, which is exact: on a device for the learner alone, or on the GPU of the engine.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Plan:
     with_kv_cache_reuse: Option  # the elevator on an engine that keeps the KV cache of aborted requests
     baseline: Option  # the best baseline
     streamed: Option | None  # the faster one of choice and best baseline with streaming; None: no learner time is set
+    streamed_on_shared_gpu: Option | None  # the same with engine and learner on one GPU (`stream_sms`)
     needed: bool  # False: you do not need this
     reason: str
     options: tuple[Option, ...]
@@ -153,6 +154,7 @@ def plan(
     with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
     streamed = _streamed(workload, (choice, baseline), seeds)
+    on_shared_gpu = _streamed(replace(workload, share_gpu=True), (choice, baseline), seeds)
     needed = not choice.is_baseline
     keys_matter = is_allowed(with_kv_cache_reuse, allowed) and with_kv_cache_reuse.of_limit > choice.of_limit + CLOSE
     return Plan(
@@ -161,9 +163,11 @@ def plan(
         with_kv_cache_reuse=with_kv_cache_reuse,
         baseline=baseline,
         streamed=streamed,
+        streamed_on_shared_gpu=on_shared_gpu,
         needed=needed,
         reason=reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline, needed=needed)
-        + streaming_advice(choice, streamed),
+        + streaming_advice(choice, streamed, "If the learner has a device of its own, add --stream (exact)")
+        + streaming_advice(choice, on_shared_gpu, "On one GPU with --engine vllm, set stream and stream_sms (exact)"),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
@@ -231,7 +235,7 @@ def reason(
 
 
 def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int]) -> Option | None:
-    """The fastest of the options with streaming, on a device of the learner's own."""
+    """The fastest of the options with streaming, on a device of the learner's own or on that of the workload."""
     if workload.stream or not workload.learner_seconds_per_token:
         return None
     streaming = replace(workload, stream=True)
@@ -240,14 +244,13 @@ def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int
     return max((option(row.name, row.schedule, run_metrics[row.name]) for row in rows), key=lambda o: o.of_limit)
 
 
-def streaming_advice(choice: Option, streamed: Option | None) -> str:
+def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
     """A sentence for `reason`, if streaming pays."""
     if streamed is None or streamed.of_limit <= choice.of_limit + CLOSE:
         return ""
     return (
-        f" If the learner has a device of its own, add --stream (exact): {streamed.name.removesuffix(', streamed')} "
-        f"then reaches {streamed.of_limit:.2f}, {streamed.of_limit / choice.of_limit:.2f} x, at staleness "
-        f"{streamed.staleness_mean:.2f}."
+        f" {how}: {streamed.name.removesuffix(', streamed')} then reaches {streamed.of_limit:.2f}, "
+        f"{streamed.of_limit / choice.of_limit:.2f} x, at staleness {streamed.staleness_mean:.2f}."
     )
 
 
