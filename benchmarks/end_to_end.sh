@@ -3,12 +3,13 @@
 #
 #   benchmarks/end_to_end.sh SHAPE [OUT]
 #
-# 8b      LLaMA-3.1-8B's shape; predicted from benchmarks/measured/h200-8b. Start 90 s; then, from the prediction, 49 s
-#         per update in baseline and on-policy modes and 33 to 40 s in partial modes
-# 1.5b    Qwen2.5-1.5B's shape; the profile is measured first (start and profile about 90 s)
+# 8b      LLaMA-3.1-8B's shape; predicted from benchmarks/measured/h200-8b. Start 60 s; then 31 to 37 s per update in
+#         baseline and on-policy modes and 27 to 29 s in partial modes. From the fourth update on they take longer
+# 1.5b    Qwen2.5-1.5B's shape; predicted from benchmarks/measured/h200-1.5b; 13 to 23 s per update
 # tiny    a trial on a CPU
 #
-# MODES (in this order) and UPDATES per mode (the first is not counted) select the runs; no update starts later than
+# MODES (in this order) and UPDATES per mode (the first is not counted) select the runs. The prompts depend on UPDATES:
+# compare modes of commands with equal UPDATES only. CALIBRATE=1 measures the profile first (90 s). No update starts after
 # STOP_AFTER seconds. LEARNER_SPEED: tokens per second of benchmarks/update_7b.py for the prediction. MORE: further
 # options of end_to_end.py. A mode with :sleep is best run alone: the engine then starts in sleep mode for all of them.
 # Memory of the 8B shape, GiB of 139.8: learner 75 at rest, gradients 15, activations 6 with micro-batches of 8,192
@@ -26,8 +27,8 @@ some=${MODES:-baseline partial+elevator:reuse baseline:stream partial+elevator o
   partial partial:reuse}
 # Micro-batches of many sizes would leave gaps in memory. vLLM's sleep mode cannot do without plain segments.
 [[ $some == *:sleep* ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-[ "$shape" = 8b ] || calibrate=1
+[ "$shape" != tiny ] || CALIBRATE=1
 # shellcheck disable=SC2086
 exec "${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \
-  --out "$out" --stop-after "${STOP_AFTER:-550}" ${calibrate:+--calibrate} \
+  --out "$out" --stop-after "${STOP_AFTER:-550}" ${CALIBRATE:+--calibrate} \
   ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED} ${MORE:-}

@@ -48,7 +48,13 @@ SHAPES = {
         profile=HERE / "measured" / "h200-8b" / "profile_second.json",
         learner_tokens_per_second=7552 * 7.07 / 7.50,
     ),
-    "1.5b": Shape("qwen2.5-1.5b", kv_gib=10.0, kept_tokens=8192),
+    "1.5b": Shape(
+        "qwen2.5-1.5b",
+        kv_gib=10.0,
+        kept_tokens=8192,
+        profile=HERE / "measured" / "h200-1.5b" / "profile_second.json",
+        learner_tokens_per_second=19_506,
+    ),
     "tiny": Shape(
         "tiny",
         kv_gib=0.05,
