@@ -47,16 +47,7 @@ from sortedrl.tasks.task import Reward
 
 SLOTS = 32
 PROMPT_TOKENS, MAX_RESPONSE_TOKENS, MEDIAN_LENGTH = 24, 256, 40
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-}
+VOCABULARY = 512
 KINDS = {"groups of 8": (8, "grpo"), "single rollouts": (1, "reinforce++")}  # rollouts per prompt, algorithm
 
 
@@ -104,14 +95,14 @@ def run(
         ),
     )
     learner.set_initial_rewards([0.0, 1.0])
-    probes = [prompt.tokens for prompt in random_prompts((-1, -2), PROMPT_TOKENS, SHAPE["vocab_size"])]
+    probes = [prompt.tokens for prompt in random_prompts((-1, -2), PROMPT_TOKENS, VOCABULARY)]
     checked = CheckedWeights(engine, learner.logprobs_of, probes)
     checked.update_weights(learner.weights(), 0)
     rows, streamed = UpdateRows(0.0), StreamedSeconds()
     lengths = LognormalLengths(mu=math.log(MEDIAN_LENGTH), limit=MAX_RESPONSE_TOKENS, shortest=4, seed=seed)
     controller = Controller(
         ForcedLengths(checked, length_of_request(lengths)),
-        Prompts(random_prompts(range(prompts * options.updates), PROMPT_TOKENS, SHAPE["vocab_size"]), seed=seed),
+        Prompts(random_prompts(range(prompts * options.updates), PROMPT_TOKENS, VOCABULARY), seed=seed),
         DirectScorer(lambda rollout: Reward(float(derive_seed(rollout.id, 3) & 1), correct=False)),
         schedule,
         log=EventLog(rows, streamed),
@@ -195,11 +186,21 @@ def measured(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(model)  # type: ignore[no-untyped-call]
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=options.hidden_size,
+            intermediate_size=4 * options.hidden_size,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+        )
+        LlamaForCausalLM(config).save_pretrained(model)  # type: ignore[no-untyped-call]
         with serving(server_command(model), Path(scratch) / "server.log", **environment) as server:
             os.sched_setaffinity(0, {1})
-            engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=(), vocabulary=SHAPE["vocab_size"])
-            record(machine=machine(), mode=options.mode, tokens_per_micro_batch=options.tokens_per_micro_batch)
+            engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=(), vocabulary=VOCABULARY)
+            record(machine=machine(), mode=options.mode, hidden_size=options.hidden_size)
             found: dict[str, dict[bool, list[dict[str, float]]]] = {kind: {False: [], True: []} for kind in KINDS}
             for repeat in range(options.repeats):
                 for kind, runs in found.items():
@@ -215,7 +216,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mode", default="baseline")
-    parser.add_argument("--tokens-per-micro-batch", type=int, default=512, help="sets how long the learner takes")
+    parser.add_argument("--hidden-size", type=int, default=128, help="sets the learner's time against the engine's")
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("streaming"))
     parser.add_argument("--simulate", action="store_true")
     options = parser.parse_args()
