@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.model.embed_tokens.weight[:, 0] = 2.0
         model.lm_head.weight[tokenizer.eos_token_id, 0] = 1.0
     model.save_pretrained(folder)
-    (folder / "slow_machine.toml").write_text("score_limit_seconds = 300.0\n")
+    (folder / "slow_machine.toml").write_text("score_limit_seconds = 300.0\noversubscribe = 3.0\n")
     return folder
 
 

@@ -18,7 +18,7 @@ class ServedEnvironments(Protocol):
         """Wait until an episode can start. Raises WorkerError (workers.py)."""
 
     def source(self) -> tuple[Scorer, Environments]:
-        """New ones, which share nothing pending with others. The scorer gets rollouts that a limit ended."""
+        """For training, then for evaluation: they share nothing. The scorer gets rollouts that a limit ended."""
 
     def close(self) -> None: ...
 

@@ -66,10 +66,11 @@ class VerifiersTask:
         return self._prompts[path][problem.id]
 
     def serve(self, tokenizer: Any, *, workers: int, limit_seconds: float) -> Served:
-        service = self._started(tokenizer)
+        services = [self._started(tokenizer), self._new_service(tokenizer)]
         del self._services[tokenizer.name_or_path]  # it belongs to the run now
-        service.resize(workers, limit_seconds)
-        return Served(service, tokenizer.eos_token_id)
+        for service in services:
+            service.resize(workers, limit_seconds)
+        return Served(services, tokenizer.eos_token_id)
 
     def _read_prompts(self, tokenizer: Any) -> dict[str, Sequence[int]]:
         problems, renderer = self._problems, self._renderer(tokenizer)
@@ -91,9 +92,13 @@ class VerifiersTask:
     def _started(self, tokenizer: Any) -> Service:
         path = tokenizer.name_or_path
         if path not in self._services:
-            client = {"renderer": renderer_settings(path, self._renderer_options), "renderer_model_name": path}
-            self._services[path] = Service(env_config_data(self._config), client)
+            self._services[path] = self._new_service(tokenizer)
         return self._services[path]
+
+    def _new_service(self, tokenizer: Any) -> Service:
+        path = tokenizer.name_or_path
+        client = {"renderer": renderer_settings(path, self._renderer_options), "renderer_model_name": path}
+        return Service(env_config_data(self._config), client)
 
     @cached_property
     def _problems(self) -> list[Problem]:
@@ -116,24 +121,27 @@ class VerifiersTask:
 
 
 class Served:
-    """The episodes of a run (tasks/served.py)."""
+    """The episodes of a run (tasks/served.py). Training and evaluation have processes of their own: an evaluation must
+    not wait for the episodes of training."""
 
-    def __init__(self, service: Service, eos_token_id: int) -> None:
-        self._service = service
+    def __init__(self, services: Sequence[Service], eos_token_id: int) -> None:
+        self._services = services
         self._eos_token_id = eos_token_id
+        self._next = iter(services)
 
     def wait_until_ready(self) -> None:
-        self._service.wait_until_ready()
+        self._services[0].wait_until_ready()
 
     def source(self) -> tuple[Scorer, Environments]:
-        environments = VerifiersEnvironments(self._service, self._eos_token_id)
+        environments = VerifiersEnvironments(next(self._next), self._eos_token_id)
         return environments.ends, environments
 
     def process_ids(self) -> list[int]:
-        return self._service.process_ids()
+        return [process for service in self._services for process in service.process_ids()]
 
     def close(self) -> None:
-        self._service.close()
+        for service in self._services:
+            service.close()
 
 
 def _rendered(problem: Problem, renderer: Renderer) -> list[int]:
