@@ -1,4 +1,5 @@
-"""The scripts beside the study files: figures match the results, and a fall is found where it happens."""
+"""The scripts beside the study files: figures match the results, a fall is found where it happens, and the log-ratio of
+stale tokens is split into its parts."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ STUDIES = ROOT / "benchmarks" / "studies"
 WITH_RESULTS = sorted(path.stem for path in STUDIES.glob("*.jsonl"))
 PICTURE = runpy.run_path(str(STUDIES / "difference_picture.py"))
 ALARM = runpy.run_path(str(STUDIES / "ess_alarm.py"))
+SPLIT = STUDIES / "mismatch_and_staleness.py"
 
 
 @pytest.mark.parametrize("name", WITH_RESULTS)
@@ -51,3 +53,14 @@ def test_an_alarm_counts_only_before_the_fall() -> None:
         "steady_runs_with_an_alarm": 0,
     }
     assert ALARM["answer"]([run_of(rising, too_late)])["steady_runs_with_an_alarm"] == 1
+
+
+@pytest.mark.slow
+def test_under_the_embedded_engine_the_log_ratio_of_stale_tokens_is_all_staleness() -> None:
+    """Also in resumed responses, whose earlier tokens are older: their KV is recomputed with the new weights."""
+    tokens = runpy.run_path(str(SPLIT))["tokens_of_a_run"](5, 0, rounded_weights=False)
+    stale = [token for token in tokens if token.age > 0]
+    assert len(stale) > 100
+    assert max(abs(token.mismatch) for token in tokens) < 1e-4
+    assert max(abs(token.staleness) for token in stale) > 1e-2
+    assert all(token.staleness == 0 for token in tokens if token.age == 0)
