@@ -214,7 +214,9 @@ def updates_of(settings: TrainSettings) -> int:
     return settings.updates
 
 
-def trl_config(setting: TrlSetting, settings: TrainSettings, folder: str) -> GRPOConfig:
+def trl_config(setting: TrlSetting, settings: TrainSettings, folder: str, **more: Any) -> GRPOConfig:
+    """For a run on a CPU; `more` are further fields, or other values of the last three."""
+    on_cpu = {"bf16": False, "use_cpu": True, "dataloader_pin_memory": False}
     rollouts_per_generation = setting.updates_per_generation * settings.rollouts_per_update
     limit = settings.max_prompt_tokens + settings.max_response_tokens
     continuous_batching = {
@@ -243,19 +245,17 @@ def trl_config(setting: TrlSetting, settings: TrainSettings, folder: str) -> GRP
         max_grad_norm=1.0,
         # TRL's defaults save memory and time on GPUs, but take more time here.
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        dataloader_pin_memory=False,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **(on_cpu | more),
     )
 
 
 def _generate_once(resources: Resources, prompt: Prompt) -> None:
     """First calls are slow; our run makes them in its initial evaluation."""
-    tokens = torch.tensor([list(prompt.tokens)])
+    tokens = torch.tensor([list(prompt.tokens)], device=resources.model.device)
     generate: Callable[..., Any] = resources.model.generate  # type: ignore[assignment]
     generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=True)
 
