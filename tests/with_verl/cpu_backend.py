@@ -167,6 +167,7 @@ class EmbeddedServer:
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._rejects = False
+        self._failures = 0
         self._stepping: asyncio.Task[None] | None = None
 
     async def generate(
@@ -183,6 +184,9 @@ class EmbeddedServer:
                     token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps}
                 )
             await self._is_open.wait()
+        if self._failures:
+            self._failures -= 1
+            raise RuntimeError("the server lost the request")
         id, self._next = self._next, self._next + 1
         sampling = Sampling(temperature=float(sampling_params.get("temperature", 1.0)))
         self._answers[id] = asyncio.get_running_loop().create_future()
@@ -238,6 +242,10 @@ class EmbeddedServer:
         state = {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
         self.engine.update_weights(state or None, version)
         self.global_steps = version
+
+    async def fail_next(self, count: int) -> None:
+        """The next requests raise errors."""
+        self._failures = count
 
     async def counts(self) -> dict[str, int]:
         return {"served": self.served, "most_at_once": self.most_at_once, "global_steps": self.global_steps}

@@ -6,119 +6,33 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy
 import pytest
 import ray
 import transfer_queue
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.trainer.ppo.v1 import AgentLoopManagerTQ
-from verl.utils import tensordict_utils
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.rollout.llm_server import LLMServerManager
-from verl_config import compose
+from verl_stack import Row, Stack
 
 from sortedrl.core.engine import EngineDied, Failed, Finished, Request, Tokens
-from sortedrl.integrations.verl.agent import TICKET, SortedAgentLoopManager, SortedClient, Ticket
 from sortedrl.integrations.verl.engine import VerlEngine
-from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
-HERE = Path(__file__).resolve().parent
 SLOTS = 4
 FAILS = 666  # the id of a request whose agent loop raises
-TWO_TURNS = 700  # ids from here on have an agent loop of two turns
 
 
-def agent_of(request: Request) -> str:
-    if request.id == FAILS:
-        return "no_such_agent"
-    return "two_turns" if request.id >= TWO_TURNS else "single_turn_agent"
-
-
-class Stack:
-    """What verl's trainer has at hand when it begins to fit."""
-
-    def __init__(self) -> None:
-        agents = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={HERE / 'two_turns.yaml'}"
-        self.config = compose("partial", agents, slots=16, workers=2)
-        self.config.transfer_queue.enable = True
-        transfer_queue.init(self.config.transfer_queue)
-        no_training = SimpleNamespace(world_size=1, workers=[None])
-        self.servers = LLMServerManager.create(config=self.config, worker_group=no_training)
-        settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        self.control = CheckpointEngineManager(settings, actor_wg=None, replicas=self.servers.get_replicas())
-        self.exchange = open_exchange()
-        client = self.servers.get_client(client_cls=SortedClient, exchange=self.exchange)
-        self.manager: AgentLoopManagerTQ = SortedAgentLoopManager.create(
-            config=self.config, llm_client=client, teacher_client=None, reward_loop_worker_handles=None
-        )
-        self.made = 0
-        self.sent: list[int] = []
-        self.cleared: list[str] = []
-
-    @property
-    def server(self) -> Any:
-        return self.servers.server_handles[0]
-
-    def engine(self, slots: int, *, keeps_tokens: bool = True) -> DrivenEngine:
-        ray.get(self.exchange.collect.remote(0.0))
-        self.control.resume_generation_replicas()
-        engine = DrivenEngine(
-            self.exchange,
-            self.control,
-            slots=slots,
-            send=self.send,
-            clear=self.clear,
-            check_workers=self.manager.wait_until_ready,
-            keeps_tokens=keeps_tokens,
-        )
-        engine.stack = self
-        engine.restore({"count": self.made, "keys": {}, "rewards": {}}, version=0)  # dispatch numbers go on
-        self.made += 1_000_000
-        return engine
-
-    def send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
-        self.sent += [request.id for request, _ in requests]
-        tickets = numpy.empty(len(requests), dtype=object)
-        tickets[:] = [ticket for _, ticket in requests]
-        batch = tensordict_utils.get_tensordict(
-            {
-                "raw_prompt": [[{"role": "user", "content": "Ann says Bob is a knave."}] for _ in requests],
-                "agent_name": [agent_of(request) for request, _ in requests],
-                "index": [request.id for request, _ in requests],
-                "uid": [str(request.id) for request, _ in requests],
-                TICKET: tickets,
-            }
-        )
-        tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
-        self.manager.generate_sequences(batch)
-
-    def clear(self, keys: Collection[str]) -> None:
-        self.cleared += keys
-
-
-class DrivenEngine(VerlEngine):
-    """Brings the version to the servers itself, as the trainer's weight sync does."""
-
-    stack: Stack
-
-    def update_weights(self, weights: Any, version: int) -> None:
-        ray.get(self.stack.server.update_weights.remote({}, version))
-        self.version = version
-        super().update_weights(weights, version)
+def row(request: Request) -> Row:
+    agent = "no_such_agent" if request.id == FAILS else "single_turn_agent"
+    return {"agent_name": agent, "raw_prompt": [{"role": "user", "content": "Ann says Bob is a knave."}]}
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    ray.init(num_cpus=8, include_dashboard=False, configure_logging=False)
-    yield Stack()
-    transfer_queue.close()
-    ray.shutdown()
+    stack = Stack(row=row)
+    yield stack
+    stack.close()
 
 
 class TestVerlEngine(EngineContract):
@@ -134,7 +48,6 @@ class TestVerlEngine(EngineContract):
     def test_starts_in_order_and_fills_the_slots(self) -> None:
         """They are handed to verl in order; several workers may bring them to the servers in another, within a few
         milliseconds, and only then are they reported as started."""
-        del self.stack.sent[:]
         ledger = self.undisturbed(self.requests())
         assert self.stack.sent == list(range(len(TOKEN_LIMITS)))
         assert ledger.most_running == self.slots
@@ -245,26 +158,6 @@ def test_finished_trajectories_are_in_the_transfer_queue(stack: Stack) -> None:
     for place, id in enumerate((0, 1)):
         assert data["responses"][place].tolist() == ledger.tokens(id)
         assert data["rollout_log_probs"][place].tolist() == pytest.approx(ledger.logprobs(id), abs=1e-6)
-
-
-def test_on_policy_runs_agent_loops_of_several_turns_and_starts_stopped_ones_anew(stack: Stack) -> None:
-    engine = stack.engine(SLOTS, keeps_tokens=False)
-    ledger = Ledger(engine)
-    first = requests([40, 40, 40], first=TWO_TURNS)
-    ledger.submit(first)
-    ledger.apply(engine.poll())
-    ledger.abort(ledger.open_ids)
-    ledger.submit([request for request in first if request.id not in ledger.finished])
-    ledger.run()
-    assert sorted(ledger.finished) == [request.id for request in first]
-    assert [len(ledger.segments[id]) for id in ledger.finished] == [2, 2, 2], "a report for each turn"
-
-
-def test_a_mode_that_resumes_refuses_a_second_turn(stack: Stack) -> None:
-    ledger = Ledger(stack.engine(SLOTS))
-    ledger.submit(requests([40], first=TWO_TURNS))
-    ledger.run()
-    assert "second turn" in ledger.failed[TWO_TURNS] and "on-policy" in ledger.failed[TWO_TURNS]
 
 
 def test_a_worker_that_dies_ends_the_engine_with_a_word(stack: Stack) -> None:

@@ -14,15 +14,22 @@ from typing import Any
 
 import pytest
 from data import write
+from dialogue import HERE, TOOL_AGENT, dialogue_model, write_dialogue
 from verl_config import JOB, MODEL
 
 from sortedrl.core import events
 from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
 pytestmark = pytest.mark.slow
 PROMPTS, SIBLINGS, SLOTS = 4, 2, 4
+TOOLS = [
+    *TOOL_AGENT,
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    f"reward.custom_reward_function.path={HERE / 'dialogue_reward.py'}",
+]
 TWO_MINI_BATCHES = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}"
 
 
@@ -33,9 +40,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(setting: str, data: Path, out: Path, *more: str, steps: int = 4) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a model."""
+    folder = tmp_path_factory.mktemp("dialogue")
+    write_dialogue(folder, count=200)
+    dialogue_model(folder / "model")
+    return folder
+
+
+def run(setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL) -> dict[str, Any]:
     command = [
-        sys.executable, str(JOB / "job.py"), setting, "--cpu", "--model", str(MODEL), "--data", str(data),
+        sys.executable, str(JOB / "job.py"), setting, "--cpu", "--model", str(model), "--data", str(data),
         "--out", str(out), "--steps", str(steps), "--prompts", str(PROMPTS), "--siblings", str(SIBLINGS),
         "--slots", str(SLOTS), "--prompt-tokens", "96", "--response-tokens", "160", "--workers", "1", *more,
     ]  # fmt: skip
@@ -71,6 +87,7 @@ def staleness(log: list[events.Event]) -> set[int]:
         if isinstance(event, events.Updated)
         for segments in event.segments
         for version, _ in segments
+        if version != ENVIRONMENT
     }
 
 
@@ -104,4 +121,34 @@ def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path
     after = check_log(folder, updates=4)
     again = [e for e in after if isinstance(e, events.Updated) and e.update >= 2]
     assert len(again) == 2 and not trained & {rollout for event in again for rollout in event.rollouts}
+    assert max(staleness(after)) <= 4
+
+
+def check_turns(log: list[events.Event]) -> None:
+    """Tools were called, the loops went on, and their turns were trained on."""
+    observed = [event.rollout for event in log if isinstance(event, events.Observed)]
+    trained = {rollout for event in log if isinstance(event, events.Updated) for rollout in event.rollouts}
+    assert len(trained & set(observed)) > len(trained) // 2
+    assert not any(isinstance(event, events.Rejected | events.EnvironmentFailed) for event in log)
+
+
+def test_tools_on_policy(dialogue: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    result = run("on-policy", dialogue, folder, "--override", *TOOLS, steps=3, model=dialogue / "model")
+    log = check_log(folder, updates=3)
+    check_turns(log)
+    assert staleness(log) == {0}
+    assert max(result["probability_difference_max"]) < 1e-5, "tool tokens are context, and masked"
+
+
+def test_tools_partial_and_after_a_kill(dialogue: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    model = dialogue / "model"
+    run("partial", dialogue, folder, "--save-every", "2", "--override", *TOOLS, steps=3, model=model)
+    before = check_log(folder, updates=3)
+    check_turns(before)
+    assert max(staleness(before)) <= 4
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")  # as if the job was killed in its third step
+    run("partial", dialogue, folder, "--override", *TOOLS, "trainer.resume_mode=auto", steps=3, model=model)
+    after = check_log(folder, updates=3)
     assert max(staleness(after)) <= 4

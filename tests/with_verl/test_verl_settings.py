@@ -50,11 +50,6 @@ def test_reinforce_plus_plus_compares_no_siblings() -> None:
         ("partial", ["trainer.v1.sortedrl.max_staleness=0"], "trainer.v1.sortedrl.max_staleness"),
         ("partial", ["+trainer.v1.sortedrl.slots=0"], "trainer.v1.sortedrl.slots"),
         ("on-policy", ["+trainer.v1.sortedrl.max_staleness=2"], "max_staleness"),
-        (
-            "partial",
-            ["actor_rollout_ref.rollout.multi_turn.enable=True"],
-            "actor_rollout_ref.rollout.multi_turn.enable",
-        ),
         ("partial", ["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs"),
         ("partial", [f"{CORRECTION}.rollout_is=null"], f"Add {CORRECTION}.rollout_is=token to the command line"),
         ("partial", [f"{CORRECTION}.rollout_is_threshold=null"], f"Add {CORRECTION}.rollout_is_threshold=2.0"),
@@ -105,5 +100,8 @@ def test_every_mini_batch_of_a_rank_has_the_same_mix_of_lengths(ranks: int, mini
         assert max(means) - min(means) <= 10 * (minibatches - 1)
 
 
-def test_multi_turn_is_for_modes_that_start_anew() -> None:
-    settings_of(compose("on-policy", "actor_rollout_ref.rollout.multi_turn.enable=True"))
+@pytest.mark.parametrize("setting", ["on-policy", "partial"])
+def test_every_mode_takes_agent_loops_of_several_turns(setting: str) -> None:
+    limit = "+trainer.v1.sortedrl.max_environment_seconds=7"
+    settings = settings_of(compose(setting, "actor_rollout_ref.rollout.multi_turn.enable=True", limit))
+    assert settings.schedule.max_environment_seconds == 7

@@ -5,20 +5,22 @@ The scheduler decides which prompts to load, which rollouts to start and in whic
 and which rollouts form an update. It is `core.Controller`, unchanged: the interface is the engine protocol.
 
     core.Controller                                  in verl's TaskRunner process
-       |  submit / poll / abort / weights  ^  scores
-    engine.VerlEngine + engine.VerlScores  |
+       |  submit / poll / abort / weights  ^  scores, turns
+    engine.VerlEngine + scores, turns      |
        |  rows of the dataset              |  reports
-    agent.SortedAgentLoopManager        exchange.Exchange        a Ray actor
+    agent.SortedAgentLoopManager        exchange.Exchange        a Ray actor; also the gate: who has a slot
        |                                   ^
     agent.SortedAgentLoopWorker -----------+         Ray actors, on all nodes
-       |  any agent loop of verl or of the user
-    agent.SortedClient --> verl's load balancer --> vLLM or SGLang servers
+       |  any agent loop of verl or of the user      visit.Visit: what it has sampled so far
+    client.SortedClient --> verl's load balancer --> vLLM or SGLang servers
 
-One rollout is one run of an agent loop. `submit` sends it to an agent loop worker, with its prefix; the client appends
-the prefix to the prompt and requests the remaining tokens. `abort` makes the servers abort; the client reports the
-generated tokens, and the agent loop ends. So a worker keeps nothing of an aborted rollout: the buffer holds its tokens,
-on-policy mode drops them there, and a checkpoint keeps them. Finished trajectories go into the TransferQueue like all
-verl trajectories, and the batch that the trainer samples is a list of their keys.
+One rollout is one run of an agent loop, and one call of `generate` is one turn. The client waits at the gate for a slot
+before each turn. When the turn ends, the slot is free: tools run without one. `abort` makes the servers abort; the
+client reports the generated tokens and waits at the gate, inside `generate`, with the agent loop's state untouched. The
+next `submit` of the rollout opens the gate for it. Modes that drop the tokens cancel the agent loop and start another.
+The buffer has all tokens, so a checkpoint keeps a first turn and a new agent loop continues it; later turns need
+the state of their agent loop, which dies with the run: they are regenerated. Finished trajectories go into the
+TransferQueue like all verl trajectories, and the batch that the trainer samples is a list of their keys.
 
 Why this interface: it needs only what verl's own trainers use (the trainer's hooks, the agent loop manager's class, a
 client class, abort and resume of replicas, TransferQueue keys), and no change to the scheduler. A custom sampler alone

@@ -1,10 +1,12 @@
-"""verl's rollout servers as an engine of the scheduler, and verl's rewards as its scorer.
+"""verl's rollout servers as an engine of the scheduler.
 
 Guarantees in addition to the engine protocol:
-- at most `slots` rollouts are in verl at once (over all servers: vLLM max_num_seqs, SGLang max_running_requests); the
-  others wait here, in order;
-- every dispatch ends in one report (finished, aborted or failed), and `abort` returns only when all of its rollouts
-  have reported, so that no late request can reach a server after an abort;
+- at most `slots` requests are at the servers at once (over all servers: vLLM max_num_seqs, SGLang
+  max_running_requests); the others wait here, in order;
+- a request is one stay in a slot. The agent loop behind it goes on: a turn that ended or was aborted leaves it waiting
+  for the next request of its rollout, which continues it if the tokens match, and otherwise starts another loop;
+- every stay ends in one report, and `abort` returns only when all of its rollouts have left the servers, so that no
+  late request can reach a server after an abort;
 - the version of a segment is what the server reports, not what we expect.
 """
 
@@ -23,13 +25,15 @@ from sortedrl.core import engine as core
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.rollout import Rollout, Segment
-from sortedrl.core.scoring import Scored
 from sortedrl.integrations.verl import exchange as reports
-from sortedrl.integrations.verl.agent import Ticket
+from sortedrl.integrations.verl.scores import VerlScores
+from sortedrl.integrations.verl.turns import AgentLoopTurns, Outcome
+from sortedrl.integrations.verl.visit import Ticket
 
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
 _STOP_LIMIT_SECONDS = 300.0
 _LONGEST_WAIT_SECONDS = 10.0
+_NO_LOOP = "its agent loop is gone, and a response of several turns cannot be continued without it"
 
 
 class Servers(Protocol):
@@ -40,16 +44,34 @@ class Servers(Protocol):
     def resume_generation_replicas(self) -> Any: ...
 
 
+class Workers(Protocol):
+    """The part of the agent loop manager that the engine uses."""
+
+    def wait_until_ready(self) -> None:
+        """Raises RayActorError if one is gone."""
+
+    def stop_loops(self, dispatches: Sequence[int]) -> None: ...
+
+
 Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop workers; must not wait for completion
 Clear = Callable[[Collection[str]], None]  # trajectories that will not be trained on
 
 
 @dataclass(slots=True)
-class Dispatched:
-    """A rollout in verl, or its result."""
+class Loop:
+    """One run of an agent loop in verl, or its result."""
 
-    id: int
+    id: int  # of the rollout
+    length: int = 0  # tokens of the response so far, with observations
+    turns: int = 0
+    is_live: bool = True  # it works, or waits for its next turn
+    has_ended: bool = False  # its response is complete, and a score follows
+    outcome: Outcome | None = None  # of the time since its last turn
     keys: tuple[str, ...] = ()
+
+    @property
+    def has_result(self) -> bool:
+        return self.has_ended and not self.is_live
 
 
 class VerlEngine(EngineBase):
@@ -57,26 +79,29 @@ class VerlEngine(EngineBase):
         self,
         exchange: Any,
         servers: Servers,
+        workers: Workers,
         *,
         slots: int,
         send: Send,
         clear: Clear,
-        check_workers: Callable[[], None],  # raises RayActorError if one is gone
-        keeps_tokens: bool,
+        max_start_seconds: float,  # from a slot to the loop's call of `generate`
     ) -> None:
         self.slots = slots
         self.scores = VerlScores(self)
+        self.turns = AgentLoopTurns(self)
         self.version = 0  # of the servers' weights
         self._exchange = exchange
         self._servers = servers
+        self._workers = workers
         self._send = send
         self._clear = clear
-        self._check_workers = check_workers
-        self._keeps_tokens = keeps_tokens
+        self._max_start_seconds = max_start_seconds
         self._waiting: deque[Request] = deque()
         self._running: dict[int, int] = {}  # dispatch by request id
-        self._dispatched: dict[int, Dispatched] = {}
+        self._starting: dict[int, float] = {}  # by dispatch that has a slot and did not start: until when it must
+        self._loops: dict[int, Loop] = {}  # by dispatch
         self._newest: dict[int, int] = {}  # dispatch by request id, including finished ones
+        self._to_cancel: list[int] = []
         self._count = 0
         self._is_resting = False
         self._news: list[Change] = []  # not yet delivered
@@ -89,14 +114,14 @@ class VerlEngine(EngineBase):
         self._fill()
 
     def poll(self, until: float | None = None) -> list[Change]:
+        self._send_cancels()
         while not self._news and (self._running or until is not None):
-            wait = _LONGEST_WAIT_SECONDS if until is None else max(0.0, until - self.now())
-            began = self.now()
-            is_scored = self.receive(wait)
-            if is_scored if until is None else self.now() >= until:  # the harvest may only be waiting for a score
+            if self.scores.has_scores or self.turns.has_answers:  # the harvest may only be waiting for these
                 break
-            if not self._news and self.now() - began >= _LONGEST_WAIT_SECONDS:
-                self._check()
+            if until is not None and self.now() >= until:
+                break
+            self.await_reports(_LONGEST_WAIT_SECONDS if until is None else until - self.now())
+            self._fail_late_starts()
         self._fill()
         return self._take_news()
 
@@ -105,9 +130,13 @@ class VerlEngine(EngineBase):
         self._waiting = deque(request for request in self._waiting if request.id not in named)
         pending = {id: dispatch for id, dispatch in self._running.items() if id in named}
         if pending:
-            self._call(self._exchange.abort.remote(list(pending.values())))
-            self._abort_until_ended(pending)
-            if self._running:
+            inside = set(self._call(self._exchange.abort.remote(list(pending.values()))))
+            self.receive(0.0)  # what was reported before
+            for id, dispatch in pending.items():
+                if dispatch not in inside and self._running.get(id) == dispatch:
+                    self._leave_slot(id)
+            self._abort_until_ended({id: dispatch for id, dispatch in pending.items() if dispatch in inside})
+            if self._running and self._is_resting:
                 self.wake()
         self._fill()
         return self._take_news()
@@ -118,20 +147,47 @@ class VerlEngine(EngineBase):
         if version != self.version:
             raise RuntimeError(f"the servers hold version {self.version}, but the scheduler continues under {version}")
 
-    # For the scorer and the trainer
+    # For the scorer and the environments
 
-    def receive(self, timeout_seconds: float) -> bool:
-        """Wait for reports; returns whether there are scores among them."""
-        is_scored = False
+    def receive(self, timeout_seconds: float) -> None:
+        """Wait for reports and take them in."""
         for at, report in self._call(self._exchange.collect.remote(timeout_seconds)):
-            is_scored |= self._take(at, report)
-        return is_scored
+            self._take(at, report)
+
+    def await_reports(self, timeout_seconds: float) -> None:
+        """Wait until something may have changed, at most `timeout_seconds`. Checks the workers after a long silence."""
+        self._send_cancels()
+        soonest = min(self._starting.values(), default=float("inf")) - self.now()
+        began, wait = self.now(), max(0.0, min(timeout_seconds, soonest, _LONGEST_WAIT_SECONDS))
+        self.receive(wait)
+        if self.now() - began >= _LONGEST_WAIT_SECONDS:
+            self._check()
 
     def dispatch_of(self, id: int) -> int | None:
         return self._newest.get(id)
 
+    def has_loop(self, id: int) -> bool:
+        return id in self._newest
+
+    def outcome_of(self, id: int) -> Outcome | None:
+        return self._loops[self._newest[id]].outcome if id in self._newest else None
+
+    def forget_outcome(self, id: int) -> None:
+        if id in self._newest:
+            self._loops[self._newest[id]].outcome = None
+
+    def cancel(self, id: int) -> None:
+        """The rollout needs its agent loop no longer. The result of a loop stays until the rollout is gone."""
+        dispatch = self._newest.get(id)
+        if dispatch is not None and not self._loops[dispatch].has_result:
+            del self._newest[id]
+            self._drop(dispatch)
+
+    # For the trainer
+
     def sleep(self) -> None:
         """No server takes requests until `wake`."""
+        self._send_cancels()
         if not self._is_resting:
             self._servers.abort_replicas(reject_request=True)
             self._is_resting = True
@@ -141,24 +197,24 @@ class VerlEngine(EngineBase):
         self._is_resting = False
 
     def keys_of(self, rollout: Rollout) -> tuple[str, ...]:
-        return self._dispatched[self._newest[rollout.id]].keys
+        return self._loops[self._newest[rollout.id]].keys
 
     def forget_all_but(self, live: Collection[int]) -> None:
         """Forget rollouts that are gone, and drop their trajectories if they were not trained on."""
         for id in [id for id in self._newest if id not in live]:
-            self._forget(self._newest.pop(id))
+            self._drop(self._newest.pop(id))
 
     def trained(self, rollouts: Iterable[Rollout]) -> None:
         """Hand their trajectories over to the trainer."""
         for rollout in rollouts:
-            self._dispatched.pop(self._newest.pop(rollout.id), None)
+            self._loops.pop(self._newest.pop(rollout.id), None)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. The trajectories themselves are in verl's checkpoint of the TransferQueue."""
-        finished = {id: dispatch for id, dispatch in self._newest.items() if self._dispatched[dispatch].keys}
+        finished = {id: dispatch for id, dispatch in self._newest.items() if self._loops[dispatch].keys}
         return {
             "count": self._count,
-            "keys": {str(id): list(self._dispatched[dispatch].keys) for id, dispatch in finished.items()},
+            "keys": {str(id): list(self._loops[dispatch].keys) for id, dispatch in finished.items()},
             "rewards": {str(id): self.scores.reward_of(dispatch) for id, dispatch in finished.items()},
         }
 
@@ -167,41 +223,77 @@ class VerlEngine(EngineBase):
         self.version = version
         self._count = state["count"] + 1_000_000  # the rolled-back part may have used many
         for id, keys in state["keys"].items():
-            self._newest[int(id)] = self._count
-            self._dispatched[self._count] = Dispatched(int(id), tuple(keys))
+            dispatch, self._count = self._count, self._count + 1
+            self._newest[int(id)] = dispatch
+            ended = reports.Ended(dispatch)
+            self._loops[dispatch] = Loop(int(id), is_live=False, has_ended=True, outcome=ended, keys=tuple(keys))
             if state["rewards"][id] is not None:
-                self.scores.arrived(self._count, state["rewards"][id], None)
-            self._count += 1
+                self.scores.arrived(dispatch, state["rewards"][id], None)
 
-    # Internals
+    # Slots
 
     def _fill(self) -> None:
+        """Give free slots to waiting requests: to the agent loop that the rollout has, or to a new one."""
+        limits: dict[int, int] = {}
         batch: list[tuple[Request, Ticket]] = []
         while self._waiting and len(self._running) < self.slots:
             request = self._waiting.popleft()
-            dispatch, self._count = self._count, self._count + 1
-            if request.id in self._newest:
-                self._forget(self._newest[request.id])
-            self._newest[request.id] = self._running[request.id] = dispatch
-            self._dispatched[dispatch] = Dispatched(request.id)
-            batch.append((request, self._ticket(request, dispatch)))
-        if batch:
+            dispatch = self._loop_to_continue(request)
+            if dispatch is None:
+                if any(segment.is_environment for segment in request.prefix):
+                    self._news.append(core.Failed(request.id, self.now(), _NO_LOOP))
+                    continue
+                dispatch = self._new_loop(request)
+                batch.append((request, _ticket(request, dispatch)))
+            self._running[request.id] = dispatch
+            self._starting[dispatch] = self.now() + self._max_start_seconds
+            limits[dispatch] = request.max_new_tokens
+        self._send_cancels()
+        if limits:
             if self._is_resting:
                 self.wake()
+            self._call(self._exchange.grant.remote(limits))
+        if batch:
             self._send(batch)
 
-    def _ticket(self, request: Request, dispatch: int) -> Ticket:
-        kept = tuple((array("i", s.tokens), array("f", s.logprobs), s.version) for s in request.prefix)
-        return Ticket(dispatch, request.max_new_tokens, kept, self._keeps_tokens)
+    def _loop_to_continue(self, request: Request) -> int | None:
+        dispatch = self._newest.get(request.id)
+        if dispatch is None:
+            return None
+        loop = self._loops[dispatch]
+        return dispatch if loop.is_live and not loop.has_ended and loop.length == request.prefix_length else None
+
+    def _new_loop(self, request: Request) -> int:
+        if request.id in self._newest:
+            self._drop(self._newest[request.id])
+        dispatch, self._count = self._count, self._count + 1
+        self._newest[request.id] = dispatch
+        self._loops[dispatch] = Loop(request.id, length=request.prefix_length)
+        return dispatch
+
+    def _leave_slot(self, id: int) -> None:
+        self._starting.pop(self._running.pop(id), None)
+
+    def _fail_late_starts(self) -> None:
+        """A loop that does not call `generate` would hold its slot forever."""
+        late = [dispatch for dispatch, deadline in self._starting.items() if self.now() >= deadline]
+        for dispatch in late:
+            id = self._loops[dispatch].id
+            self._leave_slot(id)
+            self.cancel(id)
+            reason = (
+                f"its agent loop did not call generate within max_environment_seconds = {self._max_start_seconds:g}"
+            )
+            self._news.append(core.Failed(id, self.now(), reason))
 
     def _abort_until_ended(self, pending: dict[int, int]) -> None:
-        """Abort until every pending rollout has reported its end.
+        """Abort until every pending rollout has left the servers.
 
         A server may hold a request that arrives after the abort until it is resumed. Such a request would be served
         later, so the servers are resumed and aborted again until it has returned.
         """
         deadline = self.now() + _STOP_LIMIT_SECONDS
-        while True:
+        while self._outstanding(pending):
             self._servers.abort_replicas(reject_request=True)
             self._is_resting = True
             patience = self.now() + _PATIENCE_SECONDS
@@ -218,50 +310,93 @@ class VerlEngine(EngineBase):
     def _outstanding(self, pending: dict[int, int]) -> list[int]:
         return [id for id, dispatch in pending.items() if self._running.get(id) == dispatch]
 
-    def _take(self, at: float, report: reports.Report) -> bool:
-        """Process a report; returns whether it is a score."""
-        known = self._dispatched.get(report.dispatch)
-        if known is None or self._newest.get(known.id) != report.dispatch:
+    # Reports
+
+    def _take(self, at: float, report: reports.Report) -> None:
+        loop = self._loops.get(report.dispatch)
+        if loop is None or self._newest.get(loop.id) != report.dispatch:
             if isinstance(report, reports.Scored):
                 self._clear(report.keys)  # regenerated in the meantime
-            return False
+            return
         if isinstance(report, reports.Scored):
-            known.keys = report.keys
+            loop.keys = report.keys
             self.scores.arrived(report.dispatch, report.reward, None)
-            return True
-        if report.dispatch == self._running.get(known.id):
-            self._news += self._changes(known.id, at, report)
+        elif self._running.get(loop.id) == report.dispatch:
+            self._news += self._changes(loop, at, report)
+        elif isinstance(report, reports.Observed):
+            loop.length += len(report.tokens)
+            loop.outcome = report
+        elif isinstance(report, reports.Ended):
+            loop.is_live, loop.has_ended, loop.outcome = False, True, report
         elif isinstance(report, reports.Failed):
-            self.scores.arrived(report.dispatch, None, report.reason)
-            return True
-        return False
+            loop.is_live = False
+            if loop.has_ended:
+                self.scores.arrived(report.dispatch, None, report.reason)
+            else:
+                loop.outcome = report
+
+    def _changes(self, loop: Loop, at: float, report: reports.Report) -> list[Change]:
+        """Of a rollout in a slot."""
+        match report:
+            case reports.Started():
+                self._starting.pop(report.dispatch, None)
+                return [core.Started(loop.id, at)]
+            case reports.Made():
+                loop.length += len(report.tokens)
+                segment = Segment(report.tokens.tolist(), report.logprobs.tolist(), report.version)
+                return [core.Tokens(loop.id, at, segment)]
+            case reports.Finished():
+                self._leave_slot(loop.id)
+                loop.turns += 1
+                loop.has_ended = report.truncated
+                return [core.Finished(loop.id, at, report.truncated)]
+            case reports.ServerFailed():
+                self._leave_slot(loop.id)
+                return [core.Failed(loop.id, at, report.reason)]
+            case reports.Aborted():
+                self._leave_slot(loop.id)
+            case reports.Failed() | reports.Ended():
+                return self._ended_in_slot(loop, at, report)
+        return []
+
+    def _ended_in_slot(self, loop: Loop, at: float, report: reports.Failed | reports.Ended) -> list[Change]:
+        """The loop ended although it had asked for a turn, or before its first one."""
+        self._leave_slot(loop.id)
+        loop.is_live = False
+        if loop.turns:
+            reason = report.reason if isinstance(report, reports.Failed) else "its agent loop did not wait for generate"
+            loop.outcome = reports.Failed(report.dispatch, reason)
+            return [core.Finished(loop.id, at, truncated=False)]
+        reason = report.reason if isinstance(report, reports.Failed) else "its agent loop did not call generate"
+        return [core.Failed(loop.id, at, reason)]
 
     def _take_news(self) -> list[Change]:
         news, self._news = self._news, []
         return news
 
-    def _changes(self, id: int, at: float, report: reports.Report) -> list[Change]:
-        if isinstance(report, reports.Started):
-            return [core.Started(id, at)]
-        if isinstance(report, reports.Made):
-            return [core.Tokens(id, at, Segment(report.tokens.tolist(), report.logprobs.tolist(), report.version))]
-        del self._running[id]
-        if isinstance(report, reports.Finished):
-            return [core.Finished(id, at, report.truncated)]
-        if isinstance(report, reports.Failed):
-            return [core.Failed(id, at, report.reason)]
-        return []
+    # Loops that are no longer needed
 
-    def _forget(self, dispatch: int) -> None:
-        known = self._dispatched.pop(dispatch, None)
+    def _drop(self, dispatch: int) -> None:
+        """A loop that goes on is canceled, a result is cleared."""
+        loop = self._loops.pop(dispatch)
         self.scores.forget(dispatch)
-        if known is not None and known.keys:
-            self._clear(known.keys)
+        if loop.is_live:
+            self._to_cancel.append(dispatch)
+        if loop.keys:
+            self._clear(loop.keys)
+
+    def _send_cancels(self) -> None:
+        if not self._to_cancel:
+            return
+        canceled, self._to_cancel = self._to_cancel, []
+        elsewhere = self._call(self._exchange.cancel.remote(canceled))
+        if elsewhere:
+            self._workers.stop_loops(elsewhere)
 
     def _check(self) -> None:
         """After a long silence: check the workers, since one that died sends no report for its rollouts."""
         try:
-            self._check_workers()
+            self._workers.wait_until_ready()
         except ray.exceptions.RayActorError as error:
             raise EngineDied(f"an agent loop worker is gone: {error}") from None
 
@@ -272,54 +407,5 @@ class VerlEngine(EngineBase):
             raise EngineDied(f"the exchange is gone: {error}") from None
 
 
-class VerlScores:
-    """verl scores finished rollouts in the agent loop workers; this class waits for the rewards."""
-
-    wakes_engine = True
-
-    def __init__(self, engine: VerlEngine) -> None:
-        self._engine = engine
-        self._waiting: dict[int, tuple[int, int]] = {}  # by dispatch: rollout and attempt
-        self._arrived: dict[int, tuple[float | None, str | None]] = {}
-
-    @property
-    def pending(self) -> int:
-        return len(self._waiting)
-
-    def submit(self, rollout: Rollout) -> None:
-        dispatch = self._engine.dispatch_of(rollout.id)
-        if dispatch is None:  # it finished, but the run was killed before it was scored
-            dispatch = -1 - rollout.id
-            self._arrived[dispatch] = (None, "the run ended before it was scored")
-        self._waiting[dispatch] = (rollout.id, rollout.attempt)
-
-    def collect(self) -> list[Scored]:
-        done = [dispatch for dispatch in self._waiting if dispatch in self._arrived]
-        return [self._scored(dispatch) for dispatch in done]
-
-    def wait(self, timeout_seconds: float) -> None:
-        deadline = self._engine.now() + timeout_seconds
-        while not any(dispatch in self._arrived for dispatch in self._waiting) and self._engine.now() < deadline:
-            self._engine.receive(deadline - self._engine.now())
-
-    def wait_for_all(self, timeout_seconds: float) -> None:
-        """Wait before a checkpoint: rollouts without a score would be lost with the run."""
-        deadline = self._engine.now() + timeout_seconds
-        while self._waiting.keys() - self._arrived.keys() and self._engine.now() < deadline:
-            self._engine.receive(deadline - self._engine.now())
-
-    def reward_of(self, dispatch: int) -> float | None:
-        """Scores that the scheduler has not collected yet."""
-        return self._arrived[dispatch][0] if dispatch in self._arrived else None
-
-    def arrived(self, dispatch: int, reward: float | None, error: str | None) -> None:
-        self._arrived[dispatch] = (reward, error)
-
-    def forget(self, dispatch: int) -> None:
-        self._waiting.pop(dispatch, None)
-        self._arrived.pop(dispatch, None)
-
-    def _scored(self, dispatch: int) -> Scored:
-        rollout, attempt = self._waiting.pop(dispatch)
-        reward, error = self._arrived.pop(dispatch)
-        return Scored(rollout, reward, error=error, attempt=attempt)
+def _ticket(request: Request, dispatch: int) -> Ticket:
+    return Ticket(dispatch, tuple((array("i", s.tokens), array("f", s.logprobs), s.version) for s in request.prefix))

@@ -22,6 +22,7 @@ SCHEDULE_KEYS = (
     "oversubscribe",
     "max_staleness",
     "max_wait_updates",
+    "max_environment_seconds",
     "max_retries",
     "score_wait_seconds",
 )
@@ -33,7 +34,6 @@ COMPARES_NO_SIBLINGS = ("gae", "reinforce_plus_plus")
 @dataclass(frozen=True)
 class Settings:
     schedule: Schedule
-    strategy: Strategy
     slots: int | None  # None: the total of all servers (vLLM max_num_seqs, SGLang max_running_requests)
     folder: Path  # for the event log
     minibatches: int  # optimizer steps per update and PPO epoch
@@ -52,7 +52,6 @@ def settings_of(config: Any) -> Settings:
         raise ConfigurationError(f"{PREFIX}.slots", slots, "must be at least 1", "Leave it out to use all.")
     return Settings(
         schedule=schedule,
-        strategy=strategy,
         slots=None if slots is None else int(slots),
         folder=Path(given.get("folder") or config.trainer.default_local_dir),
         minibatches=_minibatches(config),
@@ -88,12 +87,6 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
     rollout, reward_model = config.actor_rollout_ref.rollout, config.reward.reward_model
-    if strategy.keeps_tokens and rollout.multi_turn.enable:
-        raise ConfigurationError(
-            "actor_rollout_ref.rollout.multi_turn.enable", True,
-            f"mode {strategy.name} resumes aborted responses, but an agent loop cannot be resumed between two turns",
-            f"Set {PREFIX}.mode=on-policy+planned, which regenerates them.",
-        )  # fmt: skip
     if strategy.keeps_tokens and not rollout.calculate_log_probs:
         raise ConfigurationError(
             "actor_rollout_ref.rollout.calculate_log_probs", False,

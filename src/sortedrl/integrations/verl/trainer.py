@@ -39,11 +39,13 @@ from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.integrations.verl.agent import TICKET, SortedClient, Ticket
+from sortedrl.integrations.verl.agent import TICKET
+from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import Settings, settings_of
+from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
 
@@ -252,11 +254,11 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         engine = VerlEngine(
             self.exchange,
             self.checkpoint_manager,
+            self.agent_loop_manager,
             slots=self.sortedrl.slots or int(rollout.max_num_seqs) * len(self.llm_server_manager.get_replicas()),
             send=self._send,
             clear=_clear,
-            check_workers=self.agent_loop_manager.wait_until_ready,
-            keeps_tokens=self.sortedrl.strategy.keeps_tokens,
+            max_start_seconds=self.sortedrl.schedule.max_environment_seconds,
         )
         if self._restored is not None:
             engine.restore(self._restored["engine"], self._restored["controller"]["version"])
@@ -276,6 +278,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             Prompts(prompts, epochs=epochs, seed=schedule.seed, shuffle=bool(data.shuffle)),
             engine.scores,
             schedule,
+            environments=engine.turns,
             log=log,
         )
         recovered = self._open_log(log, controller.first_event())

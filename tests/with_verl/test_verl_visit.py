@@ -1,0 +1,134 @@
+"""What an agent loop may send and return, and the gate in front of the servers: no Ray, no verl."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sortedrl.integrations.verl.exchange import Aborted, Exchange, Finished, Observed, Started
+from sortedrl.integrations.verl.visit import NOT_SAMPLED, Ticket, Visit, common_prefix
+
+
+def visit_with(*turns: tuple[list[int], list[int]]) -> tuple[Visit, list[list[int] | None]]:
+    """Each turn is a prompt and what was sampled after it. Also returns the observations."""
+    visit = Visit(Ticket(0, ()), None, is_single_turn=False)
+    observed = []
+    for prompt, tokens in turns:
+        observation = visit.begin_turn(prompt)
+        observed.append(None if observation is None else observation.tolist())
+        visit.end_turn(tokens)
+    return visit, observed
+
+
+def output(prompt: list[int], ids: list[int], mask: list[int]) -> Any:
+    return SimpleNamespace(prompt_ids=prompt, response_ids=ids, response_mask=mask)
+
+
+def test_what_a_prompt_adds_is_the_observation() -> None:
+    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [7]))
+    assert observed == [None, [5, 6]]
+    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 0, 1])]) is None
+    assert visit.fault_of([output([1, 2], [3, 4, 5], [1, 1, 0])]) is None, "cut at response_length"
+    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7, 8], [1, 1, 0, 0, 1, 0])]) is None
+
+
+def test_tokens_of_a_tool_must_not_be_trained_on() -> None:
+    visit, _ = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [7]))
+    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7], [1, 1, 1, 0, 1])]) == NOT_SAMPLED
+    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7, 8], [1, 1, 0, 0, 1, 1])]) == NOT_SAMPLED
+
+
+def test_a_history_that_was_encoded_again_must_not_be_trained_on() -> None:
+    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 9, 4, 5], [7]))
+    assert observed == [None, [9, 4, 5]]
+    assert visit.fault_of([output([1, 2], [9, 4, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED
+    assert visit.fault_of([output([1, 2], [3, 4, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED, "7 was sampled after a 9"
+    assert visit.fault_of([output([1, 2, 9, 4, 5], [7], [1])]) is None, "a context of its own"
+
+
+def test_a_loop_may_trim_the_end_of_a_turn() -> None:
+    """Some templates write the token that ended a turn differently."""
+    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 8, 5], [7]))
+    assert observed == [None, [8, 5]]
+    assert visit.fault_of([output([1, 2], [3, 8, 5, 7], [1, 0, 0, 1])]) is None
+    assert visit.fault_of([output([1, 2], [3, 8, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED
+
+
+def test_a_call_that_adds_nothing_counts_one_token() -> None:
+    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4], [5]), ([1, 2], [6]))
+    assert observed == [None, [4], [2]]
+    assert visit.fault_of([output([1, 2], [3, 4, 5], [1, 1, 1]), output([1, 2], [6], [1])]) is None
+
+
+def test_a_loop_that_ignores_the_limit_is_stopped() -> None:
+    visit, _ = visit_with(([1, 2], [3]))
+    visit.refuse_turn()
+    with pytest.raises(RuntimeError, match="response_length"):
+        visit.refuse_turn()
+
+
+@pytest.mark.parametrize(("first", "second", "length"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9], 1)])
+def test_common_prefix(first: list[int], second: list[int], length: int) -> None:
+    assert common_prefix(first, second) == common_prefix(second, first) == length
+
+
+async def _enters(exchange: Exchange, dispatch: int) -> asyncio.Task[int | None]:
+    task = asyncio.create_task(exchange.enter(dispatch))
+    await asyncio.sleep(0)
+    return task
+
+
+async def _kinds(exchange: Exchange) -> list[type]:
+    return [type(report) for _, report in await exchange.collect(0.0)]
+
+
+def test_no_loop_passes_the_gate_without_a_slot() -> None:
+    async def scenario() -> None:
+        exchange = Exchange()
+        waiting = await _enters(exchange, 1)
+        assert not waiting.done()
+        await exchange.grant({1: 5})
+        assert await waiting == 5
+        assert await _kinds(exchange) == [Started]
+        await exchange.report([Finished(1, truncated=False)])
+        assert not await exchange.has_slot(1)
+        again = asyncio.create_task(exchange.enter(1, array("i", [7])))
+        await asyncio.sleep(0)
+        assert not again.done(), "the slot of the first turn is gone"
+        assert await _kinds(exchange) == [Finished, Observed]
+        await exchange.grant({1: 3})
+        assert await again == 3
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_names_those_at_the_servers_and_parks_them() -> None:
+    async def scenario() -> None:
+        exchange = Exchange()
+        await exchange.grant({1: 5, 2: 5})
+        assert await exchange.enter(1) == 5
+        assert await exchange.abort([1, 2]) == [1], "2 has not come yet"
+        late = await _enters(exchange, 2)
+        parked = await _enters(exchange, 1)
+        assert not late.done() and not parked.done()
+        assert await _kinds(exchange) == [Started, Aborted]
+        await exchange.grant({1: 2})
+        assert await parked == 2 and not late.done()
+
+    asyncio.run(scenario())
+
+
+def test_a_cancel_ends_those_at_the_gate_and_names_the_others() -> None:
+    async def scenario() -> None:
+        exchange = Exchange()
+        waiting = await _enters(exchange, 1)
+        assert await exchange.cancel([1, 2]) == [2]
+        assert await waiting is None
+        await exchange.grant({2: 4})
+        assert await exchange.enter(2) is None, "canceled in its tool; a grant does not help"
+
+    asyncio.run(scenario())
