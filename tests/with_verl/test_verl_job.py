@@ -128,7 +128,7 @@ def check_turns(log: list[events.Event]) -> None:
     """Tools were called, the loops went on, and their turns were trained on."""
     observed = [event.rollout for event in log if isinstance(event, events.Observed)]
     trained = {rollout for event in log if isinstance(event, events.Updated) for rollout in event.rollouts}
-    assert len(trained & set(observed)) > len(trained) // 2
+    assert len(trained & set(observed)) > len(trained) // 4
     assert not any(isinstance(event, events.Rejected | events.EnvironmentFailed) for event in log)
 
 
@@ -144,11 +144,11 @@ def test_tools_on_policy(dialogue: Path, tmp_path: Path) -> None:
 def test_tools_partial_and_after_a_kill(dialogue: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     model = dialogue / "model"
-    run("partial", dialogue, folder, "--save-every", "2", "--override", *TOOLS, steps=3, model=model)
-    before = check_log(folder, updates=3)
+    run("partial", dialogue, folder, "--save-every", "2", "--override", *TOOLS, steps=4, model=model)
+    before = check_log(folder, updates=4)
     check_turns(before)
     assert max(staleness(before)) <= 4
     (folder / "latest_checkpointed_iteration.txt").write_text("2")  # as if the job was killed in its third step
-    run("partial", dialogue, folder, "--override", *TOOLS, "trainer.resume_mode=auto", steps=3, model=model)
-    after = check_log(folder, updates=3)
+    run("partial", dialogue, folder, "--override", *TOOLS, "trainer.resume_mode=auto", steps=4, model=model)
+    after = check_log(folder, updates=4)
     assert max(staleness(after)) <= 4

@@ -185,8 +185,8 @@ def test_verls_tool_agent_with_a_tool(stack: Stack) -> None:
             if segment.is_environment:
                 text = tokenizer.decode(segment.tokens, skip_special_tokens=True).strip().replace(" .", ".")
                 answers += text in statements
-    assert answers > PROMPTS // 2
-    assert run.metrics.run_metrics().turns_mean > 1.5
+    assert answers > PROMPTS // 4
+    assert run.metrics.run_metrics().turns_mean > 1.2
 
 
 def test_no_slot_is_held_during_a_tool_call(stack: Stack) -> None:
