@@ -104,7 +104,8 @@ class TwoContexts(ThreeTurns):
         return [self._attempt(prompt, output) for output in outputs]
 
     def _attempt(self, prompt: list[int], output: Any) -> AgentLoopOutput:
-        self.logprobs, self.versions = output.log_probs, output.extra_fields
+        self.logprobs = output.log_probs
+        self.versions = {**output.extra_fields, "reward_extra_info": {}}  # verl copies it to every output
         return self.output(prompt, output.token_ids, [1] * len(output.token_ids))
 
 

@@ -90,9 +90,7 @@ class Visit:
     def refuse_turn(self) -> None:
         """There is no room for a turn. A loop that does not stop then would never end."""
         if self._refused:
-            raise RuntimeError(
-                "the agent loop goes on calling generate although its response has response_length tokens"
-            )
+            raise RuntimeError("the agent loop called generate again although response_length is used up")
         self._refused = True
 
     def end_turn(self, tokens: Sequence[int]) -> None:
