@@ -344,19 +344,25 @@ class Bench:
         longest = min(self.max_length, 2400)
         cells = profile.cells_for(engine.slots, longest, engine.info().kv_tokens or math.inf, steps)
         found = profile.measure(engine, cells, self.vocabulary, steps=steps, repeats=1)
+        per_token, observed = profile.prefill_of(found), round(128 * self.options.scale)
+        per_return = profile.prefill_step_seconds(engine, longest // 4, observed, self.vocabulary, per_token)
         known = profile_file.Profile(
             engine="vllm",
             model=f"benchmarks/shapes/{self.shape.folder}",
             slots=engine.slots,
             cells=tuple(found),
-            prefill_seconds_per_token=profile.prefill_of(found),
+            prefill_seconds_per_token=per_token,
             prefill_tokens_per_step=engine.info().prefill_tokens_per_step,
             kv_tokens=engine.info().kv_tokens,
             weight_update_seconds=None,
             machine=machine(),
+            prefill_step_seconds=per_return,
         )
         known.write(self.options.out / "profile.json")
-        self.log(f"measured {len(cells)} cells of the profile, worst error of the fit {known.fit_error():.1%}")
+        self.log(
+            f"measured {len(cells)} cells of the profile, worst error of the fit {known.fit_error():.1%}; "
+            f"a return costs {1e3 * per_return:.2f} ms"
+        )
         return known
 
     def run(self, mode: Mode) -> tuple[list[RunMetrics], dict[str, Any]]:

@@ -68,13 +68,27 @@ def test_a_profile_finds_the_step_time_that_an_engine_has() -> None:
     assert found.fit_error() < 0.02
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_what_a_return_costs_is_found(seconds: float) -> None:
+    step_time = replace(STEP_TIME, per_prefill_token=0.0, per_prefill_step=seconds)
+    engine = endless_engine(16, step_time)
+    found = profile.prefill_step_seconds(engine, 100, 16, 1000, 0.0)
+    assert found == pytest.approx(seconds, abs=2e-5)
+
+
+def test_each_step_that_prefills_costs_its_fixed_time() -> None:
+    step_time = replace(STEP_TIME, per_prefill_token=1e-5, per_prefill_step=0.004, prefill_tokens_per_step=100)
+    assert [step_time.prefill(tokens) for tokens in (0, 1, 100, 101)] == pytest.approx([0, 0.00401, 0.005, 0.00901])
+
+
 def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, capsys: Any) -> None:
     cells = tuple(profile.measure(endless_engine(8), profile.cells_for(8, 512, math.inf), 100, steps=8, repeats=1))
-    found = Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here")
+    found = Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here", prefill_step_seconds=0.003)
     path = tmp_path / "profile.json"
     found.write(path)
     assert read(path) == found
     assert read(path).step_time().prefill_tokens_per_step == 2048
+    assert read(path).step_time().per_prefill_step == 0.003
     arguments = ["simulate", "--step-time", str(path), "--slots", "8", "--rollouts-per-update", "8"]
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0

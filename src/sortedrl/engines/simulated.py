@@ -250,14 +250,14 @@ class SimulatedEngine(EngineBase):
             self._queue.popleft()
             self._start(run, at + self._prefill_wait(prefill))
             prefill += self._uncached(run, context)
-        self._clock += prefill * self._step_time.per_prefill_token
+        self._clock += self._step_time.prefill(prefill)
 
     def _prefill_wait(self, ahead: int) -> float:
         """Seconds until a request takes its slot: full steps for the tokens to prefill before it."""
         at_once = self._step_time.prefill_tokens_per_step
         if at_once is None:
             return 0.0
-        return ahead // at_once * at_once * self._step_time.per_prefill_token
+        return self._step_time.prefill(ahead // at_once * at_once)
 
     def _uncached(self, run: _Run, context: int) -> int:
         """Tokens to prefill when the run starts."""

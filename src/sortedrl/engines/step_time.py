@@ -1,6 +1,7 @@
 """The duration of a decode step: the model used by the simulated engine, its presets, and how to fit it.
 
-    seconds = step(running) + per_cached_token x (sum of contexts);  prefill: per_prefill_token x tokens
+    seconds = step(running) + per_cached_token x (sum of contexts)
+    prefill = per_prefill_step for each step that prefills + per_prefill_token x tokens
 
 `step` is given at a few batch sizes and interpolated between them.
 """
@@ -30,13 +31,14 @@ class StepTime:
     per_prefill_token: float = 0.0
     source: str = ""
     prefill_tokens_per_step: int | None = None  # maximum per step; other requests wait in the queue
+    per_prefill_step: float = 0.0  # what a decode step costs more if it also prefills, even a few tokens
     _memo: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         runnings = [running for running, _ in self.steps]
         if len(runnings) < 2 or sorted(set(runnings)) != runnings:
             raise ValueError(f"steps must have two or more ascending batch sizes, got {runnings}")
-        if min(self.per_cached_token, self.per_prefill_token, *(t for _, t in self.steps)) < 0:
+        if min(self.per_cached_token, self.per_prefill_token, self.per_prefill_step, *(t for _, t in self.steps)) < 0:
             raise ValueError("step times must not be negative")
 
     def at(self, running: int) -> float:
@@ -46,6 +48,13 @@ class StepTime:
             (r0, t0), (r1, t1) = self.steps[place - 1], self.steps[place]
             self._memo[running] = max(0.0, t0 + (t1 - t0) * (running - r0) / (r1 - r0))
         return self._memo[running]
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds to prefill so many tokens, beyond the decode steps that they share."""
+        if not tokens:
+            return 0.0
+        steps = -(-tokens // self.prefill_tokens_per_step) if self.prefill_tokens_per_step else 1
+        return steps * self.per_prefill_step + tokens * self.per_prefill_token
 
     def scaled(self, *, per_prefill_token: float) -> StepTime:
         return replace(self, per_prefill_token=per_prefill_token)

@@ -31,6 +31,7 @@ from sortedrl.studies.profile_file import Cell, Profile
 from sortedrl.training.engine import bare_engine
 
 _LEAD_TOKENS = 8  # until the batch is in steady state
+_TOKENS_AFTER_RETURN = 2
 _SMALLEST_PREFILL_STEP = 512  # tokens that every engine can prefill in one step
 SHORT_CONTEXT = 32
 
@@ -206,3 +207,54 @@ def prefill_of(cells: Sequence[Cell]) -> float:
     """From the cells with the most prefill tokens: in the others, fixed costs dominate."""
     heaviest = sorted(cells, key=lambda cell: -cell.running * cell.context)[:3]
     return median(cell.prefill_seconds_per_token for cell in heaviest)
+
+
+def prefill_step_seconds(
+    engine: Engine, context: int, observed: int, vocabulary: int, prefill_seconds_per_token: float, starts: int = 32
+) -> float:
+    """What a decode step of all slots costs more if a request also returns with `observed` new tokens.
+
+    The other slots decode all the time. In the last slot, one request decodes `2 x starts` tokens; then `starts`
+    requests decode two tokens each, behind the same context, which the prefix cache of the engine holds by then; then
+    one request decodes again, because contexts have grown.
+    """
+    others = engine.slots - 1
+    steps = _TOKENS_AFTER_RETURN * starts
+    first_place = 1_000_000  # no place of the warm-up or of a cell: no prefix cache hits
+    *prompts, shared = random_prompts(range(first_place, first_place + engine.slots), context, vocabulary)
+    new = random_prompts(range(first_place - starts, first_place), observed, vocabulary)
+    first, before, after, returning = others, others + 1, others + 2, range(others + 3, others + 3 + starts)
+    longest = 4 * steps + context * engine.slots // _SMALLEST_PREFILL_STEP
+    lengths = {first: _LEAD_TOKENS, before: steps, after: steps} | dict.fromkeys(returning, _TOKENS_AFTER_RETURN)
+    forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
+    forced.submit([Request(i, prompt, (), longest, i) for i, prompt in enumerate([*prompts, shared])])
+    _end_of(forced, first)
+    returns = [
+        Request(id, Prompt(prompt.id, [*shared.tokens, *prompt.tokens]), (), longest, id)
+        for id, prompt in zip(returning, new, strict=True)
+    ]
+    seconds = [
+        _seconds_of(forced, requests)
+        for requests in ([Request(before, shared, (), longest, 0)], returns, [Request(after, shared, (), longest, 0)])
+    ]
+    forced.abort(range(others))
+    more = seconds[1] - (seconds[0] + seconds[2]) / 2
+    return max(0.0, more / (starts - 1) - observed * prefill_seconds_per_token)
+
+
+def _seconds_of(engine: Engine, requests: Sequence[Request]) -> float:
+    """One request after another."""
+    began = at = engine.now()
+    for request in requests:
+        engine.submit([request])
+        at = _end_of(engine, request.id)
+    return at - began
+
+
+def _end_of(engine: Engine, id: int) -> float:
+    while True:
+        for change in engine.poll():
+            if isinstance(change, Failed):
+                raise RuntimeError(f"the engine refused a request: {change.reason}")
+            if isinstance(change, Finished) and change.id == id:
+                return change.at

@@ -34,13 +34,18 @@ class Profile:
     kv_tokens: int | None
     weight_update_seconds: float | None
     machine: str
+    prefill_step_seconds: float = 0.0  # measured for rollouts of several turns only
 
     def step_time(self) -> StepTime:
         points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in self.cells]
         fitted = fit_levels(
             points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}"
         )
-        return replace(fitted, prefill_tokens_per_step=self.prefill_tokens_per_step)
+        return replace(
+            fitted,
+            prefill_tokens_per_step=self.prefill_tokens_per_step,
+            per_prefill_step=self.prefill_step_seconds,
+        )
 
     def fit_error(self) -> float:
         """The largest relative error of the fitted step time over the measured cells."""
@@ -61,6 +66,7 @@ def read(path: Path) -> Profile:
         times_are_right = (
             all(0 < cell.step_seconds < math.inf for cell in found.cells)
             and 0 <= found.prefill_seconds_per_token < math.inf
+            and 0 <= found.prefill_step_seconds < math.inf
             and 0 <= (found.weight_update_seconds or 0.0) < math.inf
         )
         if not (found.kv_tokens is None or found.kv_tokens > 0):
