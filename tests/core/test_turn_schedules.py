@@ -16,11 +16,7 @@ from sortedrl.core.turns import Turns
 SEEDS_PER_TEST = 200
 
 
-QUICK = 5
-BLOCKS = [pytest.param(block, marks=[] if block < QUICK else [pytest.mark.slow]) for block in range(10)]
-
-
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", range(10))
 def test_no_slot_is_held_while_an_environment_works_and_no_rollout_is_lost(block: int) -> None:
     """The same seeds in every run; fresh ones by the thousand: benchmarks/random_schedules.py --turns."""
     faults: Counter[str] = Counter()
