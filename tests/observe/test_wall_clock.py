@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from scenarios import MODES, Run, Scenario, troubled
 from sortedrl import Schedule
@@ -92,6 +92,7 @@ def test_with_overlap_the_run_waits_for_the_learner_until_it_publishes() -> None
     assert found["learner"] == pytest.approx(0.8) and found["generation"] == pytest.approx(0.2)
 
 
+@settings(deadline=None)
 @given(troubled())
 def test_the_parts_of_any_run_add_up_to_one(scenario: Scenario) -> None:
     found = Run(scenario).to_end().run_metrics.wall_parts
