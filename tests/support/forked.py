@@ -85,8 +85,11 @@ class Command:
     def wait_for_output(self, text: str, timeout: float = 300.0) -> None:
         """Until it has printed `text`."""
         until = time.monotonic() + timeout
-        while text not in self.stdout and text not in self.stderr:
-            assert self.process.is_alive() and time.monotonic() < until, self.stdout + self.stderr
+        while True:
+            is_alive = self.process.is_alive()  # before reading: it may print and end in between
+            if text in self.stdout or text in self.stderr:
+                return
+            assert is_alive and time.monotonic() < until, self.stdout + self.stderr
             time.sleep(0.02)
 
     def send(self, number: int) -> None:
