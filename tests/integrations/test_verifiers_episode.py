@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+from aiohttp import ClientSession
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report, Turn
+from sortedrl.integrations.verifiers.endpoint import SESSION, Endpoint
+from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
+from sortedrl.tasks.turns import Turn
 
 PROMPT = [1, 2, 3]
 Tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)
@@ -151,3 +155,40 @@ def test_hangs_errors_and_early_ends_are_reports() -> None:
         assert scheduler.canceled == 1 and scheduler.reports.empty()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"token_ids": [1, 2, 3]}', None),
+        (b'{"token_ids": []}', None),
+        (b'{"token_ids": "12"}', "must be a list of integers"),
+        (b'{"token_ids": [1, 2.0]}', "must be a list of integers"),
+        (b'{"token_ids": [true]}', "must be a list of integers"),
+        (b'{"token_ids": [-1]}', "none of them negative"),
+        (b'{"prompt": [1]}', "KeyError"),
+        (b"[]", "TypeError"),
+        (b"{", "JSONDecodeError"),
+    ],
+)
+def test_the_endpoint_refuses_prompts_that_are_not_token_ids(body: bytes, reason: str | None) -> None:
+    prompts = []
+
+    async def turn_for(trace: str, prompt: Sequence[int]) -> Turn:
+        prompts.append(prompt)
+        return Turn([7, 8], [-0.5, 0.0])
+
+    async def posted() -> tuple[int, Any]:
+        endpoint = Endpoint(turn_for)
+        url = (await endpoint.start()).removesuffix("/v1") + "/inference/v1/generate"
+        try:
+            async with ClientSession() as session, session.post(url, data=body, headers={SESSION: "a"}) as answer:
+                return answer.status, await answer.json()
+        finally:
+            await endpoint.close()
+
+    status, found = asyncio.run(posted())
+    if reason is None:
+        assert status == 200 and found["choices"][0]["token_ids"] == [7, 8] and len(prompts) == 1
+    else:
+        assert status == 400 and reason in found["error"]["message"] and not prompts

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verifiers.v1.serve.client import EnvClient
 
 from chat_tokenizer import chat_tokenizer
 from processes import is_running, wait_for_end
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Scored
+from sortedrl.integrations.verifiers import service
 from sortedrl.integrations.verifiers.task import Served, VerifiersTask
 
 PATIENCE_SECONDS = 120.0
@@ -257,6 +259,25 @@ def test_a_killed_server_is_replaced(game: Game) -> None:
     assert "turn 2" in game.tokenizer.decode(answer.observation)
     game.environments.cancel(6)
     assert process not in game.served.process_ids() and all(map(is_running, game.served.process_ids()))
+
+
+def test_a_server_whose_health_check_raises_is_replaced(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "HEALTH_SECONDS", 0.2)
+    with playing(tokenizer) as game:
+        rollout = game.rollout()
+        game.observed(rollout, "a")
+        (process,) = game.served.process_ids()
+        with monkeypatch.context() as patch:
+            patch.setattr(EnvClient, "health", broken_check)
+            wait_for_end(process)
+        game.speak(rollout, "two")
+        answer = game.answer(rollout)
+        assert answer.error is None and "turn 2: 3" in tokenizer.decode(answer.observation), "replayed in a new server"
+        assert game.served.process_ids() != [process]
+
+
+async def broken_check(client: EnvClient, timeout_seconds: float) -> bool:
+    raise OSError("the socket is gone")
 
 
 def test_wrong_options_are_named() -> None:

@@ -30,6 +30,7 @@ from functools import partial
 from sortedrl.core.scoring import reason_of
 from sortedrl.tasks.environment import Environment, EnvironmentTask
 from sortedrl.tasks.environment_host import Call, Instances, Result
+from sortedrl.tasks.inbox import Inbox
 from sortedrl.tasks.workers import (
     LOST_CONNECTION,
     Channel,
@@ -56,11 +57,9 @@ class WorkerHosts:
         self, task: EnvironmentTask, *, workers: int, limit_seconds: float, memory_bytes: int | None = None
     ) -> None:
         build = pickled(partial(_instances_of, task))
-        self._changed = threading.Condition()
-        self._done: list[Result] = []
+        self._done: Inbox[Result] = Inbox()
         self._processes = [
-            _Process(build, memory_bytes or memory_per_worker(), limit_seconds, self._add_results)
-            for _ in range(workers)
+            _Process(build, memory_bytes or memory_per_worker(), limit_seconds, self._done.add) for _ in range(workers)
         ]
         self._process_of: dict[int, _Process] = {}  # by instance
         weakref.finalize(self, _close_all, self._processes)
@@ -74,13 +73,10 @@ class WorkerHosts:
         process.send(call)
 
     def collect(self) -> list[Result]:
-        with self._changed:
-            done, self._done = self._done, []
-        return done
+        return self._done.collect()
 
     def wait(self, timeout_seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._done), timeout_seconds)
+        self._done.wait(timeout_seconds)
 
     def drop(self, instance: int) -> None:
         process = self._process_of.pop(instance, None)
@@ -98,11 +94,6 @@ class WorkerHosts:
     def close(self) -> None:
         """Kill all processes; calls that are pending stay without a result."""
         _close_all(self._processes)
-
-    def _add_results(self, results: list[Result]) -> None:
-        with self._changed:
-            self._done += results
-            self._changed.notify_all()
 
 
 class _Process:

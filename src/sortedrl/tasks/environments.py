@@ -12,16 +12,11 @@ from typing import Any, Protocol
 
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
 from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
 from sortedrl.tasks.environment import Message, Response
+from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending
 from sortedrl.tasks.environment_host import Call, Host, Result
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    response: list[int]
-    observation: list[int] | None  # None: not answered yet
+from sortedrl.tasks.turns import Turn, turns_of
 
 
 @dataclass(slots=True)
@@ -35,12 +30,9 @@ class _Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    rollout_id: int
-    attempt: int
+class _Pending(Pending):
     instance: int
     turns: list[Turn]
-    call: int | None  # None: the end of a rollout, for the scorer
 
 
 class ObservationTokens(Protocol):
@@ -48,8 +40,8 @@ class ObservationTokens(Protocol):
         """The tokens from the end of a response to the start of the next one. Raises TemplateRefused."""
 
 
-class TaskEnvironments:
-    """Environments and, for rollouts that a limit ended, scorer (`ends`)."""
+class TaskEnvironments(EnvironmentCalls[_Pending]):
+    """Instances of a task's environments in a host."""
 
     def __init__(
         self,
@@ -59,42 +51,20 @@ class TaskEnvironments:
         *,
         chat: ObservationTokens | None = None,
     ) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._tools = tools
         self._chat = chat or ChatTurns(tokenizer)
         self._host = host
         self._instances: dict[int, _Instance] = {}  # by rollout id
-        self._pending: dict[int, _Pending] = {}  # by number of the host's call
-        self._answers: list[Answer] = []
-        self._scores: list[Scored] = []
         self._numbers = count()
-        self.ends = Ends(self)
 
     # For the scheduler
-
-    @property
-    def pending(self) -> int:
-        return len(self._answers) + sum(pending.call is not None for pending in self._pending.values())
 
     def submit(self, rollout: Rollout, call: int) -> None:
         turns = turns_of(rollout)
         *earlier, last = self._responses(rollout, turns)
         self._start(rollout, turns, earlier, last, call)
-
-    def collect(self) -> list[Answer]:
-        self._take_results()
-        answers, self._answers = self._answers, []
-        return answers
-
-    def wait(self, timeout_seconds: float) -> None:
-        if not self._answers and not self._scores:
-            self._host.wait(timeout_seconds)
-
-    def cancel(self, rollout_id: int) -> None:
-        for number in [number for number, pending in self._pending.items() if pending.rollout_id == rollout_id]:
-            del self._pending[number]
-        self._answers = [answer for answer in self._answers if answer.rollout_id != rollout_id]
-        self._drop(rollout_id)
 
     def state(self, rollout_id: int) -> Any:
         instance = self._instances.get(rollout_id)
@@ -110,15 +80,6 @@ class TaskEnvironments:
         turns = turns_of(rollout)
         earlier = self._responses(rollout, turns[: self._passed(rollout, turns)])
         self._start(rollout, turns, earlier, None, None, rollout.ended_by)
-
-    @property
-    def pending_ends(self) -> int:
-        return len(self._scores) + sum(pending.call is None for pending in self._pending.values())
-
-    def collect_ends(self) -> list[Scored]:
-        self._take_results()
-        scores, self._scores = self._scores, []
-        return scores
 
     # Calls and results
 
@@ -142,7 +103,7 @@ class TaskEnvironments:
     ) -> None:
         instance = self._instance_of(rollout, len(earlier))
         number = next(self._numbers)
-        self._pending[number] = _Pending(rollout.id, rollout.attempt, instance.number, turns, call)
+        self._pending[number] = _Pending(rollout.id, rollout.attempt, call, instance.number, turns)
         problem = self._problem(rollout)
         self._host.submit(Call(number, instance.number, problem, tuple(earlier), instance.state, response, reason))
 
@@ -168,16 +129,13 @@ class TaskEnvironments:
             pending = self._pending.pop(result.call, None)
             if pending is None:  # canceled
                 continue
-            answer = self._answer(pending, result)
-            if pending.call is not None:
-                self._answers.append(answer)
-            else:
-                self._scores.append(
-                    Scored(answer.rollout_id, answer.reward, answer.detail, answer.error, pending.attempt)
-                )
+            self._deliver(pending, self._answer(pending, result))
+
+    def _wait_for_results(self, timeout_seconds: float) -> None:
+        self._host.wait(timeout_seconds)
 
     def _answer(self, pending: _Pending, result: Result) -> Answer:
-        answer = Answer(pending.rollout_id, -1 if pending.call is None else pending.call)
+        answer = pending.answer()
         difference = self._difference(pending.turns, result)
         if difference is not None:
             result = Result(result.call, error=difference, is_lost=True)
@@ -233,49 +191,3 @@ class TaskEnvironments:
             return list(parsed.get("tool_calls") or ())
         except Exception:  # no response of a model may end the run
             return [{}]
-
-
-class ScoresEnds(Protocol):
-    """Environments that score rollouts that a limit ended."""
-
-    @property
-    def pending_ends(self) -> int: ...
-
-    def submit_end(self, rollout: Rollout) -> None: ...
-
-    def collect_ends(self) -> list[Scored]: ...
-
-    def wait(self, timeout_seconds: float) -> None: ...
-
-
-class Ends:
-    """The scorer of a run with environments: it only gets rollouts that a limit ended."""
-
-    def __init__(self, environments: ScoresEnds) -> None:
-        self._environments = environments
-
-    @property
-    def pending(self) -> int:
-        return self._environments.pending_ends
-
-    def submit(self, rollout: Rollout) -> None:
-        self._environments.submit_end(rollout)
-
-    def collect(self) -> list[Scored]:
-        return self._environments.collect_ends()
-
-    def wait(self, timeout_seconds: float) -> None:
-        self._environments.wait(timeout_seconds)
-
-
-def turns_of(rollout: Rollout) -> list[Turn]:
-    """The policy's turns with their observations, from the recorded segments."""
-    turns: list[Turn] = []
-    response: list[int] = []
-    for segment in rollout.segments:
-        if segment.is_environment:
-            turns.append(Turn(response, list(segment.tokens)))
-            response = []
-        else:
-            response = [*response, *segment.tokens]
-    return [*turns, Turn(response, None)] if response else turns

@@ -16,7 +16,8 @@ from sortedrl.integrations.trl.tools import ParsedResponse, StatelessEpisode, To
 from sortedrl.tasks.chat_turns import TemplateRefused
 from sortedrl.tasks.environment import Message, Response
 from sortedrl.tasks.environment_host import Call, Host, Result
-from sortedrl.tasks.environments import TaskEnvironments, Turn, turns_of
+from sortedrl.tasks.environments import TaskEnvironments
+from sortedrl.tasks.turns import Turn, turns_of
 
 
 class ToolSuffix:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from sortedrl.tasks.environment import Environment
 from sortedrl.tasks.environment_host import Call, Instances, Result
+from sortedrl.tasks.inbox import Inbox
 
 CLOSE_SECONDS = 5.0
 
@@ -20,8 +21,7 @@ class LoopHost:
     def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
         self._instances = Instances(build)
         self._limit_seconds = limit_seconds
-        self._changed = threading.Condition()
-        self._done: list[Result] = []
+        self._done: Inbox[Result] = Inbox()
         self._calls: dict[int, Future[Result]] = {}  # by instance: its last call
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
@@ -33,20 +33,14 @@ class LoopHost:
         future.add_done_callback(self._take)
 
     def _take(self, future: Future[Result]) -> None:
-        if future.cancelled():
-            return
-        with self._changed:
-            self._done.append(future.result())
-            self._changed.notify_all()
+        if not future.cancelled():
+            self._done.add([future.result()])
 
     def collect(self) -> list[Result]:
-        with self._changed:
-            done, self._done = self._done, []
-        return done
+        return self._done.collect()
 
     def wait(self, timeout_seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._done), timeout_seconds)
+        self._done.wait(timeout_seconds)
 
     def drop(self, instance: int) -> None:
         call = self._calls.pop(instance, None)

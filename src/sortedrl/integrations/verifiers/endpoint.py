@@ -11,7 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from sortedrl.integrations.verifiers.episode import Refused, Turn
+from sortedrl.integrations.verifiers.episode import Refused
+from sortedrl.tasks.turns import Turn
 
 SESSION = "X-Session-ID"
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024
@@ -39,7 +40,7 @@ class Endpoint:
     async def _generate(self, request: web.Request) -> web.Response:
         try:
             body = json.loads(await request.read())
-            trace, prompt = request.headers[SESSION], body["token_ids"]
+            trace, prompt = request.headers[SESSION], _token_ids(body["token_ids"])
         except (KeyError, TypeError, ValueError) as error:
             return _refusal(f"expected token_ids and the header {SESSION}: {type(error).__name__}: {error}")
         try:
@@ -47,6 +48,13 @@ class Endpoint:
         except Refused as error:
             # Harnesses end an episode in order if the context is full. For them this is the same.
             return _refusal(f"This model's maximum context length is reached: {error}")
+
+
+def _token_ids(found: Any) -> list[int]:
+    """Raises ValueError."""
+    if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
+        raise ValueError("token_ids must be a list of integers, none of them negative")
+    return found
 
 
 async def _models(_: web.Request) -> web.Response:

@@ -27,7 +27,7 @@ _MARK = "SORTEDRL_ENV_SERVER"  # in the environment of all programs that a serve
 
 
 class EnvServerProcess:
-    """Start it with `start`. `ended` is done as soon as the process is gone, for whatever reason."""
+    """Start it with `start`. `ended` is done as soon as the process is gone, however it ended."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str, output: BinaryIO) -> None:
         self.address = ""

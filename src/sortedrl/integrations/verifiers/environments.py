@@ -5,67 +5,39 @@ The same object is the scorer of rollouts that a limit ended: verifiers scores w
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
-from sortedrl.integrations.verifiers.episode import Ask, Report, Turn
+from sortedrl.integrations.verifiers.episode import Ask, Report
 from sortedrl.integrations.verifiers.service import EPISODES, Service
-from sortedrl.tasks.environments import Ends
+from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending
+from sortedrl.tasks.inbox import Inbox
+from sortedrl.tasks.turns import turns_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    rollout_id: int
-    attempt: int
+class _Pending(Pending):
     turns: int
-    call: int | None  # None: the end of a rollout, for the scorer
 
 
-class VerifiersEnvironments:
-    """Environments and, for rollouts that a limit ended, scorer (`ends`)."""
+class VerifiersEnvironments(EnvironmentCalls[_Pending]):
+    """Episodes that a service plays."""
 
     def __init__(self, service: Service, eos_token_id: int) -> None:
+        super().__init__()
         self._service = service
         self._eos_token_id = eos_token_id
-        self._changed = threading.Condition()
-        self._reports: list[Report] = []
-        self._pending: dict[int, _Pending] = {}  # by number of the ask
+        self._reports: Inbox[Report] = Inbox()
         self._episodes: dict[int, tuple[int, int]] = {}  # by rollout id: its attempt, and the number of its episode
-        self._answers: list[Answer] = []
-        self._scores: list[Scored] = []
         self._numbers = count()
-        self.ends = Ends(self)
 
     # For the scheduler
 
-    @property
-    def pending(self) -> int:
-        return len(self._answers) + sum(one.call is not None for one in self._pending.values())
-
     def submit(self, rollout: Rollout, call: int) -> None:
         self._ask(rollout, call)
-
-    def collect(self) -> list[Answer]:
-        self._take_reports()
-        answers, self._answers = self._answers, []
-        return answers
-
-    def wait(self, timeout_seconds: float) -> None:
-        if not self._answers and not self._scores:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._reports), timeout_seconds)
-
-    def cancel(self, rollout_id: int) -> None:
-        for number in [number for number, one in self._pending.items() if one.rollout_id == rollout_id]:
-            del self._pending[number]
-        self._answers = [answer for answer in self._answers if answer.rollout_id != rollout_id]
-        self._drop(rollout_id)
 
     def state(self, rollout_id: int) -> Any:
         return None
@@ -78,25 +50,16 @@ class VerifiersEnvironments:
     def submit_end(self, rollout: Rollout) -> None:
         self._ask(rollout, None)
 
-    @property
-    def pending_ends(self) -> int:
-        return len(self._scores) + sum(one.call is None for one in self._pending.values())
-
-    def collect_ends(self) -> list[Scored]:
-        self._take_reports()
-        scores, self._scores = self._scores, []
-        return scores
-
     # Episodes and their reports
 
     def _ask(self, rollout: Rollout, call: int | None) -> None:
         number = next(self._numbers)
-        turns = list(turns_of(rollout, self._eos_token_id if call is None else None))
-        self._pending[number] = _Pending(rollout.id, rollout.attempt, len(turns), call)
+        turns = turns_of(rollout, self._eos_token_id if call is None else None)
+        self._pending[number] = _Pending(rollout.id, rollout.attempt, call, len(turns))
         limit = "" if call is not None else rollout.ended_by or "the rollout ended"
         data = rollout.prompt.payload.answer
         ask = Ask(number, self._episode_of(rollout), data, rollout.prompt.tokens, turns, limit)
-        self._service.ask(ask, self._add_report)
+        self._service.ask(ask, lambda report: self._reports.add([report]))
 
     def _episode_of(self, rollout: Rollout) -> int:
         attempt, episode = self._episodes.get(rollout.id, (None, -1))
@@ -111,29 +74,21 @@ class VerifiersEnvironments:
         if episode is not None:
             self._service.drop(episode)
 
-    def _add_report(self, report: Report) -> None:
-        with self._changed:
-            self._reports.append(report)
-            self._changed.notify_all()
-
-    def _take_reports(self) -> None:
-        with self._changed:
-            reports, self._reports = self._reports, []
-        for report in reports:
+    def _take_results(self) -> None:
+        for report in self._reports.collect():
             pending = self._pending.pop(report.ask, None)
             if pending is None:  # canceled
                 continue
             if report.observation is None:
                 self._drop(pending.rollout_id)
-            if pending.call is not None:
-                self._answers.append(_answer(pending, pending.call, report))
-            else:
-                detail = None if report.error is not None else _detail(pending, report)
-                self._scores.append(Scored(pending.rollout_id, report.reward, detail, report.error, pending.attempt))
+            self._deliver(pending, _answer(pending, report))
+
+    def _wait_for_results(self, timeout_seconds: float) -> None:
+        self._reports.wait(timeout_seconds)
 
 
-def _answer(pending: _Pending, call: int, report: Report) -> Answer:
-    answer = Answer(pending.rollout_id, call)
+def _answer(pending: _Pending, report: Report) -> Answer:
+    answer = pending.answer()
     if report.error is not None:
         return answer._replace(error=report.error, is_lost=report.is_lost)
     if report.observation is not None:
@@ -144,18 +99,3 @@ def _answer(pending: _Pending, call: int, report: Report) -> Answer:
 def _detail(pending: _Pending, report: Report) -> dict[str, Any]:
     assert report.reward is not None
     return {"correct": report.reward >= 1.0, "parts": {**report.parts, "turns": pending.turns}}
-
-
-def turns_of(rollout: Rollout, eos_token_id: int | None = None) -> Iterator[Turn]:
-    """The policy's turns with their observations. With an EOS token, a last turn without it was cut by a limit."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    for segment in rollout.segments:
-        if segment.is_environment:
-            yield Turn(tokens, logprobs, list(segment.tokens))
-            tokens, logprobs = [], []
-        else:
-            tokens = [*tokens, *segment.tokens]
-            logprobs = [*logprobs, *segment.logprobs]
-    if tokens:
-        yield Turn(tokens, logprobs, None, eos_token_id is not None and tokens[-1] != eos_token_id)

@@ -13,17 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sortedrl.core.scoring import reason_of
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A turn of the policy, and what the environment answered: None if it has not yet, or if a limit ended the rollout
-    there."""
-
-    response: Sequence[int]
-    logprobs: Sequence[float]
-    observation: Sequence[int] | None = None
-    is_cut: bool = False
+from sortedrl.tasks.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)

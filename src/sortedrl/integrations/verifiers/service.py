@@ -23,7 +23,8 @@ from verifiers.v1.types import SamplingConfig
 from sortedrl.core.scoring import one_line
 from sortedrl.integrations.verifiers.endpoint import Endpoint
 from sortedrl.integrations.verifiers.env_server import EXIT_SECONDS, START_SECONDS, EnvServerProcess
-from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report, Turn
+from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
+from sortedrl.tasks.turns import Turn
 from sortedrl.tasks.workers import WorkerError
 
 T = TypeVar("T")
@@ -190,7 +191,7 @@ class Service:
             await asyncio.wait([process.ended], timeout=HEALTH_SECONDS)
             health = asyncio.create_task(client.health(self._limit_seconds))
             await asyncio.wait([process.ended, health], return_when=asyncio.FIRST_COMPLETED)
-            if health.done() and not health.result() and not process.ended.done():
+            if health.done() and not _is_healthy(health) and not process.ended.done():
                 blocked = (
                     f"verifiers' environment server did not answer within {self._limit_seconds:g} s and was killed: an "
                     "environment blocks its event loop"
@@ -216,6 +217,11 @@ class Service:
                 await server.process.stop()
             if server.watch is not None:
                 await server.watch
+
+
+def _is_healthy(check: asyncio.Task[bool]) -> bool:
+    """Of a check that has ended. One that raised has found no healthy server."""
+    return check.exception() is None and check.result()
 
 
 def outcome_of(episode: WireEpisode) -> Outcome:

@@ -1,0 +1,111 @@
+"""Calls to environments that are pending, and what the scheduler gets from them.
+
+A call is a turn of a rollout, whose result is an answer for the scheduler (core/environment.py), or the end of a
+rollout by a limit, whose result is a score (core/scoring.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sortedrl.core.environment import Answer
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.scoring import Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """`call`: the scheduler's number; None for the end of a rollout by a limit."""
+
+    rollout_id: int
+    attempt: int
+    call: int | None
+
+    def answer(self) -> Answer:
+        """One without content."""
+        return Answer(self.rollout_id, -1 if self.call is None else self.call)
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class EnvironmentCalls(ABC, Generic[P]):
+    """The environments of a run; `ends` is the scorer of rollouts that a limit ended."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, P] = {}  # by a number of its own for each call
+        self._answers: list[Answer] = []
+        self._scores: list[Scored] = []
+        self.ends = Ends(self)
+
+    @property
+    def pending(self) -> int:
+        return len(self._answers) + sum(pending.call is not None for pending in self._pending.values())
+
+    @property
+    def pending_ends(self) -> int:
+        return len(self._scores) + sum(pending.call is None for pending in self._pending.values())
+
+    def collect(self) -> list[Answer]:
+        self._take_results()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def collect_ends(self) -> list[Scored]:
+        self._take_results()
+        scores, self._scores = self._scores, []
+        return scores
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self._answers and not self._scores:
+            self._wait_for_results(timeout_seconds)
+
+    def cancel(self, rollout_id: int) -> None:
+        for number in [number for number, pending in self._pending.items() if pending.rollout_id == rollout_id]:
+            del self._pending[number]
+        self._answers = [answer for answer in self._answers if answer.rollout_id != rollout_id]
+        self._drop(rollout_id)
+
+    def _deliver(self, pending: Pending, answer: Answer) -> None:
+        if pending.call is not None:
+            self._answers.append(answer)
+        else:
+            scored = Scored(answer.rollout_id, answer.reward, answer.detail, answer.error, pending.attempt)
+            self._scores.append(scored)
+
+    @abstractmethod
+    def submit_end(self, rollout: Rollout) -> None:
+        """A limit ended the rollout: ask for its reward."""
+
+    @abstractmethod
+    def _take_results(self) -> None:
+        """Take those of pending calls out of `_pending` and deliver them; the others were canceled."""
+
+    @abstractmethod
+    def _wait_for_results(self, timeout_seconds: float) -> None: ...
+
+    @abstractmethod
+    def _drop(self, rollout_id: int) -> None:
+        """End the rollout's instance or episode, if there is one."""
+
+
+class Ends:
+    """The scorer of a run with environments: it only gets rollouts that a limit ended."""
+
+    def __init__(self, environments: EnvironmentCalls[P]) -> None:
+        self._environments = environments
+
+    @property
+    def pending(self) -> int:
+        return self._environments.pending_ends
+
+    def submit(self, rollout: Rollout) -> None:
+        self._environments.submit_end(rollout)
+
+    def collect(self) -> list[Scored]:
+        return self._environments.collect_ends()
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._environments.wait(timeout_seconds)
