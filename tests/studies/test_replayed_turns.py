@@ -103,6 +103,21 @@ def test_a_cut_turn_and_a_slow_end_are_recorded(tmp_path: Path) -> None:
     assert found.lengths() == ReplayedLengths(((11, 9),))
 
 
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([{"event": "Finished", "at": 6.0, "rollout": 7, "made": 4, "length": 14, "truncated": True}], "rollout 7"),
+        ([{"event": "Observed", "at": 4.0, "rollout": 0, "tokens": 3, "length": 8}], r"Observed at 4 s contradicts"),
+        ([{"event": "Loaded", "at": 0.0, "cohort": 0, "first": 0, "rollouts": 2, "prompts": []}], "Loaded at 0 s"),
+    ],
+)
+def test_an_incomplete_log_is_refused(tmp_path: Path, events: list[dict[str, object]], reason: str) -> None:
+    lines = [RUN_BEGAN, *(json.dumps(event) for event in events)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigurationError, match=f"{reason}.*the log is incomplete"):
+        SimulateSettings(lengths=tmp_path).check()
+
+
 SMALL = {"slots": 16, "rollouts_per_update": 16, "prompts_per_cohort": 16, "rollouts_per_prompt": 4, "cohorts": 2}
 
 

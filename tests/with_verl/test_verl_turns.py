@@ -257,7 +257,7 @@ def test_after_a_kill_rollouts_of_several_turns_are_regenerated(stack: Stack) ->
     before = Run(stack, "partial+elevator", "slow_tool", max_staleness=3).updates(most=2)
     controller_state, engine_state = before.controller.state(), before.engine.state()
     ended = (State.FINISHED, State.READY)
-    begun = {id for id, one in before.controller.live.items() if one.observations and one.state not in ended}
+    started = {id for id, one in before.controller.live.items() if one.observations and one.state not in ended}
     engine = stack.engine(4, version=2)
     engine.restore(engine_state | {"count": stack.made}, version=2)
     after = Run(stack, "partial+elevator", "slow_tool", max_staleness=3, engine=engine)
@@ -267,7 +267,7 @@ def test_after_a_kill_rollouts_of_several_turns_are_regenerated(stack: Stack) ->
     assert sorted(trained) == list(range(PROMPTS)), "none is lost, none is trained on twice"
     lost = {event.rollout for event in after.of(events.Regenerated) if "cannot bring back" in event.reason}
     had_ended = {event.rollout for event in after.of(events.Finished) if not event.made}  # its result was saved
-    assert begun & lost and begun <= lost | had_ended
+    assert started & lost and started <= lost | had_ended
     for batch in after.batches:
         for rollout in batch:
             assert all(0 <= batch.version - version <= 3 for version in versions(rollout))

@@ -138,11 +138,19 @@ def read_episodes(path: Path) -> ReplayedEpisodes:
             raise ValueError(f"{path}, line {line.line} cannot be read: {line.why}")
     recorder = _Recorder()
     for event in log:
-        recorder(event)
+        try:
+            recorder(event)
+        except (ArithmeticError, LookupError) as error:
+            raise ValueError(
+                f"{path}: {type(event).__name__} at {event.at:g} s contradicts the events before it ({error!r}); "
+                "the log is incomplete"
+            ) from None
     if not recorder.ended:
         raise ValueError(f"{path}: no response is finished in this log")
     by_prompt: dict[str, list[Episode]] = {}
     for rollout, episode in recorder.ended.items():
+        if rollout not in recorder.prompt_of:
+            raise ValueError(f"{path}: rollout {rollout} finishes, but was never loaded; the log is incomplete")
         by_prompt.setdefault(recorder.prompt_of[rollout], []).append(episode)
     return ReplayedEpisodes(tuple(map(tuple, by_prompt.values())))
 
@@ -178,7 +186,7 @@ class _Recorder:
             case events.Observed(at=at, rollout=rollout, tokens=tokens, length=length):
                 attempt = self._attempts[rollout]
                 attempt.observations.append(tokens)
-                attempt.seconds.append(at - (attempt.asked_at or at))
+                attempt.seconds.append(0.0 if attempt.asked_at is None else at - attempt.asked_at)
                 attempt.start, attempt.asked_at = length, None
             case events.Finished(at=at, rollout=rollout, length=length):
                 self.ended[rollout] = self._end(rollout, at, length)

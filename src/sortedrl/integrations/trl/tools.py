@@ -120,13 +120,14 @@ class ToolBox:
         hidden = "environment" if self.several else None
         return instance.reset(**{key: value for key, value in example.items() if key != hidden})
 
-    async def call(self, call: Callable[[], Any], started: Callable[[threading.Thread], None]) -> Any:
-        """The result of a plain function. Raises its error, or TimeoutError."""
+    async def call(self, call: Callable[[], Any], started: Callable[[threading.Thread], None] | None = None) -> Any:
+        """The result of a plain function, in a thread that `started` gets. Raises its error, or TimeoutError."""
         if not self.threads:
             return call()
         async with self._running:
             future, thread = in_daemon_thread(call)
-            started(thread)
+            if started is not None:
+                started(thread)
             done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=self.limit_seconds)
             if not done:
                 raise too_late(self.limit_seconds)
@@ -235,7 +236,7 @@ class Episode:
         """An instance of its own, in the state after `reset`."""
         if self._box.factories is None or self.instance is not None:
             return
-        instance, observation = await self._box.call(self._new_instance, lambda thread: None)
+        instance, observation = await self._box.call(self._new_instance)
         if observation != self._box.observations[self._row]:
             self._box.fatal = different_observation(instance, self._row)
             raise self._box.fatal
@@ -270,7 +271,7 @@ class Episode:
         return [{"role": "tool", "name": name, "content": content} for name, content in results]
 
     async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-        started: Callable[[threading.Thread], None] = lambda thread: None  # noqa: E731
+        started = None
         if self.instance is not None and getattr(tool, "__self__", None) is self.instance:
             if self._is_busy():
                 raise RuntimeError("the environment is busy: an earlier call has not ended")
