@@ -33,8 +33,9 @@ from sortedrl.integrations.trl.run import LateRewards
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
+from trl_config import small_config
 
-SIBLINGS = 4
+GROUP = 4
 QUICK_MODES = ("on-policy", "partial+elevator")
 OTHER_MODES = ("baseline", "cohort-at-once", "on-policy+planned", "partial", "partial+planned", "partial+lookahead")
 MODES = (*QUICK_MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHER_MODES))
@@ -63,25 +64,17 @@ def questions(count: int = 24) -> Dataset:
 
 def config(folder: Path, **fields: Any) -> GRPOConfig:
     defaults: dict[str, Any] = {
-        "output_dir": str(folder),
         "max_steps": 3,
-        "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "num_generations": SIBLINGS,
+        "num_generations": GROUP,
         "max_completion_length": 24,
         "learning_rate": 1e-3,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
     }
-    return GRPOConfig(**defaults | fields)
+    return small_config(folder, **defaults | fields)
 
 
 class Recorder:
-    """A reward function that remembers what it was asked: how many a's, or the length, whatever varies."""
+    """A reward function that remembers what it was asked: how many a's, or the length, so that rewards vary."""
 
     __name__ = "varied"
 
@@ -131,16 +124,16 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def rollout(number: int, tokens: int = 3) -> Rollout:
-    made = Rollout(number, Prompt(str(number // SIBLINGS), (1, 2), number // SIBLINGS), number % SIBLINGS, 0, 0, 0)
+    made = Rollout(number, Prompt(str(number // GROUP), (1, 2), number // GROUP), number % GROUP, 0, 0, 0)
     made.append(Segment(list(range(tokens)), [0.0] * tokens, 0))
     return made
 
 
 def test_sets_stand_together_and_a_missing_member_is_filled_up_without_training() -> None:
-    rows = rows_in_groups([rollout(n) for n in (5, 0, 4, 1, 2, 7, 3)], SIBLINGS)  # 6 was rejected
+    rows = rows_in_groups([rollout(n) for n in (5, 0, 4, 1, 2, 7, 3)], GROUP)  # 6 was rejected
     assert [row.rollout.id for row in rows] == [5, 4, 7, 5, 0, 1, 2, 3]
     assert [row.trains for row in rows] == [True] * 3 + [False] + [True] * 4
-    padded = filled_up(rows, rows_needed(len(rows), SIBLINGS, 3))
+    padded = filled_up(rows, rows_needed(len(rows), GROUP, 3))
     assert len(padded) == 12 and not any(row.trains for row in padded[8:])
 
 
@@ -373,7 +366,7 @@ def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp
     args = {"max_steps": 1, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1, "shuffle_dataset": False}
     ours = trainer_for(tmp_path / "ours", tokenizer, Watched, args=config(tmp_path / "ours", **args))
     ours.train()
-    rows = questions().select([number for number, _ in seen][::SIBLINGS])
+    rows = questions().select([number for number, _ in seen][::GROUP])
     theirs = trainer_for(
         tmp_path / "theirs", tokenizer, Replayed, args=config(tmp_path / "theirs", **args), train_dataset=rows
     )
@@ -636,7 +629,8 @@ def run_two_processes(folder: Path, mode: str, steps: int, resume: str | None = 
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
