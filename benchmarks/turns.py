@@ -2,6 +2,7 @@
 
     python benchmarks/turns.py --shape 8b --scale 0.4 --calibrate --seconds 240 --out OUT         200 s on one H200
     python benchmarks/turns.py --shape tiny --scale 0.2 --updates 2 --calibrate --out OUT         a check on CPU
+    python benchmarks/turns.py --repredict OUT [--return-seconds 0.005]                           takes seconds, no vLLM
 
 It needs vLLM, and `src` on PYTHONPATH. Set VLLM_USE_FLASHINFER_SAMPLER=0 and HF_HUB_OFFLINE=1, as h200.sh does.
 
@@ -13,7 +14,8 @@ random, lengths are forced, and there is no learner: a weight update only clears
 A mode is `mode[:reuse][=UPDATES]`. The first update of a mode is not counted if there are others. Predictions use the
 same lengths and latencies. They are made before the modes run: `predicted` with an earlier profile, `predicted_now`
 with the speed measured at the start (`--calibrate`). OUT/turns.json is written after every mode. `--seconds` ends the
-mode in work when the time is up; its complete updates count.
+mode in work when the time is up; its complete updates count. `--repredict` predicts a measurement from its own profile
+again, with another cost of a step that also prefills, if one is given.
 """
 
 from __future__ import annotations
@@ -130,6 +132,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibrate", action="store_true", help="measure the speed of the engine first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("turns"))
+    parser.add_argument("--repredict", type=Path, metavar="OUT", help="an earlier measurement with --calibrate")
+    parser.add_argument("--return-seconds", type=float, help="what a decode step costs more if it also prefills")
     return parser.parse_args()
 
 
@@ -345,7 +349,9 @@ class Bench:
         cells = profile.cells_for(engine.slots, longest, engine.info().kv_tokens or math.inf, steps)
         found = profile.measure(engine, cells, self.vocabulary, steps=steps, repeats=1)
         per_token, observed = profile.prefill_of(found), round(128 * self.options.scale)
-        per_return = profile.prefill_step_seconds(engine, longest // 4, observed, self.vocabulary, per_token)
+        per_return = profile.prefill_step_seconds(
+            engine, longest // 4, observed, self.vocabulary, per_token, steps=min(128, longest // 8)
+        )
         known = profile_file.Profile(
             engine="vllm",
             model=f"benchmarks/shapes/{self.shape.folder}",
@@ -440,8 +446,30 @@ def shown(name: str, found: dict[str, Any]) -> str:
     return text
 
 
+def repredict(folder: Path, return_seconds: float | None) -> None:
+    """The modes of a measurement next to the prediction from its own profile."""
+    known = profile_file.read(folder / "profile.json")
+    if return_seconds is not None:
+        known = replace(known, prefill_step_seconds=return_seconds)
+    written = json.loads((folder / "turns.json").read_text(encoding="utf-8"))
+    options = argparse.Namespace(**written["settings"])
+    print(f"a step that also prefills costs {1e3 * known.prefill_step_seconds:.2f} ms more")
+    for text in options.modes:
+        mode, shape = Mode.parsed(text, options.updates), SHAPES[options.shape]
+        measured = written["modes"][mode.name]
+        marks = predicted(shape, mode, known, known.kv_tokens, options)
+        said = summary(marks[: measured["updates"] + (mode.updates > 1)])
+        errors = {key: said[key] / measured[key] - 1 for key in ("goodput", "kept")}
+        print(f"{mode.name}: measured {measured['goodput']:,.0f} tok/s, predicted {said['goodput']:,.0f} "
+              f"({errors['goodput']:+.1%}); kept {measured['kept']:,.0f}, predicted {said['kept']:,.0f} "
+              f"({errors['kept']:+.1%})")  # fmt: skip
+
+
 def main() -> int:
     options = arguments()
+    if options.repredict is not None:
+        repredict(options.repredict, options.return_seconds)
+        return 0
     shape, modes = SHAPES[options.shape], [Mode.parsed(text, options.updates) for text in options.modes]
     bench = Bench(options, shape)
     predictions: dict[str, dict[str, Prediction]] = {mode.name: {} for mode in modes}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +114,18 @@ def test_cached_turns_take_memory_and_go_before_a_request_is_preempted() -> None
     assert prefill_of_second_turn(None) == pytest.approx(4)
     assert prefill_of_second_turn(60) == pytest.approx(4)
     assert prefill_of_second_turn(26) == pytest.approx(19)
+
+
+def test_turns_measured_on_a_gpu_are_predicted_from_the_cost_of_a_return(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python benchmarks/turns.py --repredict ...`: three modes with vLLM on an H200."""
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    repredict = runpy.run_path(str(benchmarks / "turns.py"), run_name="turns")["repredict"]
+
+    def errors(return_seconds: float) -> list[float]:
+        repredict(benchmarks / "measured" / "h200-turns-full", return_seconds)
+        lines = capsys.readouterr().out.splitlines()[1:]
+        return [float(line.split("(")[1].split("%")[0]) for line in lines]
+
+    without, found = errors(0.0), errors(0.007)
+    assert len(without) == len(found) == 3
+    assert max(without) > 20 and max(map(abs, found)) < 6

@@ -210,51 +210,59 @@ def prefill_of(cells: Sequence[Cell]) -> float:
 
 
 def prefill_step_seconds(
-    engine: Engine, context: int, observed: int, vocabulary: int, prefill_seconds_per_token: float, starts: int = 32
+    engine: Engine, context: int, observed: int, vocabulary: int, prefill_seconds_per_token: float, steps: int = 64
 ) -> float:
-    """What a decode step of all slots costs more if a request also returns with `observed` new tokens.
+    """How much longer a decode step of all slots takes if a request also returns with `observed` new tokens.
 
-    The other slots decode all the time. In the last slot, one request decodes `2 x starts` tokens; then `starts`
-    requests decode two tokens each, behind the same context, which the prefix cache of the engine holds by then; then
-    one request decodes again, because contexts have grown.
+    One slot is the clock: a request that decodes `steps` tokens. One slot is for the returns. The others decode all the
+    time. In the first interval of the clock the second slot decodes, too; in the next, requests of two tokens follow
+    each other there, behind a context that the prefix cache of the engine holds by then; in the last it decodes again,
+    because contexts have grown. The time between the end of a request and the start of the next one does not count: the
+    clock's steps go on without it.
     """
-    others = engine.slots - 1
-    steps = _TOKENS_AFTER_RETURN * starts
+    others = engine.slots - 2
     first_place = 1_000_000  # no place of the warm-up or of a cell: no prefix cache hits
-    *prompts, shared = random_prompts(range(first_place, first_place + engine.slots), context, vocabulary)
-    new = random_prompts(range(first_place - starts, first_place), observed, vocabulary)
-    first, before, after, returning = others, others + 1, others + 2, range(others + 3, others + 3 + starts)
+    *prompts, shared = random_prompts(range(first_place, first_place + others + 1), context, vocabulary)
+    new = random_prompts(range(first_place - steps, first_place), observed, vocabulary)
     longest = 4 * steps + context * engine.slots // _SMALLEST_PREFILL_STEP
-    lengths = {first: _LEAD_TOKENS, before: steps, after: steps} | dict.fromkeys(returning, _TOKENS_AFTER_RETURN)
+    lengths: dict[int, int] = {}
     forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
-    forced.submit([Request(i, prompt, (), longest, i) for i, prompt in enumerate([*prompts, shared])])
-    _end_of(forced, first)
-    returns = [
-        Request(id, Prompt(prompt.id, [*shared.tokens, *prompt.tokens]), (), longest, id)
-        for id, prompt in zip(returning, new, strict=True)
-    ]
-    seconds = [
-        _seconds_of(forced, requests)
-        for requests in ([Request(before, shared, (), longest, 0)], returns, [Request(after, shared, (), longest, 0)])
-    ]
-    forced.abort(range(others))
-    more = seconds[1] - (seconds[0] + seconds[2]) / 2
-    return max(0.0, more / (starts - 1) - observed * prefill_seconds_per_token)
+    ids, ends = count(), _ends(forced)
+
+    def request(prompt: Prompt, length: int = longest) -> Request:
+        id = next(ids)
+        lengths[id] = length
+        return Request(id, prompt, (), longest, id)
+
+    def timed(beside: Iterator[Request]) -> tuple[float, int]:
+        """The clock's seconds, and how many requests of `beside` started and ended meanwhile, one after another."""
+        clock, other = request(shared, steps), next(beside)
+        began, ended = engine.now(), 0
+        forced.submit([clock, other])
+        while (end := next(ends)).id != clock.id:
+            if end.id == other.id:  # else it ended together with the last clock
+                ended += 1
+                other = next(beside)
+                forced.submit([other])
+        forced.abort([other.id])
+        return end.at - began, ended
+
+    background = [request(prompt) for prompt in prompts]
+    lead = request(shared, _LEAD_TOKENS)
+    forced.submit([*background, lead])
+    next(ends)
+    returning = (request(Prompt(prompt.id, [*shared.tokens, *prompt.tokens]), _TOKENS_AFTER_RETURN) for prompt in new)
+    before, _ = timed(iter([request(shared)]))
+    between, returns = timed(returning)
+    after, _ = timed(iter([request(shared)]))
+    forced.abort([one.id for one in background])
+    return max(0.0, (between - (before + after) / 2) / max(1, returns) - observed * prefill_seconds_per_token)
 
 
-def _seconds_of(engine: Engine, requests: Sequence[Request]) -> float:
-    """One request after another."""
-    began = at = engine.now()
-    for request in requests:
-        engine.submit([request])
-        at = _end_of(engine, request.id)
-    return at - began
-
-
-def _end_of(engine: Engine, id: int) -> float:
+def _ends(engine: Engine) -> Iterator[Finished]:
     while True:
         for change in engine.poll():
             if isinstance(change, Failed):
                 raise RuntimeError(f"the engine refused a request: {change.reason}")
-            if isinstance(change, Finished) and change.id == id:
-                return change.at
+            if isinstance(change, Finished):
+                yield change
