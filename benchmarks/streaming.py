@@ -1,7 +1,7 @@
 """What streaming gains: the same updates with the learner after each harvest, and during it.
 
-    python benchmarks/streaming.py [--updates 6] [--repeats 3] [--out OUT]     # environment of `make test-vllm`
-    python benchmarks/streaming.py --simulate                                  # an 8B model on an H200, 8 seeds
+    python benchmarks/streaming.py [--slots 64] [--updates 4] [--repeats 3] [--out OUT]  # needs vLLM (`make test-vllm`)
+    python benchmarks/streaming.py --simulate                                            # 8B on an H200, 8 seeds
 
 vLLM's server is pinned to one core; controller and learner share another: two devices. The model has random weights.
 Response lengths are forced, so that both runs of a pair train on equally many tokens in every update. Pairs alternate:
@@ -45,16 +45,15 @@ from sortedrl.studies.workload import run as simulate
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 
-SLOTS = 32
-PROMPT_TOKENS, MAX_RESPONSE_TOKENS, MEDIAN_LENGTH = 24, 256, 40
+PROMPT_TOKENS, MAX_RESPONSE_TOKENS, MEDIAN_LENGTH = 24, 512, 40  # the limit is 13 medians, as in the reference lengths
 VOCABULARY = 512
 KINDS = {"groups of 8": (8, "grpo"), "single rollouts": (1, "reinforce++")}  # rollouts per prompt, algorithm
 
 
-def server_command(model: Path) -> list[str]:
+def server_command(model: Path, slots: int) -> list[str]:
     command = ["taskset", "--cpu-list", "0", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32"]
-    command += ["--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 8), "--max-num-seqs", str(SLOTS)]
+    command += ["--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 8), "--max-num-seqs", str(slots)]
     command += ["--stream-interval", "32", "--gpu-memory-utilization", "0.3"]  # the latter: of the CPU's memory
     return [*command, "--tokens-only", "--logprobs-mode", "processed_logprobs"]
 
@@ -75,10 +74,10 @@ def run(
 ) -> Any:
     """One row per update after the first, and a summary."""
     per_prompt, algorithm = KINDS[kind]
-    prompts = SLOTS // per_prompt
+    prompts = options.slots // per_prompt
     schedule = Schedule(
         mode=options.mode,
-        rollouts_per_update=SLOTS,
+        rollouts_per_update=options.slots,
         rollouts_per_prompt=per_prompt,
         prompts_per_cohort=prompts,
         whole_groups=per_prompt > 1,
@@ -89,7 +88,7 @@ def run(
         LlamaForCausalLM.from_pretrained(model),
         LearnerSettings(
             algorithm=algorithm,
-            normalizer_tokens=SLOTS * MAX_RESPONSE_TOKENS,
+            normalizer_tokens=options.slots * MAX_RESPONSE_TOKENS,
             tokens_per_micro_batch=options.tokens_per_micro_batch,
             learning_rate=1e-5,
         ),
@@ -197,10 +196,10 @@ def measured(options: argparse.Namespace) -> None:
             tie_word_embeddings=False,
         )
         LlamaForCausalLM(config).save_pretrained(model)  # type: ignore[no-untyped-call]
-        with serving(server_command(model), Path(scratch) / "server.log", **environment) as server:
+        with serving(server_command(model, options.slots), Path(scratch) / "server.log", **environment) as server:
             os.sched_setaffinity(0, {1})
-            engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=(), vocabulary=VOCABULARY)
-            record(machine=machine(), mode=options.mode, hidden_size=options.hidden_size)
+            engine = VllmServerEngine(server.url, slots=options.slots, eos_token_ids=(), vocabulary=VOCABULARY)
+            record(machine=machine(), mode=options.mode, slots=options.slots, hidden_size=options.hidden_size)
             found: dict[str, dict[bool, list[dict[str, float]]]] = {kind: {False: [], True: []} for kind in KINDS}
             for repeat in range(options.repeats):
                 for kind, runs in found.items():
@@ -213,7 +212,8 @@ def measured(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--slots", type=int, default=64, help="and rollouts per update; sets the number of groups")
+    parser.add_argument("--updates", type=int, default=4, help="per run; the first is not counted")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mode", default="baseline")
     parser.add_argument("--hidden-size", type=int, default=128, help="sets the learner's time against the engine's")
