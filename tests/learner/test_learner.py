@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import math
@@ -20,8 +21,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.batching import (
-    OVERHEAD_TOKENS,
     micro_batches,
+    overhead_tokens,
     padded_tokens,
     sorted_micro_batches,
     update_batch,
@@ -484,11 +485,11 @@ def test_sorting_by_length_saves_padding() -> None:
     assert metrics["padding_fraction"] == pytest.approx(1 - sum(lengths) / 438)
 
 
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(1, 1200))
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(1, 1200), st.sampled_from((0, 256, 4096)))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_micro_batches_are_the_best_cut_of_the_sorted_rollouts(lengths: list[int], budget: int) -> None:
+def test_micro_batches_are_the_best_cut_of_the_sorted_rollouts(lengths: list[int], budget: int, overhead: int) -> None:
     def cost(groups: Sequence[Sequence[int]]) -> int:
-        return padded_tokens(groups, lengths) + OVERHEAD_TOKENS * len(groups)
+        return padded_tokens(groups, lengths) + overhead * len(groups)
 
     def allowed(group: Sequence[int]) -> bool:
         return len(group) == 1 or len(group) * max(lengths[row] for row in group) <= budget
@@ -503,10 +504,24 @@ def test_micro_batches_are_the_best_cut_of_the_sorted_rollouts(lengths: list[int
             groups[-1].append(row)
         if all(map(allowed, groups)):
             costs.append(cost(groups))
-    found = sorted_micro_batches(range(len(lengths)), lengths, budget)
+    found = sorted_micro_batches(range(len(lengths)), lengths, budget, overhead)
     assert sorted(row for group in found for row in group) == list(range(len(lengths)))
     assert all(map(allowed, found))
     assert cost(found) == min(costs)
+
+
+def test_on_a_gpu_a_small_model_has_few_micro_batches_and_a_large_one_little_padding() -> None:
+    lengths = [100 + 2 * place for place in range(128)]  # 354 tokens for the longest: 45,312 with padding
+
+    def parts(device: str, layers: int, weights: int, budget: int) -> int:
+        overhead = overhead_tokens(device, layers, weights)
+        return len(sorted_micro_batches(range(128), lengths, budget, overhead))
+
+    built_in, eight_billion = (3, 340_000), (32, 8_000_000_000)
+    assert parts("cuda", *built_in, 65_536) == 1
+    assert parts("cuda", *built_in, 16_384) == 3  # the limit counts
+    assert parts("cpu", *built_in, 65_536) > 5
+    assert overhead_tokens("cuda", *eight_billion) == overhead_tokens("cpu", *eight_billion)
 
 
 # --- learning -----------------------------------------------------------------------------------------------
@@ -747,6 +762,41 @@ def test_adamw_is_pytorchs() -> None:
         own.step(0.01)
         reference.step()
     assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("decay", "elements", "runs"), [(0.0, 1, 6), (0.0, 30, 3), (0.0, 1 << 22, 1), (0.1, 1 << 22, 4)]
+)
+def test_parameters_that_are_stepped_together_take_the_same_steps(
+    dtype: torch.dtype, decay: float, elements: int, runs: int
+) -> None:
+    """Also if one of them has no gradient, and from each other's state."""
+
+    class Joining(AdamW):
+        JOINED_ON, JOINED_ELEMENTS = ("cpu",), elements
+
+    torch.manual_seed(0)
+    shapes = [(4, 5), (5,), (3, 5), (2, 2), (7,), (6,)]
+    each = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    together = [nn.Parameter(parameter.detach().clone()) for parameter in each]
+    apart, joined = AdamW(each, decay), Joining(together, decay)
+    assert (len(apart._joined), len(joined._joined)) == (6, runs)
+    for step in range(6):
+        for own, other in zip(each, together, strict=True):
+            own.grad = torch.randn(own.shape).to(dtype)
+            other.grad = own.grad.clone()
+        if step == 1:
+            each[2].grad = together[2].grad = None
+        assert apart.grad_norm() == joined.grad_norm()
+        apart.step(0.01, 0.5)
+        joined.step(0.01, 0.5)
+        if step == 3:
+            states = copy.deepcopy((apart.state_dict(), joined.state_dict()))
+            joined.load_state_dict(states[0])
+            apart.load_state_dict(states[1])
+    for own, other in zip(each, together, strict=True):
+        assert torch.allclose(own.float(), other.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6)
 
 
 def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:

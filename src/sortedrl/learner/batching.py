@@ -17,6 +17,10 @@ from sortedrl.core.rollout import Rollout
 
 # Fixed cost of a micro-batch, in tokens: reading the weights, kernel launches.
 OVERHEAD_TOKENS = 256
+# Launching the kernels of a decoder layer, forward and backward, takes a CPU core about a millisecond. A GPU computes
+# 2e11 floating-point operations in this time, and a token needs 6 per weight.
+LAUNCH_OPERATIONS_PER_LAYER = 2e11
+OPERATIONS_PER_WEIGHT = 6
 # A log-probability is at most 0, up to rounding in the engine.
 LARGEST_LOGPROB = 1e-3
 
@@ -162,10 +166,20 @@ def micro_batches(order: Sequence[int], lengths: Sequence[int], token_budget: in
     return groups
 
 
-def sorted_micro_batches(rows: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+def overhead_tokens(device_type: str, layers: int, weights: int) -> int:
+    """The fixed cost of a micro-batch, in tokens. On a GPU, a small model spends its time on kernel launches."""
+    if device_type == "cpu":
+        return OVERHEAD_TOKENS
+    return max(OVERHEAD_TOKENS, round(layers * LAUNCH_OPERATIONS_PER_LAYER / (OPERATIONS_PER_WEIGHT * weights)))
+
+
+def sorted_micro_batches(
+    rows: Sequence[int], lengths: Sequence[int], token_budget: int, overhead: int = OVERHEAD_TOKENS
+) -> list[list[int]]:
     """Micro-batches of rollouts of similar length, longest first, so that running out of memory shows immediately.
 
-    Of all ways to split the sorted rollouts within the limit, the one with the least padding and overhead.
+    Of all ways to split the sorted rollouts within the limit, the one with the least padding and overhead, which is the
+    fixed cost of a micro-batch in tokens.
     """
     order = sorted(rows, key=lambda row: -lengths[row])
     cost = [0.0] + [math.inf] * len(order)  # of the best split of the first k rollouts
@@ -173,7 +187,7 @@ def sorted_micro_batches(rows: Sequence[int], lengths: Sequence[int], token_budg
     for start, row in enumerate(order):
         most_rows = max(1, token_budget // lengths[row])
         for end in range(start + 1, min(start + most_rows, len(order)) + 1):
-            candidate = cost[start] + OVERHEAD_TOKENS + (end - start) * lengths[row]
+            candidate = cost[start] + overhead + (end - start) * lengths[row]
             if candidate < cost[end]:
                 cost[end], begin[end] = candidate, start
     groups: list[list[int]] = []

@@ -48,6 +48,7 @@ from sortedrl.learner.batching import (
     UpdateBatch,
     balanced_parts,
     micro_batches,
+    overhead_tokens,
     padded_tokens,
     sorted_micro_batches,
     update_batch,
@@ -97,6 +98,8 @@ class Learner:
         self._so_far: UpdateSoFar | None = None
         self._is_streamed_to = False
         self._device: torch.device = model.device
+        layers: int = model.config.get_text_config().num_hidden_layers
+        self._overhead_tokens = overhead_tokens(self._device.type, layers, model.num_parameters())
         # Entered around each micro-batch of a gradient. shared_gpu.py limits the SMs there.
         self.micro_batch_scope: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._policy_scorer = TokenScorer(model, settings.temperature)
@@ -328,7 +331,8 @@ class Learner:
         return scattered(normalized_n, mask_br), statistics
 
     def _plan(self, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
-        return sorted_micro_batches(rows, batch.lengths_b.tolist(), self.settings.tokens_per_micro_batch)
+        budget = self.settings.tokens_per_micro_batch
+        return sorted_micro_batches(rows, batch.lengths_b.tolist(), budget, self._overhead_tokens)
 
     def _update(self, so_far: UpdateSoFar, found: Assessment, harvest_index: int) -> dict[str, float]:
         """Optimizer steps, statistics and metrics of an update that is complete."""

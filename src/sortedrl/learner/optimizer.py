@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Parameters of one type that are stepped as one tensor, and their moments, flat."""
+
+    parameters: tuple[nn.Parameter, ...]
+    first: Tensor
+    second: Tensor
+    remainder: Tensor | None  # of bf16 parameters
+
+    @staticmethod
+    def of(parameters: Sequence[nn.Parameter]) -> _Joined:
+        model, size = parameters[0], sum(parameter.numel() for parameter in parameters)
+        is_bf16 = model.dtype == torch.bfloat16
+        return _Joined(
+            tuple(parameters),
+            first=torch.zeros(size, dtype=model.dtype, device=model.device),
+            second=torch.zeros(size, dtype=torch.float32, device=model.device),
+            remainder=torch.zeros(size, dtype=torch.int16, device=model.device) if is_bf16 else None,
+        )
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter, in its shape."""
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
 
 
 class AdamW:
@@ -21,27 +48,44 @@ class AdamW:
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
     ELEMENTS_AT_ONCE = 1 << 26  # limits the fp32 temporaries to a few times 0.25 GiB
+    # On a GPU, small parameters are stepped together: launching kernels for each one takes longer than the arithmetic.
+    JOINED_ON, JOINED_ELEMENTS = ("cuda",), 1 << 22
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
         self.parameters = list(parameters)
         self.weight_decay = weight_decay
         self.steps = 0
-        self._first = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self._second = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
-        self._remainder = [
-            torch.zeros_like(parameter, dtype=torch.int16) if parameter.dtype == torch.bfloat16 else None
-            for parameter in self.parameters
-        ]
+        self._joined = [_Joined.of(members) for members in self._neighbors()]
+        self._first = self._split(lambda joined: joined.first)
+        self._second = self._split(lambda joined: joined.second)
+        self._remainder = self._split(lambda joined: joined.remainder)
+
+    def _neighbors(self) -> list[list[nn.Parameter]]:
+        """The parameters in order, in runs that can be stepped as one tensor."""
+        runs: list[list[nn.Parameter]] = []
+        for parameter in self.parameters:
+            last = runs[-1] if runs else []
+            size = sum(member.numel() for member in last) + parameter.numel()
+            alike = [(p.device, p.dtype, self._decays(p)) for p in (*last[:1], parameter)]
+            joins = parameter.device.type in self.JOINED_ON and size <= self.JOINED_ELEMENTS
+            if last and joins and alike[0] == alike[1]:
+                last.append(parameter)
+            else:
+                runs.append([parameter])
+        return runs
+
+    def _split(self, flat_of: Callable[[_Joined], Tensor | None]) -> list[Tensor]:
+        """One tensor per parameter, without those that have none."""
+        return [part for joined in self._joined if (flat := flat_of(joined)) is not None for part in joined.split(flat)]
+
+    def _decays(self, parameter: nn.Parameter) -> bool:
+        return self.weight_decay > 0 and parameter.ndim > 1
 
     @torch.no_grad()
     def grad_norm(self) -> float:
         """The norm over all weights, summed in fp32."""
-        norms = [
-            torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-            for parameter in self.parameters
-            if parameter.grad is not None
-        ]
-        return float(torch.stack(norms).norm())
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return float(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).norm())
 
     def forget_gradients(self) -> None:
         for parameter in self.parameters:
@@ -50,24 +94,33 @@ class AdamW:
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         self.steps += 1
-        for parameter, first, second, remainder in zip(
-            self.parameters, self._first, self._second, self._remainder, strict=True
-        ):
+        for joined in self._joined:
+            decay = 1.0 - learning_rate * self.weight_decay if self._decays(joined.parameters[0]) else 1.0
+            gradients = [parameter.grad for parameter in joined.parameters if parameter.grad is not None]
+            if len(joined.parameters) == 1 or len(gradients) < len(joined.parameters):
+                self._step_each(joined, learning_rate, gradient_scale, decay)
+                continue
+            weight = torch.cat([parameter.view(-1) for parameter in joined.parameters])
+            gradient = torch.cat([gradient.flatten() for gradient in gradients])
+            change = self._change(gradient.float() * gradient_scale, joined.first, joined.second)
+            _subtract(weight, joined.remainder, change, learning_rate, decay)
+            torch._foreach_copy_(joined.parameters, joined.split(weight))
+
+    def _step_each(self, joined: _Joined, learning_rate: float, gradient_scale: float, decay: float) -> None:
+        """In place, a part at a time; parameters without a gradient stay as they are."""
+        moments = zip(joined.split(joined.first), joined.split(joined.second), strict=True)
+        remainders = joined.split(joined.remainder) if joined.remainder is not None else [None] * len(joined.parameters)
+        for parameter, (first, second), remainder in zip(joined.parameters, moments, remainders, strict=True):
             if parameter.grad is None:
                 continue
-            decay = 1.0 - learning_rate * self.weight_decay if parameter.ndim > 1 else 1.0
             flat = [
                 torch.split(tensor.view(-1), self.ELEMENTS_AT_ONCE)
                 for tensor in (parameter, parameter.grad.contiguous(), first, second)
             ]
-            remainders = torch.split(remainder.view(-1), self.ELEMENTS_AT_ONCE) if remainder is not None else None
+            low = torch.split(remainder.view(-1), self.ELEMENTS_AT_ONCE) if remainder is not None else None
             for index, (weight, gradient, m, v) in enumerate(zip(*flat, strict=True)):
                 change = self._change(gradient.float() * gradient_scale, m, v)
-                if remainders is None:
-                    weight.mul_(decay).sub_(change, alpha=learning_rate)
-                else:
-                    exact = join_bf16(weight, remainders[index]).mul_(decay).sub_(change, alpha=learning_rate)
-                    split_bf16(exact, weight, remainders[index])
+                _subtract(weight, low[index] if low is not None else None, change, learning_rate, decay)
 
     def _change(self, gradient: Tensor, first: Tensor, second: Tensor) -> Tensor:
         beta1, beta2 = self.BETAS
@@ -82,20 +135,28 @@ class AdamW:
             "steps": self.steps,
             "first": self._first,
             "second": self._second,
-            "remainder": [remainder for remainder in self._remainder if remainder is not None],
+            "remainder": self._remainder,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
-        remainders = [remainder for remainder in self._remainder if remainder is not None]
         for own, saved in (
             (self._first, state["first"]),
             (self._second, state["second"]),
-            (remainders, state["remainder"]),
+            (self._remainder, state["remainder"]),
         ):
             for tensor, value in zip(own, saved, strict=True):
                 tensor.copy_(value)
+
+
+def _subtract(weight: Tensor, remainder: Tensor | None, change: Tensor, learning_rate: float, decay: float) -> None:
+    """In place. With a remainder, the weight is bf16, and both together are the fp32 weight."""
+    if remainder is None:
+        weight.mul_(decay).sub_(change, alpha=learning_rate)
+    else:
+        exact = join_bf16(weight, remainder).mul_(decay).sub_(change, alpha=learning_rate)
+        split_bf16(exact, weight, remainder)
 
 
 def join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:

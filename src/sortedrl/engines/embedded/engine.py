@@ -57,6 +57,60 @@ class _Running:
         return self.context[len(self.request.prompt.tokens) :]
 
 
+class _DecodedRows:
+    """The requests with a row, from one prefill to the next, and the tokens that they got since.
+
+    Tokens are kept by step. A request gets its own when it may have ended: to append one to each request at each step
+    takes as long as a step of a small model on a GPU.
+    """
+
+    def __init__(self, running: Iterable[_Running]) -> None:
+        self._running = {one.row: one for one in running}  # in the order of admission
+        self._lengths = [0] * (max(self._running) + 1)
+        for row, one in self._running.items():
+            self._lengths[row] = len(one)
+        self._given = dict.fromkeys(self._running, 0)  # steps whose tokens a request has got
+        self._tokens: list[list[int]] = []  # by step and row
+        self._logprobs: list[list[float]] = []
+        self.has_top_p = any(one.request.sampling.top_p < 1 for one in self._running.values())
+        self._has_stop_strings = any(one.stop_strings is not None for one in self._running.values())
+        self._steps_to_limit = min(one.max_new_tokens - len(one.tokens) for one in self._running.values())
+
+    def lengths(self) -> list[int]:
+        """The context length of each row, 0 if it has no request."""
+        steps = len(self._tokens)
+        return [length and length + steps for length in self._lengths]
+
+    def add(self, tokens: list[int], logprobs: list[float], eos: frozenset[int]) -> list[_Running]:
+        """Add a step. Returns the requests that it may have ended, in the order of admission, with their tokens."""
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        if self._has_stop_strings or len(self._tokens) >= self._steps_to_limit:
+            found = list(self._running.values())
+        elif eos.isdisjoint(tokens):
+            return []
+        else:
+            found = [one for row, one in self._running.items() if tokens[row] in eos]
+        for one in found:
+            self.give(one)
+        return found
+
+    def give(self, running: _Running) -> None:
+        """Append the tokens that it has not got yet."""
+        row, given = running.row, self._given[running.row]
+        running.tokens += [tokens[row] for tokens in self._tokens[given:]]
+        running.logprobs += [logprobs[row] for logprobs in self._logprobs[given:]]
+        self._given[row] = len(self._tokens)
+
+    def give_all(self) -> None:
+        for one in self._running.values():
+            self.give(one)
+
+    def leave(self, running: _Running) -> None:
+        del self._running[running.row]
+        self._lengths[running.row] = 0
+
+
 class EmbeddedEngine(EngineBase):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
@@ -96,7 +150,9 @@ class EmbeddedEngine(EngineBase):
         self._patience_steps = 0 if on_cpu else _PATIENCE_ON_GPU_STEPS
         self._queue: deque[Request] = deque()
         self._running: dict[int, _Running] = {}  # by request id
+        self._waiting: list[_Running] = []  # for prefill, in the order of admission
         self._steps_waited = 0  # by requests waiting for prefill
+        self._rows: _DecodedRows | None = None  # None: read them before the next step
         self._vacated = False  # rows became free since the last arrangement
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
@@ -134,6 +190,8 @@ class EmbeddedEngine(EngineBase):
         self._queue = deque(request for request in self._queue if request.id not in unwanted)
         stopped = [running for id, running in self._running.items() if id in unwanted]
         for running in stopped:
+            if self._rows is not None and running.row != _NO_ROW:
+                self._rows.give(running)
             self._deliver(running)
         self._release(stopped)
         return self._report()
@@ -155,27 +213,24 @@ class EmbeddedEngine(EngineBase):
         while self._queue and len(self._running) < self.slots:
             request = self._queue.popleft()
             context = [*request.prompt.tokens, *request.prefix_tokens]
-            self._running[request.id] = _Running(
+            running = _Running(
                 request=request,
                 context=context,
                 max_new_tokens=min(request.max_new_tokens, self._max_length - len(context)),
                 stop_strings=self._stop_watches.of(request),
             )
+            self._running[request.id] = running
+            self._waiting.append(running)
             self._unreported.append(Started(request.id, self.now()))
 
     def _advance(self) -> None:
         """Prefill if due, then one decode step; slots of finished requests are refilled immediately."""
         self._prefill_when_due()
-        live = [running for running in self._running.values() if running.row != _NO_ROW]
-        lengths = {running.row: len(running) for running in live}
-        tokens, logprobs = self._decoder.step(
-            [lengths.get(row, 0) for row in range(max(lengths) + 1)],
-            cut=any(running.request.sampling.top_p < 1 for running in live),
-        )
+        if self._rows is None:
+            self._rows = _DecodedRows(running for running in self._running.values() if running.row != _NO_ROW)
+        tokens, logprobs = self._decoder.step(self._rows.lengths(), cut=self._rows.has_top_p)
         finished = []
-        for running in live:
-            running.tokens.append(tokens[running.row])
-            running.logprobs.append(logprobs[running.row])
+        for running in self._rows.add(tokens, logprobs, self._eos):
             ended = self._ended_by_itself(running)
             if ended or len(running.tokens) == running.max_new_tokens:
                 self._deliver(running)
@@ -187,7 +242,7 @@ class EmbeddedEngine(EngineBase):
 
     def _prefill_when_due(self) -> None:
         """On a GPU, requests wait a few steps to be prefilled together, unless half of the slots are waiting."""
-        waiting = [running for running in self._running.values() if running.row == _NO_ROW]
+        waiting = self._waiting
         patient = self._steps_waited < self._patience_steps and 2 * len(waiting) < len(self._running)
         if waiting and patient:
             self._steps_waited += 1
@@ -201,9 +256,13 @@ class EmbeddedEngine(EngineBase):
             for rows in _prefill_batches(prefixes, self._prefill_tokens):
                 self._decoder.prefill(rows, [prefixes[row] for row in rows])
             self._decoder.begin([_row_start(running) for running in waiting])
+            self._waiting = []
 
     def _arrange(self) -> None:
         """Assign rows to new requests, and group contexts of similar length for the decoder."""
+        if self._rows is not None:
+            self._rows.give_all()
+            self._rows = None
         lengths = {id: len(running) for id, running in self._running.items()}
         rows = {id: running.row for id, running in self._running.items() if running.row != _NO_ROW}
         arranged = rows_by_length(lengths, rows, self._decoder.blocks(len(lengths)))
@@ -231,7 +290,11 @@ class EmbeddedEngine(EngineBase):
     def _release(self, leaving: Sequence[_Running]) -> None:
         for running in leaving:
             del self._running[running.request.id]
+            if self._rows is not None and running.row != _NO_ROW:
+                self._rows.leave(running)
         rows = [running.row for running in leaving if running.row != _NO_ROW]
+        if len(rows) < len(leaving):
+            self._waiting = [running for running in self._waiting if running.request.id in self._running]
         if rows:
             self._decoder.clear(rows)
             self._vacated = True
