@@ -206,6 +206,25 @@ def test_a_finished_study_is_not_run_again_and_can_be_shown_from_its_results(
 
 
 @pytest.mark.slow
+def test_on_another_machine_results_are_enough_to_run_only_what_is_missing(
+    study: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    known = (finished / "results.jsonl").read_text().splitlines(keepends=True)
+    last = json.loads(known[-1])
+    (out / "results.jsonl").write_text("".join(known[:-1]))
+    done = compare(study, "--jobs", "2", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 4 runs are finished" in done.stdout
+    assert [str(path.relative_to(out / "runs")) for path in out.glob("runs/*/seed-*/")] == [
+        f"{last['arm']}/seed-{last['seed']}"
+    ]
+    assert (out / "results.jsonl").read_text().startswith("".join(known[:-1]))
+    assert without_time(lines(out)[-1]) == without_time(last)
+
+
+@pytest.mark.slow
 def test_settings_of_a_run_that_was_started_cannot_change(study: Path, finished: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed.toml"
     changed.write_text(study.read_text().replace("slots = 8", "slots = 9"))
