@@ -49,13 +49,19 @@ def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL) -> dict[str, Any]:
+def job(
+    setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL
+) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, str(JOB / "job.py"), setting, "--cpu", "--model", str(model), "--data", str(data),
         "--out", str(out), "--steps", str(steps), "--prompts", str(PROMPTS), "--siblings", str(SIBLINGS),
         "--slots", str(SLOTS), "--prompt-tokens", "96", "--response-tokens", "160", "--workers", "1", *more,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def run(setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL) -> dict[str, Any]:
+    done = job(setting, data, out, *more, steps=steps, model=model)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     return result
@@ -122,6 +128,20 @@ def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path
     again = [e for e in after if isinstance(e, events.Updated) and e.update >= 2]
     assert len(again) == 2 and not trained & {rollout for event in again for rollout in event.rollouts}
     assert max(staleness(after)) <= 4
+
+
+def test_a_reward_that_always_fails_ends_the_job_with_its_error(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return extra_info['anwser']\n"
+    )
+    folder = tmp_path / "run"
+    done = job("partial", data, folder, "--override", f"reward.custom_reward_function.path={tmp_path / 'reward.py'}")
+    assert done.returncode != 0
+    output = (done.stdout + done.stderr)[-6000:]
+    assert "TooManyRejected: the first 8 rollouts were all rejected; 8 times: KeyError: 'anwser'" in output, output
+    rejected = [e for e in read_events(folder / "events.jsonl") if isinstance(e, events.Rejected)]
+    assert [event.reason for event in rejected] == ["no reward: KeyError: 'anwser'"] * 8
 
 
 def check_turns(log: list[events.Event]) -> None:

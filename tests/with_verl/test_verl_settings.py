@@ -21,6 +21,7 @@ def test_what_verl_knows_is_read() -> None:
     assert (schedule.max_prompt_tokens, schedule.max_response_tokens) == (64, 128)
     assert settings.slots is None
     assert settings.minibatches == 1
+    assert settings.max_rejected_fraction == 0.5
 
 
 def test_the_keys_of_the_mode() -> None:
@@ -28,6 +29,7 @@ def test_the_keys_of_the_mode() -> None:
         "+trainer.v1.sortedrl.prompts_per_cohort=32",
         "+trainer.v1.sortedrl.slots=3",
         "+trainer.v1.sortedrl.folder=/x",
+        "+trainer.v1.sortedrl.max_rejected_fraction=0.1",
     ]
     settings = settings_of(compose("partial", *more))
     assert settings.schedule.mode == "partial+elevator"
@@ -35,6 +37,7 @@ def test_the_keys_of_the_mode() -> None:
     assert settings.schedule.prompts_per_cohort == 32
     assert settings.slots == 3
     assert str(settings.folder) == "/x"
+    assert settings.max_rejected_fraction == 0.1
 
 
 def test_reinforce_plus_plus_compares_no_siblings() -> None:
@@ -49,6 +52,7 @@ def test_reinforce_plus_plus_compares_no_siblings() -> None:
         ("partial", ["trainer.v1.sortedrl.mode=partail"], "mode"),
         ("partial", ["trainer.v1.sortedrl.max_staleness=0"], "trainer.v1.sortedrl.max_staleness"),
         ("partial", ["+trainer.v1.sortedrl.slots=0"], "trainer.v1.sortedrl.slots"),
+        ("partial", ["+trainer.v1.sortedrl.max_rejected_fraction=2"], "trainer.v1.sortedrl.max_rejected_fraction"),
         ("on-policy", ["+trainer.v1.sortedrl.max_staleness=2"], "max_staleness"),
         ("partial", ["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs"),
         ("partial", [f"{CORRECTION}.rollout_is=null"], f"Add {CORRECTION}.rollout_is=token to the command line"),

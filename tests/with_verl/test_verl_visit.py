@@ -1,4 +1,4 @@
-"""What an agent loop may send and return, and the gate in front of the servers: no Ray, no verl."""
+"""What an agent loop may send and return, the gate in front of the servers, and reasons: no Ray cluster, no verl."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
-from sortedrl.integrations.verl.exchange import Aborted, Exchange, Finished, Observed, Started
+from sortedrl.integrations.verl.exchange import Aborted, Exchange, Finished, Observed, Started, reason_for_report
 from sortedrl.integrations.verl.visit import NOT_SAMPLED, Ticket, Visit, common_prefix
 
 
@@ -132,3 +133,17 @@ def test_a_cancel_ends_those_at_the_gate_and_names_the_others() -> None:
         assert await exchange.enter(2) is None, "canceled in its tool; a grant does not help"
 
     asyncio.run(scenario())
+
+
+def test_the_reason_of_an_error_in_a_ray_actor_is_its_cause() -> None:
+    """Ray's text starts with a traceback, of which one line of a report would show only the beginning."""
+
+    def raised_in_actor(error: Exception) -> Exception:
+        raised: Exception = RayTaskError(
+            "RewardLoopWorker.compute_score", "File ...\n" * 40, error
+        ).as_instanceof_cause()
+        return raised
+
+    assert reason_for_report(raised_in_actor(KeyError("anwser"))) == "KeyError: 'anwser'"
+    assert reason_for_report(raised_in_actor(raised_in_actor(ValueError("no digits")))) == "ValueError: no digits"
+    assert reason_for_report(TimeoutError("60 s")) == "TimeoutError: 60 s"

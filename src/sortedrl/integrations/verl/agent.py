@@ -14,8 +14,7 @@ from typing import Any
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from sortedrl.core.scoring import reason_of
-from sortedrl.integrations.verl.exchange import Aborted, Ended, Failed, Scored
+from sortedrl.integrations.verl.exchange import Aborted, Ended, Failed, Scored, reason_for_report
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
 TICKET = "sortedrl_ticket"  # the field of a row
@@ -59,7 +58,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         except (RolloutAborted, asyncio.CancelledError):
             await visit.report(Aborted(ticket.dispatch))
         except Exception as error:
-            await visit.report(Failed(ticket.dispatch, reason_of(error)))
+            await visit.report(Failed(ticket.dispatch, reason_for_report(error)))
         finally:
             visit.is_over = True
             del self._loops[ticket.dispatch]

@@ -14,8 +14,7 @@ from typing import Any
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sortedrl.core.scoring import reason_of
-from sortedrl.integrations.verl.exchange import Ended, Finished, Made, Report, ServerFailed
+from sortedrl.integrations.verl.exchange import Ended, Finished, Made, Report, ServerFailed, reason_for_report
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
 _ABORTED = ("abort", "aborted")
@@ -62,7 +61,7 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
                 )
                 made = _taken(visit, output, whole)
             except Exception as error:
-                await visit.report(ServerFailed(visit.ticket.dispatch, reason_of(error)))
+                await visit.report(ServerFailed(visit.ticket.dispatch, reason_for_report(error)))
                 allowed = await visit.enter()
                 continue
             if visit.is_over:  # a second task of the loop called, and the loop did not wait for it

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from sortedrl.core.scoring import reason_of
+
 
 class Started(NamedTuple):
     """It has its slot and goes to a server."""
@@ -172,6 +174,13 @@ class Exchange:
         self._news.clear()
         reports, self._reports = self._reports, []
         return reports
+
+
+def reason_for_report(error: BaseException) -> str:
+    """An exception in one line. If a Ray actor raised it, this is its cause: Ray's own text starts with a traceback."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return reason_of(error)
 
 
 def open_exchange() -> Any:

@@ -26,7 +26,7 @@ SCHEDULE_KEYS = (
     "max_retries",
     "score_wait_seconds",
 )
-OWN_KEYS = ("slots", "folder")
+OWN_KEYS = ("slots", "folder", "max_rejected_fraction")
 COHORT_UPDATES = 4  # the paper's n: a cohort is this many updates unless set
 COMPARES_NO_SIBLINGS = ("gae", "reinforce_plus_plus")
 
@@ -37,6 +37,7 @@ class Settings:
     slots: int | None  # None: the total of all servers (vLLM max_num_seqs, SGLang max_running_requests)
     folder: Path  # for the event log
     minibatches: int  # optimizer steps per update and PPO epoch
+    max_rejected_fraction: float  # of recent rollouts: the run stops if more are rejected
 
 
 def settings_of(config: Any) -> Settings:
@@ -50,11 +51,15 @@ def settings_of(config: Any) -> Settings:
     slots = given.get("slots")
     if slots is not None and int(slots) < 1:
         raise ConfigurationError(f"{PREFIX}.slots", slots, "must be at least 1", "Leave it out to use all.")
+    fraction = float(given.get("max_rejected_fraction", 0.5))
+    if not 0 <= fraction <= 1:
+        raise ConfigurationError(f"{PREFIX}.max_rejected_fraction", fraction, "it is a fraction", "Use 0 to 1.")
     return Settings(
         schedule=schedule,
         slots=None if slots is None else int(slots),
         folder=Path(given.get("folder") or config.trainer.default_local_dir),
         minibatches=_minibatches(config),
+        max_rejected_fraction=fraction,
     )
 
 

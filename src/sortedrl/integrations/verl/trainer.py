@@ -37,6 +37,7 @@ from sortedrl.core.event_file import EventFile, all_void, recover_file
 from sortedrl.core.events import EventLog, RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.integrations.verl.agent import TICKET
@@ -174,13 +175,26 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     # Batches
 
     def _next_batch(self) -> KVBatchMeta:
-        batch: Batch = next(self._batches)
+        batch = self._scheduled_batch()
         keys = [key for rollout in batch for key in self.engine.keys_of(rollout)]
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
         self.engine.trained(batch)
         assert self.controller is not None
         self.engine.forget_all_but(self.controller.live)
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
+
+    def _scheduled_batch(self) -> Batch:
+        try:
+            batch = next(self._batches, None)
+            if batch is None:  # there are epochs to spare, so only rejected rollouts can be missing
+                raise TooManyRejected(
+                    f"the data ended after {self.global_steps - 1} of {self.total_training_steps} updates, because "
+                    f"{self.metrics.run_metrics().rejected} rollouts were rejected; {self._rejections.most_frequent()}"
+                )
+            return batch
+        except BaseException:
+            self._events.flush()  # Ray may end this process before Python does
+            raise
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """A batch is padded so that it splits into as many mini-batches as a batch of the configured size."""
@@ -282,6 +296,10 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             log=log,
         )
         recovered = self._open_log(log, controller.first_event())
+        self._rejections = RejectionWatch(
+            schedule.rollouts_needed, max_fraction=self.sortedrl.max_rejected_fraction, log=_logger.warning
+        )
+        log.sinks.append(self._rejections)  # last: the event is in the file before the run stops
         if self._restored is not None:
             controller.restore(self._restored["controller"], last_time=recovered.last_time)
         return controller
