@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from sortedrl.engines.lengths import read_lengths
+from sortedrl.models import BUILT_IN_MODEL
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,6 +22,7 @@ LONG = ("trl_grpo", "hugging_face_engine")
 EXAMPLES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else [])
     for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.stem != "lengths_from_logs"  # below
 ]
 
 
@@ -33,6 +38,31 @@ def test_examples_run(example: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "update" in done.stdout
+
+
+def test_lengths_are_counted_in_the_logs_of_trl_and_verl(tmp_path: Path) -> None:
+    from pyarrow import Table, parquet
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+    conversation = [{"role": "user", "content": "Who is a knight?"}]
+    answer = [{"role": "assistant", "content": "Bob is a knave."}, {"role": "tool", "content": "17"}]
+    in_trl = {"step": [1], "prompt": [conversation], "completion": [answer], "advantage": [0.5]}
+    parquet.write_table(Table.from_pydict(in_trl), tmp_path / "completions_00001.parquet")
+    in_verl = [
+        {"input": "Who?", "output": text, "gts": "Bob", "score": 1.0, "step": 1} for text in ("Bob.", "Bob, I say.")
+    ]
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, in_verl)) + "\n")
+    lengths_in = runpy.run_path(str(ROOT / "examples" / "lengths_from_logs.py"))["lengths_in"]
+    found = [
+        row for name in ("completions_00001.parquet", "1.jsonl") for row in lengths_in(str(tmp_path / name), tokenizer)
+    ]
+    texts = ["Bob is a knave.", "Bob.", "Bob, I say."]
+    assert [row["length"] for row in found] == [len(tokenizer(text).input_ids) + 1 for text in texts]
+    assert found[1]["prompt"] == found[2]["prompt"] != found[0]["prompt"]
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("\n".join(map(json.dumps, found)))
+    assert [len(lengths) for lengths in read_lengths(mine).by_prompt] == [1, 2]
 
 
 def test_the_loop_is_100_lines_without_our_abstractions() -> None:

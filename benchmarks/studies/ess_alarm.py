@@ -1,4 +1,4 @@
-"""Does the effective sample size foretell a collapse? From the results of studies whose metrics include it.
+"""Does the effective sample size predict a collapse? From the results of studies whose metrics include it.
 
     python benchmarks/studies/ess_alarm.py benchmarks/studies/partial_collapse.jsonl MORE.jsonl ...
 

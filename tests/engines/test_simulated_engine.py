@@ -343,6 +343,40 @@ def test_lengths_that_name_no_prompt_are_everybodys(tmp_path: Path) -> None:
     assert read_lengths(path) == ReplayedLengths(((12, 7, 9),))
 
 
+def test_lengths_are_read_from_csv(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text('\ufeffprompt,step,length\n"a, b",1,12\n\n"a, b",2,3.0\nc,1,7\n')
+    assert read_lengths(path) == ReplayedLengths(((12, 3), (7,)))
+    path.write_text("step, response_length\n1,12\n1,9\n")
+    assert read_lengths(path) == ReplayedLengths(((12, 9),))
+    path.write_text("12\n9\n")
+    assert read_lengths(path) == ReplayedLengths(((12, 9),))
+
+
+def test_lengths_may_have_the_names_of_other_tools(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"prompt_id": 3, "completion_tokens": 12}\n{"prompt_id": 4, "response_length": 5}\n')
+    assert read_lengths(path) == ReplayedLengths(((12,), (5,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no lengths in this file"),
+        ("prompt,size\na,3\n", r"line 1: no column `length` in \['prompt', 'size'\]"),
+        ("prompt,length\na,3\nb\n", "line 3: length '' is not a number of tokens"),
+        ("prompt,length\na,3\nb,long\n", "line 3: length 'long'"),
+        ("length\nnan\n", "line 2: length nan"),
+    ],
+)
+def test_a_broken_csv_file_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words) as error:
+        read_lengths(path)
+    assert str(path) in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

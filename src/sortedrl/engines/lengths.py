@@ -6,10 +6,11 @@ and a regenerated one with another seed draws a new one.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from sortedrl.core.seeds import derive_seed, mixing
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
 MOST_TOKENS = 10_000_000  # anything longer is an error in the file
+LENGTH_NAMES = ("length", "response_length", "completion_length", "completion_tokens", "output_tokens")
+PROMPT_NAMES = ("prompt", "prompt_id")
 _NORMAL = NormalDist()
 
 
@@ -73,25 +76,60 @@ class ReplayedLengths:
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A JSONL file: one number per line, or objects with `length` (or `lengths`) and optionally `prompt`.
+    """A JSONL or CSV file: one number per line, or rows with a length and optionally a prompt.
 
     Without prompts, every response draws from all lengths: the file does not show how the lengths of one prompt's
     responses are correlated.
     """
     by_prompt: dict[object, list[int]] = {}
-    for line_number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        for prompt, length in _parsed(line, line_number, path):
-            if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
-                why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
-                raise ValueError(f"{path}, line {line_number}: {why}")
-            by_prompt.setdefault(prompt, []).append(round(length))
+    for line_number, prompt, length in _csv_rows(path) if path.suffix == ".csv" else _json_rows(path):
+        if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
+            why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
+            raise ValueError(f"{path}, line {line_number}: {why}")
+        by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: no lengths in this file")
     if None in by_prompt and len(by_prompt) > 1:
         raise ValueError(f"{path}: some lengths have a `prompt` and some do not: give it for all or none")
     return ReplayedLengths(tuple(map(tuple, by_prompt.values())))
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, object, object]]:
+    """Line number, prompt (None if it has none) and length."""
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            for prompt, length in _parsed(line, line_number, path):
+                yield line_number, prompt, length
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, object, object]]:
+    """The first line names the columns, unless the file is one column of numbers."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        names = [name.strip() for name in header]
+        if len(names) == 1 and isinstance(_number(names[0]), float):
+            yield 1, None, _number(names[0])
+            names = ["length"]
+        length, prompt = _first_of(LENGTH_NAMES, names), _first_of(PROMPT_NAMES, names)
+        if names and length is None:
+            raise ValueError(f"{path}, line 1: no column `length` in {names}")
+        for row in rows:
+            if any(cell.strip() for cell in row):
+                cells = dict(zip(names, row, strict=False))
+                yield rows.line_num, None if prompt is None else cells.get(prompt), _number(cells.get(length or "", ""))
+
+
+def _number(cell: str) -> float | str:
+    """The number in a cell of a CSV file, or its text if it is none."""
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def _first_of(names: tuple[str, ...], found: Collection[str]) -> str | None:
+    return next((name for name in names if name in found), None)
 
 
 def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, object]]:
@@ -104,14 +142,15 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
     if not isinstance(value, dict):
         yield None, value
         return
-    if "prompt" not in value and "length" in value:
-        yield None, value["length"]
+    length, prompt = _first_of(LENGTH_NAMES, value), _first_of(PROMPT_NAMES, value)
+    if prompt is None and length is not None:
+        yield None, value[length]
         return
-    lengths = value.get("lengths", [value.get("length")])
+    lengths = value.get("lengths", [value.get(length)])
     if lengths == [None] or not isinstance(lengths, list) or not lengths:
         raise ValueError(f"{path}, line {line_number}: no `length` or `lengths` in {sorted(value)}")
-    for length in lengths:
-        yield str(value.get("prompt", f"line {line_number}")), length
+    for one in lengths:
+        yield f"line {line_number}" if prompt is None else str(value[prompt]), one
 
 
 def remembered(lengths: LengthOf) -> LengthOf:

@@ -23,7 +23,10 @@ from sortedrl.studies.workload import Workload
 
 Expectation = Literal["cold", "warm", "oracle"]
 Read = TypeVar("Read")
-_LENGTHS_FIX = 'Name a run folder, or write one number per line, or objects such as {"prompt": "id", "length": 812}.'
+_LENGTHS_FIX = (
+    'Name a run folder, or a file with one number per line, objects such as {"prompt": "id", "length": 812}, or CSV '
+    "with a column `length`. Logs with text instead: see docs/my_lengths.md."
+)
 MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
@@ -37,7 +40,9 @@ class LengthSettings(BaseModel):
 
     lengths: Annotated[
         Path | None,
-        Field(description="JSONL file of your own response lengths, or a run folder; default: drawn from a lognormal"),
+        Field(
+            description="your response lengths: a JSONL or CSV file, or a run folder; default: drawn from a lognormal"
+        ),
     ] = None
     median_length: MedianLength = 1273.7
     length_sd_between: Annotated[
