@@ -247,10 +247,15 @@ def test_a_shared_gpu_is_refused_where_it_cannot_be_shared(tmp_path: Path, flags
 STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]
 BAD_INPUT = {
     "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
-    "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "1"]),
+    "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "it should be at least 1"]),
     "an unknown mode": (["simulate", "--modes", "partial+elevater"], ["Did you mean partial+elevator?"]),
     "an unknown flag": (["simulate", "--slotz", "3"], ["no such flag: --slotz. Did you mean --slots?"]),
     "a flag like no other": (["train", "--xyzzy"], ["no such flag: --xyzzy. See sortedrl train --help."]),
+    "a flag of vLLM": (["simulate", "--max-num-seqs", "64"], ["no such flag: --max-num-seqs.", "use --slots"]),
+    "a flag of TRL": (["train", "--num-generations=4"], ["use --rollouts-per-prompt"]),
+    "a flag of TRL for a rare setting": (["train", "--num-train-epochs", "2"], ["set epochs in a TOML file"]),
+    "a folder without a run": (["simulate", "--lengths", "."], ["lengths = '.'", "it has no events.jsonl"]),
+    "a trace without a run": (["trace"], ["there is no run"]),
     "a word too many": (["train", "stray"], ["no such argument: stray."]),
     "text for a number": (["train", "--slots", "abc"], ["--slots abc: expected INT."]),
     "text for a number or nothing": (["train", "--updates", "abc"], ["--updates abc: expected INT."]),
@@ -335,6 +340,7 @@ def test_bad_flags_give_one_clear_error(name: str, tmp_path: Path) -> None:
 
 BAD_FILES = {
     "unknown key": ("run.toml", "slotz = 3\n", ["slotz = 3", "Did you mean slots?"]),
+    "a key of TRL": ("run.toml", "num_generations = 4\n", ["num_generations = 4", "Use rollouts_per_prompt."]),
     "an old key": ("run.toml", "keep_old_keys = true\n", ["run.toml", "renamed. Use reuse_kv_cache."]),
     "broken TOML": ("run.toml", "slots = 3\nmodes = [\n", ["not TOML", "line"]),
     "wrong type": ("run.toml", 'slots = "many"\n', ["slots = 'many'", "run.toml"]),

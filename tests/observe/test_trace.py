@@ -227,6 +227,16 @@ def test_the_command_writes_the_trace_into_the_run_folder(run_folder: Path, caps
     assert written["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
 
 
+def test_without_a_name_the_newest_run_is_traced(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    run_folder.rename(tmp_path / "runs" / "newest")
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace"]) == 0
+    assert (tmp_path / "runs" / "newest" / "trace.json").exists()
+
+
 def test_the_command_takes_a_log_file_and_writes_where_it_is_told(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

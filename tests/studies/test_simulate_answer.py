@@ -101,6 +101,11 @@ def test_what_a_limit_of_the_users_cuts_is_told(long_lengths: Path) -> None:
         assert "cuts 137 of 301 responses (45.5%)" in told and "16,384" in told
 
 
+def test_updates_that_cannot_fill_the_slots_are_noted() -> None:
+    told = sortedrl("simulate", "--modes", "baseline", *SMALL, "--slots", "32").stderr
+    assert "rollouts_per_update = 16 is less than slots = 32: the baseline leaves 50% of the slots empty" in told
+
+
 def option(mode: str, of_limit: float, staleness: float = 0.0, bias: float = 0.0) -> Option:
     return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pydantic
 import tyro
 
-from sortedrl.cli import old_names
+from sortedrl.cli import old_names, other_names
 from sortedrl.cli.help_page import flag_of, help_page, type_text
 from sortedrl.core.errors import UserError
 from sortedrl.core.schedule import ConfigurationError
@@ -110,6 +110,10 @@ def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
         return f"--{flag} was renamed: use {new_flag}"
     if flag.replace("-", "_") in kind.not_here:
         return f"no such flag: --{flag}. Reason: {kind.not_here[flag.replace('-', '_')]}"
+    ours = other_names.our_name_for(flag.replace("-", "_"), kind.model_fields)
+    if ours is not None:
+        use = f"set {ours} in a TOML file with --config" if ours in kind.file_only else f"use --{flag_of(ours)}"
+        return f"no such flag: --{flag}. Here it has another name: {use}"
     known = [flag_of(key) for key in kind.model_fields if key not in kind.file_only]
     near = difflib.get_close_matches(flag, known, n=1)
     return f"no such flag: --{flag}. " + (f"Did you mean --{near[0]}?" if near else f"See {program} --help.")
@@ -183,6 +187,9 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
         if key in kind.not_here:
             raise ConfigurationError(key, value, "no such key", f"Reason: {kind.not_here[key]}.")
         if key not in known:
+            ours = other_names.our_name_for(key, known)
+            if ours is not None:
+                raise ConfigurationError(key, value, "no such key: here it has another name", f"Use {ours}.")
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."
             raise ConfigurationError(key, value, "no such key", hint)

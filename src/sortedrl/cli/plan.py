@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, table_console
-from sortedrl.cli.workload import print_dry_run, warn_of_cut_lengths, workload_line
+from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
 from sortedrl.settings.base import as_json
 from sortedrl.studies import plan, tables
 from sortedrl.studies.plan import PlanSettings, allowed_by
@@ -21,7 +21,7 @@ def run(settings: PlanSettings) -> int:
     workload = replace(simulated_workload(settings, settings.cohorts), expectation=settings.expectation)
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
-    warn_of_cut_lengths(settings)
+    print_notices(settings)
     with ProgressBar("planning", quiet=settings.json_output) as progress:
         found = plan.plan(workload, schedule, allowed_by(settings), settings.seeds, progress)
     if settings.json_output:

@@ -6,7 +6,7 @@ import json
 
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, table_console
-from sortedrl.cli.workload import print_dry_run, warn_of_cut_lengths, workload_line
+from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
 from sortedrl.settings.base import as_json
 from sortedrl.studies import answer, simulate, tables
 from sortedrl.studies.simulate import SimulateSettings
@@ -20,7 +20,7 @@ def run(settings: SimulateSettings) -> int:
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
-    warn_of_cut_lengths(settings)
+    print_notices(settings)
     with ProgressBar("simulating", quiet=settings.json_output) as progress:
         modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
     if settings.json_output:

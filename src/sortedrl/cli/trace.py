@@ -16,6 +16,7 @@ from sortedrl.core.events import Event, Started, read_intact
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.trace import write_trace
+from sortedrl.observe.watch import newest_run
 from sortedrl.settings.base import Settings, as_json
 
 
@@ -24,7 +25,10 @@ class TraceSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Annotated[tyro.conf.Positional[Path], Field(description="run folder, or an event log")]
+    run: Annotated[
+        tyro.conf.Positional[Path | None],
+        Field(description="run folder, or an event log; default: the newest in runs/"),
+    ] = None
     out: Annotated[Path | None, Field(description="file to write; default: trace.json beside the event log")] = None
 
 
@@ -32,7 +36,10 @@ SETTINGS = TraceSettings
 
 
 def run(settings: TraceSettings) -> int:
-    source = settings.run / "events.jsonl" if settings.run.is_dir() else settings.run
+    path = settings.run or newest_run(Path("runs"))
+    if path is None:
+        raise ConfigurationError("run", "runs", "there is no run", "Name a run folder, as in runs/NAME.")
+    source = path / "events.jsonl" if path.is_dir() else path
     out = settings.out or source.with_name("trace.json")
     if settings.dry_run:
         print_settings(as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output)

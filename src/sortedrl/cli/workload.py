@@ -10,7 +10,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.settings.base import as_json
-from sortedrl.studies.workload_settings import LengthSettings, SimulatedSettings, WorkloadSettings, lengths_cut
+from sortedrl.studies.workload_settings import SimulatedSettings, WorkloadSettings, lengths_cut
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -28,10 +28,21 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
     return 0
 
 
-def warn_of_cut_lengths(settings: LengthSettings) -> None:
-    notice = lengths_cut(settings)
-    if notice:
-        print(f"sortedrl: {notice}", file=sys.stderr)
+def print_notices(settings: SimulatedSettings) -> None:
+    """What a user should see before the answer: cut responses, and updates that cannot fill the slots."""
+    for notice in (lengths_cut(settings), _small_updates(settings)):
+        if notice:
+            print(f"sortedrl: {notice}", file=sys.stderr)
+
+
+def _small_updates(settings: SimulatedSettings) -> str | None:
+    update, slots = settings.rollouts_per_update, settings.slots
+    if update >= slots:
+        return None
+    return (
+        f"rollouts_per_update = {update} is less than slots = {slots}: the baseline leaves {1 - update / slots:.0%} of "
+        "the slots empty or more, which makes the gains large. Set --rollouts-per-update to your real update size."
+    )
 
 
 def _replayed_turns(replayed: ReplayedEpisodes) -> str:

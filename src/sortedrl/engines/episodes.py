@@ -125,7 +125,10 @@ def remembered_episodes(episodes: EpisodeOf) -> EpisodeOf:
 def event_log_at(path: Path) -> Path | None:
     """The event log, if `path` is a run folder or an event log."""
     if path.is_dir():
-        return path / "events.jsonl"
+        log = path / "events.jsonl"
+        if not log.exists():
+            raise ValueError("this folder is not a run: it has no events.jsonl")
+        return log
     with path.open(encoding="utf-8", errors="replace") as file:
         return path if file.readline().startswith('{"event"') else None
 

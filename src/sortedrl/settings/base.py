@@ -58,6 +58,8 @@ def first_error(error: pydantic.ValidationError, fix_for: Callable[[str], str]) 
         return cause
     key = str(first["loc"][0]) if first["loc"] else "configuration"
     why = first["msg"].replace("Input should", "it should")
+    for theirs, ours in (("be greater than or equal to", "be at least"), ("be less than or equal to", "be at most")):
+        why = why.replace(theirs, ours)
     if first["type"] == "too_short":
         why = "it needs at least one value"
     return ConfigurationError(key, first.get("input"), why[:1].lower() + why[1:], fix_for(key))

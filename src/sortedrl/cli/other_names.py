@@ -1,0 +1,30 @@
+"""Names that vLLM, SGLang, TRL and verl users know for a setting of ours, to name ours in the error."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+SETTINGS = {
+    "slots": ("max_num_seqs", "max_running_requests"),
+    "rollouts_per_prompt": ("num_generations", "group_size"),
+    "rollouts_per_update": ("train_batch_size", "batch_size", "generation_batch_size", "per_device_train_batch_size"),
+    "max_response_tokens": ("max_completion_length", "max_response_length", "max_new_tokens", "max_tokens"),
+    "max_prompt_tokens": ("max_prompt_length",),
+    "max_context_tokens": ("max_model_len", "max_length", "context_length"),
+    "model": ("model_name_or_path", "model_path"),
+    "data": ("dataset", "dataset_name", "train_files"),
+    "updates": ("max_steps", "steps", "total_training_steps"),
+    "epochs": ("num_train_epochs", "total_epochs"),
+    "learning_rate": ("lr",),
+    "lora_rank": ("lora_r",),
+    "eval_every": ("eval_steps", "test_freq"),
+    "checkpoint_every": ("save_steps", "save_freq"),
+    "tracker": ("report_to",),
+    "out": ("output_dir",),
+    "resume": ("resume_from_checkpoint",),
+}
+
+
+def our_name_for(key: str, known_keys: Container[str]) -> str | None:
+    """The setting of a command with these settings that another tool calls `key`."""
+    return next((ours for ours, theirs in SETTINGS.items() if key in theirs and ours in known_keys), None)
