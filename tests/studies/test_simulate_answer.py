@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import forked
 from forked import Done
@@ -19,6 +23,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, _best_of
 from sortedrl.studies.simulate import Case, relative_error
+from sortedrl.studies.tables import answer_table, settings_of, show
 from sortedrl.studies.workload import Workload, run
 
 ROWS = [
@@ -123,6 +128,13 @@ def test_a_row_of_plan_names_what_the_bound_excludes() -> None:
     assert _best_of(1.0, [BASELINE, fast], Allowed()).excluded is None
 
 
+def test_plan_names_the_settings_of_a_choice() -> None:
+    capped = Schedule(mode="partial+elevator", prompts_per_cohort=256, oversubscribe=1.3)
+    found = tomllib.loads(settings_of(replace(BASELINE, schedule=capped)).replace(", ", "\n"))
+    assert found == {"mode": "partial+elevator", "prompts_per_cohort": 256, "oversubscribe": 1.3}
+    assert Schedule(**found) == capped
+
+
 def test_plan_agrees_with_its_own_table() -> None:
     words = ["plan", "--max-staleness-mean", "0.3", "--cohorts", "2", *SMALL[2:]]
     found = json.loads(sortedrl(*words, "--json").stdout)
@@ -180,3 +192,21 @@ def test_a_rollout_costs_little_and_no_more_in_a_longer_run(mode: str) -> None:
     short, long = cpu_seconds_a_rollout(1024), cpu_seconds_a_rollout(6144)
     assert long < 600e-6
     assert long < 2.5 * short
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
+    metrics = {
+        "trained_tokens_per_hour": 36e6,
+        "bubble": 0.123,
+        "waste": 0.4,
+        "staleness_mean": 1.25,
+        "length_bias": 0.0,
+    }
+    console = Console(width=width, file=io.StringIO())
+    show(console, [answer_table({"on-policy+planned (warm)": metrics}), "A sentence that is wrapped at this width."])
+    assert isinstance(console.file, io.StringIO)
+    *table, _ = printed = console.file.getvalue().splitlines()
+    row = next(line for line in table if "on-policy+planned (warm)" in line)
+    assert row.split()[2:] == ["10,000", "1.00x", "12%", "40%", "1.25", "+0%"]
+    assert all(len(line) <= width for line in printed[-2:]), "text still wraps"

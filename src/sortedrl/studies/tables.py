@@ -7,20 +7,24 @@ from typing import Any
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from sortedrl.observe.metrics import BUBBLE_PARTS
 from sortedrl.studies.plan import CLOSE, Option, Plan, UpdateSize
 
+WIDEST = 250  # columns of a table
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
     """The deciding metrics, in 80 columns. Tokens per second and gain include the learner's time."""
     table = _table(
-        "", "mode", "tokens/s", "gain", "empty slots", "tokens wasted", "mean staleness", "length bias", box=SIMPLE_HEAD
+        *("", "mode", "tokens/s", "gain", "empty\nslots", "tokens\nwasted", "mean\nstaleness", "length\nbias"),
+        box=SIMPLE_HEAD,
     )
+    table.collapse_padding = True
     base = next(iter(modes.values()))["trained_tokens_per_hour"]
     for name, f in modes.items():
         hourly = f["trained_tokens_per_hour"]
@@ -120,8 +124,19 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     for row in plan.by_update_size:
         best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.of_limit:.2f}"
         sizes.add_row(f"{row.ratio:g}", f"{row.baseline.of_limit:.2f}", best, _gain_at(row))
-    head = Text.assemble((plan.choice.name if plan.needed else "You do not need this", "bold green"))
-    return [head, Text(plan.reason), frontier, bias, sizes]
+    head = [Text(plan.reason, "bold")]
+    if plan.needed:
+        head += [Text(f"Settings (keys of sortedrl train, arguments of Schedule): {settings_of(plan.choice)}")]
+    return [*head, "", frontier, "", bias, "", sizes]
+
+
+def settings_of(option: Option) -> str:
+    """What to set for this option, as TOML keys and as arguments of `Schedule` alike."""
+    schedule = option.schedule
+    found = [f'mode = "{schedule.mode}"', f"prompts_per_cohort = {schedule.prompts_per_cohort}"]
+    if schedule.oversubscribe is not None:
+        found.append(f"oversubscribe = {schedule.oversubscribe:g}")
+    return ", ".join(found)
 
 
 def _gain_at(row: UpdateSize) -> str:
@@ -183,7 +198,24 @@ def _prediction(f: Mapping[str, Any]) -> str:
 
 def show(console: Console, parts: Sequence[RenderableType]) -> None:
     for part in parts:
-        console.print(part)
+        if isinstance(part, Table):
+            _print_table(console, part)
+        else:
+            console.print(part)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """In a narrow terminal the lines of a table wrap: rich would cut the numbers in its cells."""
+    width = console.width
+    least = Measurement.get(console, console.options.update_width(WIDEST), table).minimum
+    console.width = next((w for w in range(max(width, least), WIDEST) if not _is_cut(console, table, w)), width)
+    console.print(table)
+    console.width = width
+
+
+def _is_cut(console: Console, table: Table, width: int) -> bool:
+    """Whether rich cuts the text of a cell at this width. It marks such places with an ellipsis."""
+    return any("…" in segment.text for segment in console.render(table, console.options.update_width(width)))
 
 
 def known(value: float | None, form: str) -> str:

@@ -10,6 +10,8 @@ from sortedrl.learner.settings import LearnerSettings, learner_settings_from
 from sortedrl.training.cpu_threads import threads_here
 from sortedrl.training.settings import ModelSettings, TrainSettings
 
+LARGE_MODEL = 50_000_000  # parameters
+
 
 def device_of(settings: ModelSettings) -> str:
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -30,6 +32,17 @@ def learner_settings_of(settings: TrainSettings) -> LearnerSettings:
         normalizer_tokens=settings.rollouts_per_update * settings.max_response_tokens,
         temperature=settings.temperature,
         bf16=dtype_of(settings).itemsize == 2,
+    )
+
+
+def learning_rate_notice(settings: TrainSettings, parameters: int) -> str | None:
+    """A notice if a large model is about to be trained with the default learning rate, which is a tiny model's."""
+    default = TrainSettings().learning_rate
+    if settings.lora_rank or settings.learning_rate != default or parameters < LARGE_MODEL:
+        return None
+    return (
+        f"learning_rate = {default:g} (the default) suits the built-in model of 0.3 million parameters; "
+        f"this one has {parameters / 1e6:,.0f} million. Set --learning-rate, for example 1e-6."
     )
 
 

@@ -44,7 +44,7 @@ from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.observe.watch import kept_readable
 from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, paired_difference, pass_at_k
-from sortedrl.training.build import dtype_of, learner_settings_of, set_threads
+from sortedrl.training.build import dtype_of, learner_settings_of, learning_rate_notice, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
@@ -462,6 +462,8 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
     run.show()
     log(f"run folder {folder.path}")
     log(f"{len(resources.train)} problems, {_updates(run.total_updates())}, mode {settings.mode}")
+    if notice := learning_rate_notice(settings, resources.model.num_parameters()):
+        log(notice)
     if resumed is not None:
         run.resume(resumed)
         log(f"resumed after {_updates(resumed.controller['updates'])}, from {resumed.path}")
