@@ -37,7 +37,7 @@ GROUPS = {
         *("stream", "share_gpu"),
     ),
     "rewards": ("scoring", "reward_workers", "score_limit_seconds", "score_seconds"),
-    "length of a run": ("updates", "epochs", "cohorts", "seed", "seeds", "jobs", "stopped_after_seconds", "full"),
+    "the run": ("updates", "epochs", "cohorts", "seed", "seeds", "jobs", "stopped_after_seconds", "full"),
     "evaluation and checkpoints": ("eval_every", "eval_problems", "eval_samples", "eval_seed", "checkpoint_every"),
     "output": (
         *("out", "resume", "events", "limit", "details", "tracker", "prometheus_port", "json_output", "dry_run"),
@@ -128,4 +128,5 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def _paragraphs(text: str, width: int) -> list[str]:
-    return [line for part in text.split("\n\n") for line in [*textwrap.wrap(" ".join(part.split()), width), ""]][:-1]
+    wrapped = (textwrap.wrap(" ".join(part.split()), width, break_on_hyphens=False) for part in text.split("\n\n"))
+    return [line for lines in wrapped for line in [*lines, ""]][:-1]
