@@ -153,7 +153,7 @@ def test_a_log_of_one_turn_gives_lengths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
-    [([RUN_BEGAN], "no response is finished"), ([RUN_BEGAN, "{"], "line 2"), (None, "No such file")],
+    [([RUN_BEGAN], "no response is finished"), ([RUN_BEGAN, "{"], "line 2"), (None, "it has no events.jsonl")],
 )
 def test_a_log_without_responses_is_refused(tmp_path: Path, lines: list[str] | None, reason: str) -> None:
     if lines is not None:
