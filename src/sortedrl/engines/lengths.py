@@ -82,7 +82,7 @@ def read_lengths(path: Path) -> ReplayedLengths:
     responses are correlated.
     """
     by_prompt: dict[object, list[int]] = {}
-    for line_number, prompt, length in _csv_rows(path) if path.suffix == ".csv" else _json_rows(path):
+    for line_number, prompt, length in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path):
         if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
             why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
             raise ValueError(f"{path}, line {line_number}: {why}")
