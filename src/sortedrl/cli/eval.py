@@ -7,7 +7,7 @@ import json
 from sortedrl.cli import train_extra
 from sortedrl.cli.output import ProgressBar, line_log, print_settings
 from sortedrl.settings.base import as_json
-from sortedrl.training.settings import EvalSettings
+from sortedrl.training.settings import EvalSettings, check_what_must_exist
 
 SETTINGS = EvalSettings
 
@@ -17,6 +17,7 @@ def run(settings: EvalSettings) -> int:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
         print_settings(as_json(settings), derived, as_object=settings.json_output)
         return 0
+    check_what_must_exist(settings)
     evaluate = train_extra.module("evaluate")
     with ProgressBar("evaluating", quiet=settings.json_output) as progress:
         result = evaluate.evaluate_model(settings, line_log(settings), progress)

@@ -15,7 +15,7 @@ from sortedrl.cli.help_page import flag_of, help_position
 from sortedrl.cli.output import console_of_run, print_settings
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
-from sortedrl.training.settings import TrainSettings
+from sortedrl.training.settings import TrainSettings, check_what_must_exist
 
 SETTINGS = TrainSettings
 
@@ -23,6 +23,7 @@ SETTINGS = TrainSettings
 def run(settings: TrainSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings)
+    check_what_must_exist(settings)
     trainer = train_extra.module("trainer")
     console = console_of_run(settings, ends_with_reader=False)
     summary = trainer.train(settings, console.log, console)

@@ -8,15 +8,20 @@ A factory takes an EngineSpec and returns an engine. Dependencies of an engine a
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from sortedrl.core.engine import Engine
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.import_path import import_object
+from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
+CONNECT_SECONDS = 5.0
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
 _METHODS = ("now", "submit", "poll", "abort", "update_weights")
 
@@ -40,6 +45,24 @@ def check_name(name: str) -> None:
     raise ConfigurationError(
         "engine", name, "no such engine", f"{hint}Use {', '.join(ENGINES)}, or your own as your.module:factory."
     )
+
+
+def check_available(name: str, urls: Sequence[str]) -> None:
+    """Refuse an engine that cannot start: vLLM is not installed, or no server listens. Imports nothing heavy."""
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigurationError(
+            "engine", name, f"vLLM is not installed: {install_hint('vllm')}", "Or use the embedded engine."
+        )
+    for url in urls if name in SERVERS else ():
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname or "", port), CONNECT_SECONDS).close()
+        except ConnectionRefusedError:
+            fix = "Start the server first (docs/engines.md has the command), or correct the address."
+            raise ConfigurationError("engine_urls", url, "no server answers there", fix) from None
+        except (OSError, ValueError):
+            continue  # the engine itself explains it
 
 
 def check_urls(name: str, urls: Sequence[str], slots: int) -> None:

@@ -28,14 +28,19 @@ def model_named(name: str, task: str = "") -> str:
     """
     if name == "built-in":
         return str(DIALOGUE_MODEL if task == DIALOGUE_TASK else BUILT_IN_MODEL)
+    check_model_path(name)
+    if not Path(name).is_dir():
+        prepare_hub()
+    return name
+
+
+def check_model_path(name: str) -> None:
+    """Refuse a path without a model. A hub name is not looked up."""
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ConfigurationError("model", name, "this folder has no config.json", _FIX)
-        return name
-    if not _HUB_NAME.fullmatch(name):
+    elif not _HUB_NAME.fullmatch(name):
         raise ConfigurationError("model", name, "there is no such folder", _FIX)
-    prepare_hub()
-    return name
 
 
 def unreadable_model(name: str, error: Exception) -> ConfigurationError:

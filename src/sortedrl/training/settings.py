@@ -10,7 +10,7 @@ from pydantic import Field
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.engines.registry import SERVERS
+from sortedrl.engines.registry import SERVERS, check_available
 from sortedrl.engines.settings import EngineSettings, check_engine
 from sortedrl.learner.settings import (
     AlgorithmSetting,
@@ -20,6 +20,7 @@ from sortedrl.learner.settings import (
     learner_settings_from,
     require_streamable,
 )
+from sortedrl.models import check_model_path
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import Settings, literal, plain_reason
 from sortedrl.settings.schedule import (
@@ -202,6 +203,12 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
                 "temperature", 0, "greedy responses of a group are all equal, so there is nothing to learn", "Use 1.0."
             )
         require_packages(self.tracker)
+
+
+def check_what_must_exist(settings: ModelSettings) -> None:
+    """Refuse a model or an engine that is not there, before PyTorch is imported, which takes seconds."""
+    check_model_path(settings.model)
+    check_available(settings.engine, settings.engine_urls)
 
 
 def limits_of(settings: ModelSettings) -> Schedule:

@@ -1,0 +1,51 @@
+"""What is missing is refused before PyTorch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import sys
+from sortedrl.cli import main
+code = main(sys.argv[1:])
+print("torch" in sys.modules, code)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+SERVER = f"http://127.0.0.1:{free_port()}"
+REFUSED = {
+    "a model": (
+        ["train", "--model", "./nowhere"],
+        "model = './nowhere' (set by flag --model): there is no such folder",
+    ),
+    "a model to evaluate": (["eval", "--model", "./nowhere"], "there is no such folder"),
+    "a server": (
+        ["train", "--engine", "vllm-server", "--engine-urls", SERVER],
+        f"engine_urls = '{SERVER}' (set by flag --engine-urls): no server answers there. Start the server first",
+    ),
+    "vLLM": (["train", "--engine", "vllm"], "vLLM is not installed: pip install '.[vllm]'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_missing_is_refused_before_pytorch_is_imported(what: str, tmp_path: Path) -> None:
+    if what == "vLLM" and importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    words, expected = REFUSED[what]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert expected in done.stderr, done.stderr
+    assert done.stdout.split() == ["False", "2"]
