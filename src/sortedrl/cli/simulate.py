@@ -36,5 +36,6 @@ def run(settings: SimulateSettings) -> int:
     console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
     console.print(answer.spread(rows, modes, len(settings.seeds), settings.cohorts), highlight=False)
     if settings.details:
-        tables.show(console, ["", tables.gain_table(modes), tables.cost_table(modes), tables.bubble_table(modes)])
+        for table in (tables.gain_table, tables.cost_table, tables.bubble_table):
+            tables.show(console, ["", table(modes)])
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
@@ -20,11 +20,7 @@ _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
 
 def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
     """The deciding metrics, in 80 columns. Tokens per second and gain include the learner's time."""
-    table = _table(
-        *("", "mode", "tokens/s", "gain", "empty\nslots", "tokens\nwasted", "mean\nstaleness", "length\nbias"),
-        box=SIMPLE_HEAD,
-    )
-    table.collapse_padding = True
+    table = _table("", "mode", "tokens/s", "gain", "empty\nslots", "tokens\nwasted", "mean\nstaleness", "length\nbias")
     base = next(iter(modes.values()))["trained_tokens_per_hour"]
     for name, f in modes.items():
         hourly = f["trained_tokens_per_hour"]
@@ -237,7 +233,7 @@ def sparkline(histogram: Mapping[Any, float]) -> str:
 
 
 def _options_table(title: str, options: Sequence[Option]) -> Table:
-    table = _table(title, "schedule", "of limit", "staleness", "max", "length bias", "waste", "sorted")
+    table = _table(title, "schedule", "of\nlimit", "staleness", "max", "length\nbias", "waste", "sorted")
     for o in options:
         table.add_row(
             o.name,
@@ -251,9 +247,15 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
     return table
 
 
-def _table(title: str, first: str, *columns: str, box: Box = HEAVY_HEAD) -> Table:
+def _table(title: str, first: str, *columns: str) -> Table:
     table = Table(
-        title=title or None, title_justify="left", title_style="bold", show_edge=False, pad_edge=False, box=box
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        box=SIMPLE_HEAD,
     )
     table.add_column(first, no_wrap=True)
     for column in columns:
