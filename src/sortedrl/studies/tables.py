@@ -149,40 +149,31 @@ def _gain_at(row: UpdateSize) -> str:
 
 
 def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Measured throughput, next to the simulator's prediction if there is one."""
-    table = _table(
-        "Measured on the engine",
-        "mode",
-        "kept tok/s",
-        "goodput",
-        "bubble",
-        "of limit",
-        "waste",
-        "staleness",
-        "sorted",
-        "length bias",
-        "preemptions",
-        "predicted goodput, bubble",
-        "scheduler overhead",
-    )
+    """Measured throughput, next to the simulator's prediction if there is one. Columns without a value are left out."""
     base = next(iter(modes.values()))
-    for name, f in modes.items():
-        times = f["kept"] / base["kept"] if base["kept"] else 0.0
-        table.add_row(
-            name,
-            f"{f['kept']:,.0f} ({times:.2f}x)",
-            f"{f['goodput']:,.0f}",
-            f"{f['bubble']:.1%}",
-            f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
-            f"{f['waste']:.1%}",
-            f"{f['staleness_mean']:.2f}",
-            known(f["sortedness"], "z.2f"),
-            known(f["length_bias"], "+z.1%"),
-            str(f["preemptions"]),
-            _prediction(f),
-            f"{f['own_fraction']:.1%}" if "own_fraction" in f else "",
-        )
+    rows = {name: _bench_row(f, base) for name, f in modes.items()}
+    shown = [column for column in next(iter(rows.values())) if any(row[column] for row in rows.values())]
+    table = _table("Measured on the engine", "mode", *shown)
+    for name, row in rows.items():
+        table.add_row(name, *(row[column] for column in shown))
     return table
+
+
+def _bench_row(f: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
+    """By column; an empty text means that the value was not measured."""
+    return {
+        "kept tok/s": f"{f['kept']:,.0f} ({f['kept'] / base['kept'] if base['kept'] else 0.0:.2f}x)",
+        "goodput": f"{f['goodput']:,.0f}",
+        "bubble": f"{f['bubble']:.1%}",
+        "of limit": f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
+        "waste": f"{f['waste']:.1%}",
+        "staleness": f"{f['staleness_mean']:.2f}",
+        "sorted": known(f["sortedness"], "z.2f"),
+        "length bias": known(f["length_bias"], "+z.1%"),
+        "preemptions": str(f["preemptions"]),
+        "predicted goodput, bubble": _prediction(f),
+        "scheduler overhead": f"{f['own_fraction']:.1%}" if "own_fraction" in f else "",
+    }
 
 
 def _prediction(f: Mapping[str, Any]) -> str:
