@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.engine import Engine, Request, Sampling
-from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
@@ -387,6 +387,20 @@ def test_a_stop_string_may_begin_in_kept_tokens() -> None:
     engine = engine_of(model, tokenizer=tokenizer)
     begun = Request(0, asked.prompt, (kept,), 30, asked.seed, Sampling(stop_strings=(string,)))
     assert completed(engine, [begun]).tokens(0) == free[10:11]
+
+
+@pytest.mark.parametrize(("turn", "observation"), [("ab", "qIJ"), ("abIJ", "q")])
+def test_a_stop_string_in_an_earlier_turn_does_not_end_this_one(turn: str, observation: str) -> None:
+    """Neither one that the environment wrote, nor one that ended the turn before it."""
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    before, observed = (tokenizer.convert_tokens_to_ids(list(text)) for text in (turn, observation))
+    prefix = (Segment(before, [-1.0] * len(before), 0), Segment(observed, [0.0] * len(observed), ENVIRONMENT))
+    asked = Request(0, Prompt("0", [1, 2, 3]), prefix, 6, seed=3)
+    free = completed(engine_of(model), [asked]).tokens(0)
+    assert len(free) == 6 and "IJ" not in tokenizer.decode(free)
+    strings = ("IJ", "\u00e9" * 8)  # after the second, which is long and not ASCII, every token is looked at
+    engine = engine_of(model, tokenizer=tokenizer)
+    assert completed(engine, [asked._replace(sampling=Sampling(stop_strings=strings))]).tokens(0) == free
 
 
 def test_max_length_bounds_prompt_and_response_together() -> None:

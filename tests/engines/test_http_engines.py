@@ -19,7 +19,7 @@ from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import EngineDied, Request, Sampling
 from sortedrl.core.engine import Engine, Preempted, Started
-from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers import streams as server_streams
@@ -161,6 +161,11 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
     ledger.run()
     assert ledger.tokens(1) == reference[:2] and ledger.tokens(2) == reference[1:2]
     assert ledger.finished[1] is False and ledger.finished[2] is False
+    turn, answer = Segment([1, 2], [0.0] * 2, 0), Segment([9], [0.0], ENVIRONMENT)
+    looks_at_every_token = Sampling(temperature=0.0, stop_strings=("w1 w2", "\u00e9" * 8))
+    ledger.submit([Request(3, request.prompt, (turn, answer), 5, 0, looks_at_every_token)])
+    ledger.run()
+    assert len(ledger.tokens(3)) == 5, "the string is in an earlier turn"
 
 
 def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,14 @@ class Request(NamedTuple):
     def prefix_tokens(self) -> list[int]:
         return [token for segment in self.prefix for token in segment.tokens]
 
+    @property
+    def turn_tokens(self) -> list[int]:
+        """The part of the prefix that belongs to the current turn: the tokens after the environment's last answer."""
+        tokens: list[int] = []
+        for segment in self.prefix:
+            tokens = [] if segment.is_environment else [*tokens, *segment.tokens]
+        return tokens
+
 
 class Started(NamedTuple):
     id: int

@@ -19,14 +19,18 @@ class StopStrings:
     tokenizer: Any
     strings: tuple[str, ...]
 
-    def completed_by_last(self, prefix: Sequence[int], made: Sequence[int]) -> bool:
-        """Whether the last token of `made`, which follows `kept`, completes a string."""
+    def completed_by_last(self, turn: Sequence[int], made: Sequence[int]) -> bool:
+        """Whether the last token of `made`, which follows `turn`, completes a string.
+
+        `turn` has the earlier tokens of the same turn only: a string in another turn, or in an answer of the
+        environment, ends nothing.
+        """
         if made[-1] not in self._endings:
             return False
         # A token holds at least one byte of text, so no match starts earlier than this.
         window = max(len(string.encode()) for string in self.strings)
-        response = [*prefix[-window:], *made[-window:]]
-        text = self.tokenizer.decode(response[-window:], **_VERBATIM)
+        newest = [*turn[-window:], *made[-window:]]
+        text = self.tokenizer.decode(newest[-window:], **_VERBATIM)
         return any(string in text for string in self.strings)
 
     @cached_property

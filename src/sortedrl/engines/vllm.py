@@ -50,13 +50,14 @@ class _Inside:
     name: str
     request: Request
     prefix: list[int]
+    turn: list[int]  # the part of the prefix that belongs to the current turn
     stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def ends_with_stop_string(self) -> bool:
         assert self.stop_strings is not None
-        return bool(self.tokens) and self.stop_strings.completed_by_last(self.prefix, self.tokens)
+        return bool(self.tokens) and self.stop_strings.completed_by_last(self.turn, self.tokens)
 
 
 class VllmEngine(EngineBase):
@@ -194,7 +195,8 @@ class VllmEngine(EngineBase):
         from vllm.inputs.engine import tokens_input
 
         self._made += 1
-        inside = _Inside(f"{request.id}-{self._made}", request, request.prefix_tokens, self._stop_watches.of(request))
+        name, watch = f"{request.id}-{self._made}", self._stop_watches.of(request)
+        inside = _Inside(name, request, request.prefix_tokens, request.turn_tokens, watch)
         context = [*request.prompt.tokens, *inside.prefix]
         tokens = tokens_input(context, cache_salt=self.kv_cache_reuse.salt(request, self.version))
         with self._in_vllm():

@@ -44,6 +44,7 @@ class _Running:
     request: Request
     context: list[int]
     max_new_tokens: int
+    turn: list[int]  # tokens of the current turn before this request
     stop_strings: StopStrings | None
     row: int = _NO_ROW  # until its prefill
     tokens: list[int] = field(default_factory=list)
@@ -51,10 +52,6 @@ class _Running:
 
     def __len__(self) -> int:
         return len(self.context) + len(self.tokens)
-
-    @property
-    def prefix(self) -> list[int]:
-        return self.context[len(self.request.prompt.tokens) :]
 
 
 class _DecodedRows:
@@ -217,6 +214,7 @@ class EmbeddedEngine(EngineBase):
                 request=request,
                 context=context,
                 max_new_tokens=min(request.max_new_tokens, self._max_length - len(context)),
+                turn=request.turn_tokens,
                 stop_strings=self._stop_watches.of(request),
             )
             self._running[request.id] = running
@@ -280,7 +278,7 @@ class EmbeddedEngine(EngineBase):
         if running.tokens[-1] in self._eos:
             return True
         watch = running.stop_strings
-        return watch is not None and watch.completed_by_last(running.prefix, running.tokens)
+        return watch is not None and watch.completed_by_last(running.turn, running.tokens)
 
     def _deliver(self, running: _Running) -> None:
         if running.tokens:

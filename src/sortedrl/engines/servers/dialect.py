@@ -39,6 +39,7 @@ class Sent:
     waiting: Waiting
     name: str
     prefix: list[int]
+    turn: list[int]  # the part of the prefix that belongs to the current turn
     room: int  # tokens that it may still generate
     sent_at: float
     stop_strings: StopStrings | None

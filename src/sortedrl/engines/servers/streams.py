@@ -120,7 +120,8 @@ class ServerStreams(ServerDialect):
             name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
             request, now = waiting.request, self.now()
             watch = self._stop_watches.of(request)
-            sent = Sent(waiting, name, request.prefix_tokens, self.room_for(request), now, watch, heard_at=now)
+            prefix, turn = request.prefix_tokens, request.turn_tokens
+            sent = Sent(waiting, name, prefix, turn, self.room_for(request), now, watch, heard_at=now)
             self._sent[name] = sent
             if self._outage.is_on:
                 self._probe = sent
@@ -234,7 +235,7 @@ class ServerStreams(ServerDialect):
             return tokens, end
         for count, token in enumerate(tokens, start=1):
             sent.tokens.append(token)
-            if sent.stop_strings.completed_by_last(sent.prefix, sent.tokens):
+            if sent.stop_strings.completed_by_last(sent.turn, sent.tokens):
                 return tokens[:count], "stop"
         return tokens, end
 
