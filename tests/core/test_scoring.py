@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.core.scoring import Scored, Scorer
+from sortedrl.core.scoring import Scored, Scorer, wait_briefly
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function
 from sortedrl.tasks.task import Problem, Reward
 
@@ -210,3 +210,17 @@ def test_a_task_that_cannot_be_sent_to_a_process_is_refused_at_once() -> None:
 
     with pytest.raises(ValueError, match="top level of a module"):
         reward_function(Local(), LetterTokenizer(), processes=1)
+
+
+class Sleeper:
+    """A scorer whose wait is a plain sleep, as a user may write it."""
+
+    pending = 1
+
+    def wait(self, timeout_seconds: float) -> None:
+        time.sleep(timeout_seconds)
+
+
+def test_a_deadline_that_has_just_passed_is_no_wait() -> None:
+    """The clock moves between the check of a deadline and the wait for it."""
+    wait_briefly(Sleeper(), -1e-9)

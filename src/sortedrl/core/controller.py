@@ -41,7 +41,7 @@ from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.overlap import run_beside
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.schedule import Schedule
+from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.slot_clock import SlotClock
@@ -73,6 +73,8 @@ class Controller:
         max_updates: int | None = None,
         stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
+        if engine.slots < 1:
+            raise ConfigurationError("slots", engine.slots, "the engine can run nothing", "Give it at least 1 slot.")
         self.engine = engine
         self.scorer = scorer
         self.schedule = schedule
@@ -347,7 +349,10 @@ class Controller:
 
     def _response_ended(self, rollout: Rollout, at: float, truncated: bool) -> None:
         if self._turns is not None and not truncated:
-            self._turns.end_turn(rollout, at)
+            if rollout.ends_with_policy_token:
+                self._turns.end_turn(rollout, at)
+            else:
+                self._moves.fail(rollout, at, "the engine ended a turn without a token")
             return
         if truncated:
             has_room = self.schedule.response_length(rollout) < self.schedule.max_response_tokens

@@ -93,6 +93,8 @@ class EngineReports:
         length = rollout.policy_length + len(segment.tokens)
         if length > self._max_tokens:
             return f"{length} tokens, and max_response_tokens is {self._max_tokens}"
+        if segment.version < 0:
+            return f"tokens of version {segment.version}, and versions count from 0"
         newest = rollout.newest_version
         if newest is not None and segment.version < newest:
             return f"tokens of version {segment.version} after tokens of version {newest}"

@@ -52,7 +52,7 @@ class RolloutMoves:
         return self._submit(self.state.buffer.resume())
 
     def _submit(self, rollout: Rollout) -> Rollout:
-        rollout.expected = self.state.expected(rollout)
+        rollout.expected = float(self.state.expected(rollout))  # an expectation may return any kind of number
         self._clock.submit(rollout)
         self._log.append(
             events.Submitted(
@@ -138,8 +138,7 @@ class RolloutMoves:
             return
         buffer.score(rollout, reward, scored.detail)
         self._log.append(events.Scored(self._clock.now(), rollout.id, reward))
-        if self._release is not None:
-            self._release(rollout.id)
+        self._release_environment(rollout)
         self._note_if_complete(buffer.group_of(rollout))
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:

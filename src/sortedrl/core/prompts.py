@@ -16,6 +16,8 @@ class Prompts:
     def __init__(self, dataset: Sequence[Prompt], *, epochs: int = 1, seed: int = 0, shuffle: bool = True) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no prompts: nothing to train on")
+        if isinstance(dataset, list | tuple):  # any other one may tokenize a prompt when it is read
+            _require_unique_ids(dataset)
         if epochs < 1:
             raise ValueError(f"epochs = {epochs}: must be at least 1")
         self.dataset = dataset
@@ -71,3 +73,12 @@ class Prompts:
         epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
         self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
         self._order = self._permutation()
+
+
+def _require_unique_ids(dataset: Sequence[Prompt]) -> None:
+    """Checkpoints and expected lengths refer to prompts by id."""
+    seen: set[str] = set()
+    for prompt in dataset:
+        if prompt.id in seen:
+            raise ValueError(f"two prompts have the id {prompt.id!r}: ids must be unique")
+        seen.add(prompt.id)

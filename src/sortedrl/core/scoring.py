@@ -65,6 +65,7 @@ def poll_deadline(awaited: Awaited, now: Callable[[], float], until: float | Non
 
 def wait_briefly(awaited: Awaited, seconds: float) -> None:
     """Wait for something to arrive, in steps that are short enough to notice an interrupt."""
+    seconds = max(0.0, seconds)  # the clock may have passed the deadline since it was checked
     awaited.wait(seconds if _wakes_engine(awaited) else min(seconds, SCORE_WAIT_STEP_SECONDS))
 
 

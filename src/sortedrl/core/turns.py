@@ -77,7 +77,7 @@ class Turns:
 
     def wait(self, until: float | None) -> None:
         """Wait for an answer, at most until the next deadline."""
-        wait_briefly(self._environments, max(0.0, self.poll_until(until) - self._now()))
+        wait_briefly(self._environments, self.poll_until(until) - self._now())
 
     # Answers
 

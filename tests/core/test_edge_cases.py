@@ -1,0 +1,95 @@
+"""Limits that a schedule meets only with engines, expectations and datasets of others: empty turns, no slots, numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from instant_environments import InstantEnvironments
+from paced import PacedEngine
+from scenarios import Run, scenario
+from sortedrl.core import (
+    ConfigurationError,
+    Controller,
+    EventLog,
+    Prompt,
+    Prompts,
+    Rollout,
+    Schedule,
+    ScoreAtOnce,
+    SensedLengths,
+    events,
+)
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.engine import Change, Finished, Tokens
+from sortedrl.core.events import decode, written
+
+ONE = Schedule(mode="baseline", rollouts_per_update=1, prompts_per_cohort=1)
+
+
+class SaysNothing(PacedEngine):
+    """Ends `empty` requests without a token."""
+
+    def __init__(self, empty: int) -> None:
+        super().__init__(slots=1, length_of=lambda request: request.prefix_length + 2)
+        self._empty = empty
+
+    def _report(self) -> list[Change]:
+        changes = super()._report()
+        if not self._empty:
+            return changes
+        self._empty -= sum(isinstance(change, Finished) for change in changes)
+        return [change for change in changes if not isinstance(change, Tokens)]
+
+
+@pytest.mark.parametrize("empty", [1, 3])
+def test_a_turn_without_a_token_is_a_failure_of_the_engine(empty: int) -> None:
+    """An environment has nothing to answer, and two answers in a row would be one context."""
+    log: list[Any] = []
+    environments = InstantEnvironments(lambda rollout: None if rollout.observations else [5])
+    prompts = Prompts([Prompt("p", [1])])
+    controller = Controller(
+        SaysNothing(empty),
+        prompts,
+        ScoreAtOnce(lambda rollout: 1.0),
+        ONE,
+        environments=environments,
+        log=EventLog(log.append),
+    )
+    trained = [rollout for batch in controller for rollout in batch]
+    failures = [event.reason for event in log if isinstance(event, events.Failed)]
+    assert len(failures) == empty and all("without a token" in reason for reason in failures)
+    assert [rollout.mask for rollout in trained] == ([[1, 1, 0, 1, 1]] if empty <= ONE.max_retries else [])
+
+
+def test_an_empty_response_that_is_regenerated_is_another_attempt() -> None:
+    """Its late score must not count for the new response."""
+    buffer = Buffer()
+    rollout = Rollout(0, Prompt("p", [1]), 0, 0, 0, 0)
+    buffer.load([rollout], 0, whole_groups=False, key=lambda rollout: (rollout.id,))
+    buffer.start()
+    buffer.finish(rollout, truncated=False)
+    assert buffer.regenerate(rollout, lambda rollout: (rollout.id,)) == 0
+    buffer.start()
+    buffer.finish(rollout, truncated=False)
+    assert buffer.awaiting_score(0, attempt=0) is None and buffer.awaiting_score(0, attempt=1) is rollout
+
+
+def test_an_engine_without_slots_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="slots = 0"):
+        Controller(PacedEngine(slots=0), Prompts([Prompt("p", [1])]), ScoreAtOnce(len), ONE)
+
+
+def test_two_prompts_with_one_id_are_refused() -> None:
+    """A checkpoint names prompts by their ids: a resumed rollout would be scored against the other prompt's answer."""
+    with pytest.raises(ValueError, match="two prompts have the id 'a'"):
+        Prompts([Prompt("a", [1]), Prompt("b", [1]), Prompt("a", [2])])
+
+
+def test_expected_lengths_may_be_numbers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    lengths = {f"p{i}": numpy.float64(3.0) for i in range(4)}
+    plan = scenario("partial+planned", [1, 2, 3, 4], slots=2, rollouts_per_update=2)
+    run = Run(plan, expectation=SensedLengths(lengths)).to_end()
+    assert [decode(line) for line in written(run.events).splitlines()] == run.events
