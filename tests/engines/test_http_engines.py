@@ -3,7 +3,11 @@ Real servers are tested in tests/with_vllm and tests/with_sglang."""
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +23,20 @@ from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import EngineDied, Request, Sampling
 from sortedrl.core.engine import Engine, Preempted, Started
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.engines import settings as engine_settings
 from sortedrl.engines.pool import Pool
+from sortedrl.engines.registry import make_engine
 from sortedrl.engines.servers import streams as server_streams
 from sortedrl.engines.servers import weight_files
-from sortedrl.engines.servers.base import ServerPool
+from sortedrl.engines.servers.base import HttpEngine, ServerPool
 from sortedrl.engines.servers.messages import reason_of
 from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_files import write_weights
+from sortedrl.engines.vllm import VllmEngine
 from sortedrl.studies.bench import BenchSettings
 from sortedrl.testing.engine_contract import EngineContract, Ledger
 from sortedrl.training.engine import bare_engine
@@ -185,6 +193,38 @@ def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch
 
 
 # What can go wrong
+
+
+def test_every_option_that_is_a_switch_is_known_as_one() -> None:
+    """Any other text would count as true."""
+    engines: tuple[Any, ...] = (HttpEngine, SglangEngine, VllmEngine)
+    options = [parameter for engine in engines for parameter in signature(engine.__init__).parameters.values()]
+    assert {option.name for option in options if option.annotation == "bool"} == engine_settings._SWITCHES
+
+
+def test_a_closed_engine_holds_no_file_descriptor_and_no_thread() -> None:
+    def held() -> tuple[int, list[str]]:
+        return len(os.listdir("/proc/self/fd")), [thread.name for thread in threading.enumerate()]
+
+    server = stand_in()
+    gc.collect()
+    gc.disable()  # it would close the event loop of an engine that does not
+    try:
+        before = held()
+        engine = SglangEngine(server.url, slots=1, eos_token_ids=[7])
+        assert held() != before
+        engine.close()
+        unreachable = EngineSpec(model="", slots=2, max_length=64, urls=(server.url, "http://127.0.0.1:9"))
+        with pytest.raises(ConfigurationError, match="no server answers"):
+            make_engine("sglang", unreachable)
+        deadline = time.monotonic() + 10
+        while held() != before and time.monotonic() < deadline:  # the server closes its ends later
+            time.sleep(0.02)
+        assert held() == before
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.abort([1])
 
 
 def test_a_server_that_is_not_there_is_a_configuration_error() -> None:

@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -171,22 +172,25 @@ def _server_pool(name: str, engine_class: Callable[..., Any], spec: EngineSpec) 
 
     check_urls(name, spec.urls, spec.slots)
     count = len(spec.urls)
-    try:
-        engines = [
-            engine_class(
-                url,
-                slots=(spec.slots + place) // count,
-                eos_token_ids=spec.eos_token_ids,
-                tokenizer=spec.tokenizer,
-                vocabulary=spec.vocabulary,
-                **spec.options,
-            )
-            for place, url in enumerate(spec.urls)
-        ]
-    except TypeError as error:
-        raise ConfigurationError(
-            "engine_options", dict(spec.options), str(error), "docs/engines.md names them."
-        ) from None
+    engines = []
+    with ExitStack() as opened:  # closes the others if one server does not answer
+        for place, url in enumerate(spec.urls):
+            try:
+                engine = engine_class(
+                    url,
+                    slots=(spec.slots + place) // count,
+                    eos_token_ids=spec.eos_token_ids,
+                    tokenizer=spec.tokenizer,
+                    vocabulary=spec.vocabulary,
+                    **spec.options,
+                )
+            except TypeError as error:
+                raise ConfigurationError(
+                    "engine_options", dict(spec.options), str(error), "docs/engines.md names them."
+                ) from None
+            opened.callback(engine.close)
+            engines.append(engine)
+        opened.pop_all()
     return engines[0] if count == 1 else ServerPool(engines)
 
 

@@ -18,7 +18,7 @@ Slots = Annotated[
     ),
 ]
 # Options of our engines that are switches: any other text would count as true.
-_SWITCHES = {"reuse_kv_cache", "enable_sleep_mode", "seeded", "weights_readable_by_all"}
+_SWITCHES = {"reuse_kv_cache", "enable_sleep_mode", "seeded", "weights_readable_by_all", "cuda_ipc"}
 _OLD_OPTIONS = {"keep_old_keys": "reuse_kv_cache", "rests": "enable_sleep_mode"}
 
 

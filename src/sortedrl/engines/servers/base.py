@@ -94,7 +94,8 @@ class HttpEngine(ServerStreams, EngineBase):
             silence_seconds=silence_seconds,
             unavailable_seconds=unavailable_seconds,
         )
-        threading.Thread(target=self._loop.run_forever, name=f"engine {url}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run_loop, name=f"engine {url}", daemon=True)
+        self._thread.start()
         try:
             self._result_of(self._open())
         except BaseException:
@@ -199,6 +200,13 @@ class HttpEngine(ServerStreams, EngineBase):
             self._is_closed = True
             self._result_of(self._shut())
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()  # and with it three file descriptors
 
     # The server, in the engine's thread
 
@@ -268,6 +276,9 @@ class HttpEngine(ServerStreams, EngineBase):
             raise EngineDied(f"{self.url}: {self._outbox.death}")
 
     def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError(f"the engine of {self.url} is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
