@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from full_disk import small_file_system
+from sortedrl.core import ConfigurationError
 from sortedrl.engines.servers.weight_files import WeightFiles, remove_abandoned
 
 WEIGHTS = {"norm": torch.zeros(4)}
@@ -99,3 +101,12 @@ def test_permissions_do_not_depend_on_the_umask(
     finally:
         os.umask(before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_folder_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
+    """As /dev/shm in a container, which has 64 MB unless it is started with more."""
+    with small_file_system(tmp_path / "shm", "64k") as folder:
+        too_large = WeightFiles(folder).written({"norm": torch.zeros(100_000)}, 1)
+        with pytest.raises(ConfigurationError, match=r"weights_folder.*No space left"), too_large:
+            pass
+        assert list(folder.iterdir()) == []

@@ -107,7 +107,8 @@ def _take(lock: int) -> bool:
 
 
 def write_weights(weights: Weights, file: Path) -> None:
-    """Write the file atomically (write, then rename), with a tied output layer."""
+    """Write the file atomically (write, then rename), with a tied output layer. Raises OSError."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     named = dict(with_output_layer(weights))
@@ -117,5 +118,8 @@ def write_weights(weights: Weights, file: Path) -> None:
         named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # safetensors cannot store shared tensors
         seen.add(tensor.data_ptr())
     partial = file.with_suffix(".partial")
-    save_file(named, partial)
+    try:
+        save_file(named, partial)
+    except SafetensorError as error:  # also for a full disk
+        raise OSError(str(error)) from error
     partial.rename(file)
