@@ -27,7 +27,7 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
-from sortedrl.observe.report import self_contained
+from sortedrl.observe.report import self_contained, tables
 from sortedrl.observe.report.folds import quantile, slot_grid, slot_time, staleness_floor, update_points
 from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
@@ -431,11 +431,21 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     page = report.page([read], [command], "0")
     assert command in page.replace("&#39;", "'")
     assert "Is &lt;b&gt;A&lt;/b&gt; a knave?" in page, "what a model or a data set says is text, not markup"
-    assert '<span class="segment" data-version="0">one two</span>' in page
-    assert '<span class="segment" data-version="2">&lt;/script&gt;three</span>' in page
+    assert '<span class="segment" data-label="v0">one two</span>' in page
+    assert '<span class="segment" data-label="v2">&lt;/script&gt;three</span>' in page
     assert "<b>Best, Longest, Most resumed</b>" in page
     assert "<b>Worst, Longest</b>" in page
-    assert "truncated at max_new_tokens" in page
+    assert "(truncated)" in page
+
+
+def test_answers_of_the_environment_are_labeled_and_are_no_resumes(tmp_path: Path) -> None:
+    line = {"update": 1, "rollout": 0, "response": "ask 42 so", "reward": 1.0, "segments": [[3, 1], [-1, 2], [3, 1]]}
+    (run,) = read_runs([run_folder(tmp_path / "run")])
+    recorded = replace(run, responses=(line | {"segment_ends": [3, 6, 9]}, line))
+    first, second = tables.responses(series_of([recorded])[0])
+    assert first["tags"] == "Longest" and first["pieces"] == [("v3", "ask"), ("env", " 42"), ("v3", " so")]
+    assert first["boundaries"].endswith("env: from the environment")
+    assert "2 tokens by the environment" in second["boundaries"]
 
 
 def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.charts import part_name
 from sortedrl.observe.report.runs import Run
@@ -159,8 +160,8 @@ def responses(one: Series) -> list[dict[str, Any]]:
         ("Longest", lambda line: (-_tokens(line), -line.get("update", 0)), lambda line: True),
         (
             "Most resumed",
-            lambda line: (-len(_segments(line)), -line.get("update", 0)),
-            lambda line: len(_segments(line)) > 1,
+            lambda line: (-_versions(line), -line.get("update", 0)),
+            lambda line: _versions(line) > 1,
         ),
     )
     tags: dict[int, list[str]] = {}
@@ -176,7 +177,7 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
     pieces = _pieces(line)
     facts = [
         f"reward {line['reward']:+.2f}",
-        f"{_tokens(line):,} tokens" + (" (truncated at max_new_tokens)" if line.get("truncated") else ""),
+        f"{_tokens(line):,} tokens" + (" (truncated)" if line.get("truncated") else ""),
         f"{len(segments)} segment{'s' if len(segments) != 1 else ''}",
         f"update {line.get('update')}",
         f"rollout {line.get('rollout')}",
@@ -185,8 +186,10 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
     boundaries = ""
     if len(pieces) > 1:
         boundaries = "segments are shaded and labeled with their weight version"
+        if any(version == ENVIRONMENT for version, _ in segments):
+            boundaries += "; env: from the environment"
     elif len(segments) > 1:
-        made = ", ".join(f"{tokens} tokens by version {version}" for version, tokens in segments)
+        made = ", ".join(f"{tokens} tokens by {_source(version)}" for version, tokens in segments)
         boundaries = f"{made}; segment boundaries were not recorded"
     return {
         "tags": ", ".join(tags),
@@ -198,19 +201,30 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _pieces(line: dict[str, Any]) -> list[tuple[Any, str]]:
-    """The response split at its segment boundaries, if they were recorded."""
+def _pieces(line: dict[str, Any]) -> list[tuple[str, str]]:
+    """The response split at its segment boundaries, if they were recorded, with the label of each segment."""
     text, segments, ends = str(line["response"])[:MOST_CHARACTERS], line.get("segments") or [], line.get("segment_ends")
     if not isinstance(ends, list) or len(ends) != len(segments):
         return [("", text)]
     edges = pairwise([0, *(min(end, len(text)) for end in ends[:-1]), len(text)])
     return [
-        (version, text[start:end]) for (version, _), (start, end) in zip(segments, edges, strict=True) if end > start
+        ("env" if version == ENVIRONMENT else f"v{version}", text[start:end])
+        for (version, _), (start, end) in zip(segments, edges, strict=True)
+        if end > start
     ]
 
 
 def _segments(line: dict[str, Any]) -> list[tuple[int, int]]:
     return [(version, tokens) for version, tokens in line.get("segments") or [] if tokens]
+
+
+def _versions(line: dict[str, Any]) -> int:
+    """How many weight versions sampled it: an answer of the environment makes a new segment, but is no resume."""
+    return len({version for version, _ in _segments(line) if version != ENVIRONMENT})
+
+
+def _source(version: int) -> str:
+    return "the environment" if version == ENVIRONMENT else f"version {version}"
 
 
 def _tokens(line: dict[str, Any]) -> int:
