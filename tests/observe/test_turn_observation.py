@@ -10,7 +10,7 @@ import pytest
 
 from random_runs import case_of, play
 from scenarios import EnvironmentCall, Run, scenario
-from sortedrl.core.events import Event
+from sortedrl.core.events import Aborted, Event
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.timeline import Visit, slices, visits
@@ -63,6 +63,14 @@ def test_a_rollout_in_its_environment_is_a_slice_of_its_own() -> None:
         event["args"]["name"] for event in written_trace(run.events) if event["ph"] == "M" and "name" in event["args"]
     }
     assert {"environments, 2 at a time", "environment 0", "environment 1"} <= named
+
+
+def test_turns_are_counted_again_when_the_tokens_were_dropped() -> None:
+    """On-policy, a harvest cuts the longer one in its second turn; it starts again with the first."""
+    run = Run(scenario("on-policy", [3, 4], slots=2, turns=(2,), rollouts_per_update=1)).to_end()
+    assert [event.dropped > 0 for event in run.all(Aborted)] == [True]
+    turns = [visit.turn for visit in visits(run.events) if visit.rollout == 1]
+    assert turns == [1, 1, 2]
 
 
 def test_a_lost_answer_is_inferred_from_the_next_turn() -> None:

@@ -90,6 +90,8 @@ def visits(log: Iterable[Event]) -> list[Visit]:
                 heapq.heappush(free, found[-1].lane)
             if isinstance(event, events.Regenerated):
                 del turns[event.rollout]
+        elif isinstance(event, events.Aborted | events.Failed) and event.dropped:
+            del turns[event.rollout]
     found += [visit._replace(end=at) for visit in open_visits.values()]
     return sorted(found, key=lambda visit: (visit.start, visit.lane))
 
