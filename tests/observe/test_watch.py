@@ -211,6 +211,16 @@ def test_the_newest_run_is_watched_where_none_is_named(killed: Path, tmp_path: P
     assert watch.newest_run(tmp_path / "runs") == tmp_path / "runs" / "new"
 
 
+def test_watching_ends_when_the_run_folder_is_removed(killed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(killed, folder)
+    follower = Follower(folder, PlainConsole(lambda line: None))
+    shutil.rmtree(folder)
+    follower.catch_up()
+    seen = follower.watched(stopped_after_seconds=1e9)
+    assert seen.outcome == watch.REMOVED and "was removed" in watch.outcome_line(folder, seen)
+
+
 def test_the_line_of_an_update_shows_a_slow_or_failing_reward() -> None:
     names = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")
     line: dict[str, Any] = {"update": 3, "updates_in_all": 9, "rejected": 0} | dict.fromkeys(names, 1.0)

@@ -44,7 +44,7 @@ def run(settings: WatchSettings) -> int:
         if settings.json_output:
             seen = watch.state(folder, settings.stopped_after_seconds)
             print(json.dumps(seen))
-            return int(seen.get("outcome") == watch.STOPPED)
+            return int(seen.get("outcome") in watch.FAILED)
         with console_of_run(settings) as console:
             watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
     except watch.DamagedLog as error:
@@ -53,4 +53,4 @@ def run(settings: WatchSettings) -> int:
     except KeyboardInterrupt:
         return 130
     print(watch.outcome_line(folder, watched))
-    return int(watched.outcome == watch.STOPPED)
+    return int(watched.outcome in watch.FAILED)

@@ -41,7 +41,8 @@ NOTED_SILENCE_SECONDS = 10.0
 END_SILENCE_SECONDS = 5.0  # after the phase `end`, if nothing follows
 UNUSUAL_SILENCE = 3  # times the longest silence so far
 
-RUNS, ENDED, INTERRUPTED, STOPPED = "runs", "ended", "interrupted", "stopped growing"
+RUNS, ENDED, INTERRUPTED, STOPPED, REMOVED = "runs", "ended", "interrupted", "stopped growing", "removed"
+FAILED = (STOPPED, REMOVED)
 
 
 def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
@@ -114,6 +115,8 @@ def outcome_line(folder: Path, watched: Watched) -> str:
             f"stopped growing: the last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}. "
             f"If it was killed, continue with: sortedrl train --resume {folder}"
         )
+    if watched.outcome == REMOVED:
+        return f"{folder} was removed, or its files were"
     if watched.outcome == INTERRUPTED:
         return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
     summary = _read(folder / "summary.json")
@@ -208,6 +211,8 @@ class Follower:
         return time.monotonic() - _silence_of(self._folder)
 
     def _outcome(self, silent: float, stopped_after_seconds: float) -> str:
+        if not is_run(self._folder):
+            return REMOVED
         if "end" in self._phases:
             after = self._phases[self._phases.index("end") + 1 :]
             if "evaluation" in after:
