@@ -420,6 +420,17 @@ def test_what_cannot_run_fails_with_a_reason_and_the_rest_goes_on() -> None:
     assert len(ledger.tokens(4)) == 1
 
 
+def test_a_token_that_the_model_does_not_have_costs_its_request_only() -> None:
+    turn = Segment([1], [-1.0], 0)
+    answered = [
+        Request(id, Prompt(str(id), [1]), (turn, Segment([token], [0.0], ENVIRONMENT)), 5, 0)
+        for id, token in enumerate((VOCABULARY, VOCABULARY - 1, -1))
+    ]
+    ledger = completed(engine_of(model_of("Llama")), [*answered, request(3, [1, VOCABULARY], 5), request(4, [2], 5)])
+    assert set(ledger.failed) == {0, 2, 3} and set(ledger.finished) == {1, 4}
+    assert ledger.failed[0].startswith(f"an answer of the environment has token id {VOCABULARY}, but the vocabulary")
+
+
 @pytest.mark.parametrize(
     ("sampling", "word"),
     [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"stop_strings": ("x",)}, "tokenizer")],

@@ -195,6 +195,13 @@ def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch
 # What can go wrong
 
 
+def test_a_token_that_the_model_does_not_have_is_not_sent() -> None:
+    ledger = Ledger(engine_at(stand_in(), vocabulary=VOCABULARY))
+    ledger.submit([Request(0, Prompt("0", [VOCABULARY]), (), 5, 0), endless(1, 5)])
+    ledger.run()
+    assert list(ledger.failed) == [0] and "vocabulary size" in ledger.failed[0] and list(ledger.finished) == [1]
+
+
 def test_every_option_that_is_a_switch_is_known_as_one() -> None:
     """Any other text would count as true."""
     engines: tuple[Any, ...] = (HttpEngine, SglangEngine, VllmEngine)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sortedrl.core.engine import Request
 
 
-def refusal(request: Request, max_length: int) -> str | None:
-    """Why the request does not fit into `max_length` tokens; None if it does."""
+def refusal(request: Request, max_length: int, vocabulary: int) -> str | None:
+    """Why the request cannot run within `max_length` tokens with this size of the vocabulary; None if it can."""
     prompt, kept = len(request.prompt.tokens), request.prefix_length
     if prompt == 0:
         return "the prompt is empty, but the model needs at least 1 token to continue from"
@@ -17,4 +17,17 @@ def refusal(request: Request, max_length: int) -> str | None:
         )
     if request.max_new_tokens < 1:
         return f"max_new_tokens = {request.max_new_tokens}: it must be at least 1"
+    return unknown_token(request, vocabulary)
+
+
+def unknown_token(request: Request, vocabulary: int) -> str | None:
+    """The token id that the model does not have; None if it has all. One such id would end the engine or its server.
+
+    Only the prompt and the environment's answers are checked: the rest was sampled by the engine itself.
+    """
+    answers = [("an answer of the environment", s.tokens) for s in request.prefix if s.is_environment]
+    for what, tokens in (("the prompt", request.prompt.tokens), *answers):
+        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+            bad = next(token for token in tokens if not 0 <= token < vocabulary)
+            return f"{what} has token id {bad}, but the vocabulary size is {vocabulary}"
     return None

@@ -124,7 +124,7 @@ class VllmEngine(EngineBase):
                 raise ValueError(f"request {request.id} is already in the engine: abort it first")
         self._wake()
         for request in requests:
-            reason = self._refusal(request)
+            reason = refusal(request, self._max_length, self._vocabulary)
             if reason is None:
                 reason = self._add(request)
             if reason is not None:
@@ -226,15 +226,6 @@ class VllmEngine(EngineBase):
             seed=seed,
             detokenize=False,
         )
-
-    def _refusal(self, request: Request) -> str | None:
-        reason = refusal(request, self._max_length)
-        if reason is None and max(request.prompt.tokens) >= self._vocabulary:
-            # vLLM would crash in the middle of a step, with all running requests.
-            return (
-                f"the prompt has token id {max(request.prompt.tokens)}, but the vocabulary size is {self._vocabulary}"
-            )
-        return reason
 
     # Steps
 

@@ -139,6 +139,7 @@ class EmbeddedEngine(EngineBase):
         self.version = 0
         self._model = model
         self._max_length = max_length
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._decoder = SlotDecoder(model, slots=slots, max_length=max_length)
@@ -168,7 +169,7 @@ class EmbeddedEngine(EngineBase):
             inside.add(request.id)
             self._check_sampling(request)
         for request in requests:
-            reason = refusal(request, self._max_length)
+            reason = refusal(request, self._max_length, self._vocabulary)
             if reason is None:
                 self._queue.append(request)
             else:

@@ -30,6 +30,7 @@ from typing import Any
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.refusals import unknown_token
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.dialect import Sent, ServerDialect, Waiting
 from sortedrl.engines.servers.messages import (
@@ -107,6 +108,10 @@ class ServerStreams(ServerDialect):
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
         for request in requests:
+            reason = unknown_token(request, self._vocabulary)
+            if reason is not None:
+                self._outbox.add(Failed(request.id, self.now(), reason))
+                continue
             self._places_given += 1
             self._queue.append(Waiting(request, self._places_given))
         self._send_waiting()

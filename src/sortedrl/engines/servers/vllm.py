@@ -4,7 +4,8 @@
         --max-num-seqs 256 --stream-interval 8
 
 - `--tokens-only` opens the route for tokens in, tokens out (`/inference/v1/generate`) and the one that aborts. vLLM
-  then has no tokenizer to validate token ids with: one outside of the vocabulary crashes the server.
+  then has no tokenizer to validate token ids with: one outside of the vocabulary crashes the server. With `vocabulary`
+  set, the engine refuses such requests.
 - Development mode has the routes for weight updates (`/collective_rpc`, `/pause`, `/reset_prefix_cache`). They run
   methods on the workers for any client, `--api-key` does not protect them, and vLLM listens on every interface by
   default. So the command binds to loopback.
