@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -142,11 +143,25 @@ def test_a_resumed_run_brings_environments_back(bring_back: str, attempt: int) -
         if rollout is not None and rollout.id in first.controller.buffer.in_environment and rollout.observations:
             break
     state = first.checkpoint()
-    assert (state["environments"] == {"0": {"id": 0}}) == (bring_back == "state")
+    assert (state["environments"] == {"0": {"id": 0, "turns": 1}}) == (bring_back == "state")
     second = Run(plan, state=state, last_time=first.engine.now()).to_end()
     rollout = next(r for b in second.batches for r in b if r.id == 0)
     assert rollout.attempt == attempt
     assert len(second.all(events.Regenerated)) == attempt
+
+
+def test_a_rollout_that_a_checkpoint_lost_the_tokens_of_gets_a_new_instance() -> None:
+    """The state of its old instance belongs to turns that the rollout no longer has."""
+    plan = turning("partial+elevator", [2, 2, 2, 2, 2, 2], slots=2, turns=(3, 1, 1), rollouts_per_update=2).scenario
+    first = Run(replace(plan, bring_back="state")).updates(1)
+    state = json.loads(json.dumps(first.checkpoint()))
+    members = [member for _, _, group in state["buffer"]["groups"] for member in group]
+    damaged = [member for member in members if len(member["segments"]) > 1]
+    assert damaged and state["environments"]
+    for member in damaged:
+        member["segments"][0][1][0] = None  # a log-probability
+    second = Run(first.scenario, state=state, last_time=first.engine.now()).to_end()
+    assert sorted(r.id for batch in first.batches + second.batches for r in batch) == list(range(6))
 
 
 def test_a_broken_observation_is_a_failure_of_the_environment() -> None:

@@ -189,12 +189,14 @@ class WatchedEnvironments(SimulatedEnvironments):
         super().wait(timeout_seconds)
 
     def state(self, rollout_id: int) -> Any:
-        return {"id": rollout_id} if self._scenario.bring_back == "state" and rollout_id in self.instances else None
+        if self._scenario.bring_back != "state" or rollout_id not in self.instances:
+            return None
+        return {"id": rollout_id, "turns": self.instances[rollout_id] - (rollout_id in self._call_of)}  # answered ones
 
     def restore(self, rollout: Rollout, state: Any) -> bool:
         if state is not None:
-            assert state == {"id": rollout.id}
-            self.instances[rollout.id] = rollout.observations
+            assert state["id"] == rollout.id
+            self.instances[rollout.id] = state["turns"]
         return state is not None or self._scenario.bring_back == "replay"
 
     def _step(self, rollout: Rollout) -> Step:

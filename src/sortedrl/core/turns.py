@@ -134,18 +134,24 @@ class Turns:
 
     def state(self) -> dict[str, Any]:
         """The instances that a resumed run needs, by rollout id; JSON-ready."""
-        keeps_scored = getattr(self._environments, "keeps_scored", False)
-        needed = [
-            id
-            for id, rollout in self._buffer.live.items()
-            if (rollout.observations if rollout.reward is None else keeps_scored)
-        ]
+        needed = [id for id, rollout in self._buffer.live.items() if self._needs_instance(rollout)]
         return {str(id): self._environments.state(id) for id in needed}
+
+    def _needs_instance(self, rollout: Rollout) -> bool:
+        """Whether a resumed run must bring back the instance of a rollout that is not in the engine."""
+        if rollout.reward is None:
+            return rollout.observations > 0
+        return bool(getattr(self._environments, "keeps_scored", False))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Call it after the buffer was restored, and `ask_again` when the log takes events."""
         saved = [(self._buffer.live[int(id)], instance) for id, instance in state.items()]
-        self._lost = [rollout for rollout, instance in saved if not self._environments.restore(rollout, instance)]
+        self._lost = [
+            rollout
+            for rollout, instance in saved
+            if self._needs_instance(rollout)  # not if its tokens were invalid: it has no turns now
+            and not self._environments.restore(rollout, instance)
+        ]
 
     def ask_again(self) -> None:
         """Submit the rollouts that a checkpoint found in their environments, and regenerate what cannot be brought
