@@ -24,6 +24,7 @@ from sortedrl.core import (
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.engine import Change, Finished, Tokens
 from sortedrl.core.events import decode, written
+from sortedrl.core.import_path import import_object
 
 ONE = Schedule(mode="baseline", rollouts_per_update=1, prompts_per_cohort=1)
 
@@ -93,3 +94,8 @@ def test_expected_lengths_may_be_numbers_of_numpy() -> None:
     plan = scenario("partial+planned", [1, 2, 3, 4], slots=2, rollouts_per_update=2)
     run = Run(plan, expectation=SensedLengths(lengths)).to_end()
     assert [decode(line) for line in written(run.events).splitlines()] == run.events
+
+
+def test_a_name_that_a_module_of_the_interpreter_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"'sys' \(without a file\) has no 'nothing'"):
+        import_object("sys:nothing")

@@ -16,13 +16,16 @@ from tokenizers import Tokenizer, decoders, models
 
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
+from sortedrl.engines.registry import make_engine
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -407,6 +410,15 @@ def test_max_length_bounds_prompt_and_response_together() -> None:
     ledger = completed(engine_of(model_of("Llama"), max_length=20), [request(0, [1] * 12, 50)])
     assert len(ledger.tokens(0)) == 8
     assert ledger.finished == {0: True}
+
+
+def test_a_model_that_cannot_run_gets_no_advice_about_lengths() -> None:
+    model = model_of("Llama")
+    model.config._attn_implementation = "flex_attention"
+    spec = EngineSpec(model="mine", slots=4, max_length=64, module=model)
+    with pytest.raises(ConfigurationError, match="flex_attention") as refused:
+        make_engine("embedded", spec)
+    assert "max_response_tokens" not in str(refused.value)
 
 
 def test_what_cannot_run_fails_with_a_reason_and_the_rest_goes_on() -> None:

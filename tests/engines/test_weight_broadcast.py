@@ -59,6 +59,18 @@ def test_an_error_of_ours_does_not_wait_for_the_server() -> None:
         asyncio.run(_both(hangs(), fails))
 
 
+def test_our_own_part_has_a_deadline_once_the_server_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_broadcast, "OWN_PART_SECONDS", 0.05)
+    in_nccl = threading.Event()
+
+    async def succeeds() -> None:
+        pass
+
+    with pytest.raises(TimeoutError, match="the learner's part"):
+        asyncio.run(_both(succeeds(), lambda: in_nccl.wait(20)))
+    in_nccl.set()
+
+
 def test_the_group_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[int, int]] = []
     monkeypatch.setattr(weight_broadcast, "_communicator", lambda port, size, device: opened.append((port, size)) or 1)

@@ -20,8 +20,8 @@ Rules for every engine (testing/engine_contract.py checks them):
 - an engine that has died raises `EngineDied` from then on. Changes delivered before stay valid. If it can, it delivers
   the changes it still holds before it raises. The last tokens of a request and its Finished come in one list.
 
-A change that breaks this protocol costs at most its rollout, never the run (core/engine_reports.py). An engine whose
-server may be busy can have a property `is_available`; a pool then prefers other engines for new requests.
+A change that breaks this protocol costs at most its rollout, never the run (core/engine_reports.py). An engine that
+offers more, such as `close` or `is_available`, derives from `EngineBase` (core/engine_base.py).
 """
 
 from __future__ import annotations

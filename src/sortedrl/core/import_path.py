@@ -33,7 +33,8 @@ def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> 
         own = _own_names(module, is_candidate)
         near = difflib.get_close_matches(attribute, own, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it defines {', '.join(own[:8]) or 'nothing to call'}"
-        raise ValueError(f"the module {module_name!r} ({module.__file__}) has no {attribute!r}; {hint}")
+        where = getattr(module, "__file__", None) or "without a file"
+        raise ValueError(f"the module {module_name!r} ({where}) has no {attribute!r}; {hint}")
     return getattr(module, attribute)
 
 

@@ -107,6 +107,7 @@ def _from_import_path(path: str, spec: EngineSpec) -> Engine:
 
 def _embedded(spec: EngineSpec) -> Engine:
     from sortedrl.engines.embedded.engine import EmbeddedEngine
+    from sortedrl.engines.embedded.model import UnsupportedModel
 
     try:
         return EmbeddedEngine(
@@ -116,6 +117,8 @@ def _embedded(spec: EngineSpec) -> Engine:
             max_length=spec.max_length,
             tokenizer=spec.tokenizer,
         )
+    except UnsupportedModel as error:
+        raise ConfigurationError("model", spec.model, str(error), "Or use --engine vllm.") from None
     except ValueError as error:
         raise ConfigurationError(
             "model", spec.model, str(error), "Lower max_response_tokens or max_prompt_tokens."

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 HOST = "127.0.0.1"
+OWN_PART_SECONDS = 60.0
 Result = TypeVar("Result")
 
 
@@ -111,8 +112,22 @@ async def _both(call: Awaitable[Any], work: Callable[[], Result]) -> Result:
     threading.Thread(target=run, name="weight broadcast", daemon=True).start()
     answer = asyncio.ensure_future(call)
     try:
-        await asyncio.gather(answer, done)
+        await asyncio.wait((answer, done), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            answer.result()
+            await _in_time(done)
+        else:
+            done.result()
+            await answer
     finally:
         answer.cancel()
         done.cancel()
     return done.result()
+
+
+async def _in_time(work: asyncio.Future[Any]) -> None:
+    """The server has done its part, so ours cannot take long. Without a limit, a rank that is gone would hang us."""
+    try:
+        await asyncio.wait_for(work, OWN_PART_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"the learner's part did not end within {OWN_PART_SECONDS:g} s after the server's") from None
