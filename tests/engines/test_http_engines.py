@@ -209,6 +209,21 @@ def test_every_option_that_is_a_switch_is_known_as_one() -> None:
     assert {option.name for option in options if option.annotation == "bool"} == engine_settings._SWITCHES
 
 
+def test_an_error_of_our_own_after_a_stream_does_not_go_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot would never be freed, and the next request would wait forever."""
+    engine = engine_at(stand_in(), slots=1)
+
+    def broken(sent: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(engine, "_leave", broken)
+    engine.submit([endless(0, 2), endless(1, 2)])
+    deadline = engine.now() + 20
+    with pytest.raises(EngineDied, match="a bug of ours"):
+        while engine.now() < deadline:
+            engine.poll(deadline)
+
+
 def test_a_closed_engine_holds_no_file_descriptor_and_no_thread() -> None:
     def held() -> tuple[int, list[str]]:
         return len(os.listdir("/proc/self/fd")), [thread.name for thread in threading.enumerate()]

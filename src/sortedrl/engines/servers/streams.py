@@ -134,6 +134,7 @@ class ServerStreams(ServerDialect):
                 sent.in_slot = True
                 self._outbox.add(Started(request.id, now))
             sent.task = self._loop.create_task(self._stream(sent))
+            sent.task.add_done_callback(self._note_end_of)
             self._begin_to_confirm()  # before its first token arrives
 
     async def _stream(self, sent: Sent) -> None:
