@@ -108,10 +108,10 @@ class Rollout:
     state: State = State.WAITING
     segments: list[Segment] = field(default_factory=list)
     attempt: int = 0  # how often it was regenerated
-    failures: int = 0
+    failures: int = 0  # of its requests and of calls of its environment
     forced_regenerations: int = 0  # regenerations because its score was late
     reached: int = 0  # its length when it was last aborted
-    truncated: bool = False  # ended by the token limit
+    truncated: bool = False  # a limit ended it: see `ended_by`
     reward: float | None = None
     detail: Any = None  # from the scorer, for the learner or the log
     expected: float = 0.0  # its expected length when it was last started
