@@ -31,7 +31,7 @@ from sortedrl.observe.report import self_contained, tables
 from sortedrl.observe.report.folds import quantile, slot_grid, slot_time, staleness_floor, update_points
 from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
-from sortedrl.observe.report.series import series_of
+from sortedrl.observe.report.series import Series, series_of
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.settings.base import as_json
 from sortedrl.studies.workload import Workload
@@ -436,6 +436,21 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     assert "<b>Best, Longest, Most resumed</b>" in page
     assert "<b>Worst, Longest</b>" in page
     assert "(truncated)" in page
+
+
+def test_means_over_runs_compare_the_same_updates(tmp_path: Path) -> None:
+    """Not the same number of points: a long run pools updates, and a metric is missing where it does not apply."""
+    (run,) = read_runs([run_folder(tmp_path / "run")])
+    point = run.points[0]
+    every = [replace(point, updates=n, staleness=float(n)) for n in range(1, 9)]
+    pooled = [replace(point, updates=n, pooled=2, staleness=float(n)) for n in range(2, 9, 2)]
+    lines = [{"update": n, "reward": 0.0, "stale_kl": float(n)} for n in range(1, 9)]
+    long = replace(run, points=tuple(pooled), learner=tuple(lines[3:]))
+    short = replace(run, points=tuple(every), learner=tuple(lines[:6]))
+    one = Series("mine", "#000000", (long, short))
+    for chart in (report_charts.staleness_of_updates([one]), *report_charts.learner_panels([one])):
+        *_, mean = chart.views[""]["data"]
+        assert mean["x"] == mean["y"] and mean["x"] in ([2, 4, 6, 8], [4, 5, 6])
 
 
 def test_answers_of_the_environment_are_labeled_and_are_no_resumes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from sortedrl.observe.report.curves import Curve, Dot, curve, line, rounded, thinned
 from sortedrl.observe.report.folds import UpdatePoint
 from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
@@ -47,8 +48,6 @@ REST = {
 }
 PART_COLORS = WORK | BUBBLE | REST
 SMALLEST_IN_LEGEND = 0.0005  # fraction of slot-time: less is invisible
-FEW_POINTS = 30  # up to this many, a curve shows each point as a dot
-Curve = list[tuple[float, float]]
 UNITS = ((1.0, "s"), (60.0, "min"), (3600.0, "h"))
 
 
@@ -83,11 +82,6 @@ class Axis:
 def time_unit(longest_seconds: float) -> TimeUnit:
     fitting = [unit for unit in UNITS if longest_seconds >= 10 * unit[0]] or [UNITS[0]]
     return TimeUnit(*fitting[-1])
-
-
-def rounded(value: float) -> float:
-    """To seven digits: more would be invisible and double the size of the page."""
-    return float(f"{value:.7g}")
 
 
 # Slot-time
@@ -157,9 +151,10 @@ def bubble_per_harvest(series: Sequence[Series]) -> Chart:
     data: list[dict[str, Any]] = []
     for one in series:
         curves: list[Curve] = [
-            [(i + 1, 100 * value) for i, value in enumerate(run.run_metrics.bubble_per_harvest)] for run in one.runs
+            [Dot(i, i, 100 * value) for i, value in enumerate(run.run_metrics.bubble_per_harvest, start=1)]
+            for run in one.runs
         ]
-        data += _curve(one, _thinned(curves))
+        data += curve(one, thinned(curves))
     layout = {
         "xaxis": {"title": {"text": "harvest"}},
         "yaxis": {"title": {"text": "bubble (%)"}, "rangemode": "tozero"},
@@ -202,7 +197,7 @@ def lengths(run: Run, place: int, title: str, top: float) -> Chart:
 def staleness_of_updates(series: Sequence[Series]) -> Chart:
     data: list[dict[str, Any]] = []
     for one in series:
-        data += _curve(one, [[(point.updates, point.staleness) for point in run.points] for run in one.runs])
+        data += curve(one, [[Dot(p.updates, p.updates, p.staleness) for p in run.points] for run in one.runs])
     layout = {
         "xaxis": {"title": {"text": "update"}},
         "yaxis": {"title": {"text": "mean staleness (versions)"}, "rangemode": "tozero"},
@@ -265,7 +260,7 @@ def learning(id: str, title: str, y_title: str, series: Sequence[Series], unit: 
             if held_out:
                 data += _held_out_curve(one, axis)
             else:
-                data += _curve(one, [[(axis.of(p), p.reward) for p in run.points] for run in one.runs])
+                data += curve(one, [[Dot(p.updates, axis.of(p), p.reward) for p in run.points] for run in one.runs])
         views[axis.name] = {
             "data": data,
             "layout": {
@@ -279,14 +274,14 @@ def learning(id: str, title: str, y_title: str, series: Sequence[Series], unit: 
 def _held_out_curve(one: Series, axis: Axis) -> list[dict[str, Any]]:
     """Several seeds: mean, min and max. One run: its score with the 95 % confidence interval of the evaluation."""
     if len(one.runs) > 1:
-        curves = [[(axis.of(h.mark), h.score["value"]) for h in run.held_out] for run in one.runs]
-        return _curve(one, curves, marks=True)
+        curves = [[Dot(h.mark.updates, axis.of(h.mark), h.score["value"]) for h in run.held_out] for run in one.runs]
+        return curve(one, curves, marks=True)
     found = one.runs[0].held_out
     if not found:
         return []
     values = [h.score["value"] for h in found]
     return [
-        _line(one, [axis.of(h.mark) for h in found], values, marks=True)
+        line(one, [axis.of(h.mark) for h in found], values, marks=True)
         | {
             "error_y": {
                 "type": "data",
@@ -336,10 +331,14 @@ def panel_charts(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Char
     data: list[dict[str, Any]] = []
     for one in series:
         curves = [
-            [(line["update"], factor * line[panel.key]) for line in run.learner if _is_number(line.get(panel.key))]
+            [
+                Dot(line["update"], line["update"], factor * line[panel.key])
+                for line in run.learner
+                if _is_number(line.get(panel.key))
+            ]
             for run in one.runs
         ]
-        data += _curve(one, _thinned(curves))
+        data += curve(one, thinned(curves))
     values = [value for trace in data for value in trace["y"]]
     if any(abs(value) > panel.least for value in values):
         yaxis: dict[str, Any] = {"title": {"text": panel.y_title}}
@@ -415,65 +414,6 @@ def legend(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
 
 def _view(data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"": {"data": data, "layout": layout}}
-
-
-def _curve(one: Series, curves: Sequence[Curve], *, marks: bool = False) -> list[dict[str, Any]]:
-    """One run: a line. Several: the mean with a min-to-max band, as far as all runs go."""
-    curves = [curve for curve in curves if curve]
-    if not curves:
-        return []
-    if len(curves) == 1:
-        return [_line(one, [x for x, _ in curves[0]], [y for _, y in curves[0]], marks=marks)]
-    columns = list(zip(*curves, strict=False))
-    x = [fmean(at for at, _ in column) for column in columns]
-    low, high = ([pick(y for _, y in column) for column in columns] for pick in (min, max))
-    edge = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [rounded(at) for at in x],
-        "line": {"width": 0},
-        "legendgroup": one.label,
-        "showlegend": False,
-        "hoverinfo": "skip",
-    }
-    return [
-        edge | {"name": f"{one.label}, min", "y": [rounded(y) for y in low]},
-        edge
-        | {"name": f"{one.label}, max", "y": [rounded(y) for y in high]}
-        | {"fill": "tonexty", "fillcolor": translucent(one.color)},
-        _line(one, x, [fmean(y for _, y in column) for column in columns], marks=marks)
-        | {"name": f"{one.label}, mean of {len(curves)}"},
-    ]
-
-
-def _line(one: Series, x: Sequence[float], y: Sequence[float], *, marks: bool) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if marks or len(x) <= FEW_POINTS else "lines",
-        "name": one.label,
-        "legendgroup": one.label,
-        "x": [rounded(value) for value in x],
-        "y": [rounded(value) for value in y],
-        "line": {"color": one.color, "width": 2},
-        "marker": {"size": 7 if marks else 5},
-    }
-
-
-def _thinned(curves: Sequence[Curve], most: int = 600) -> list[Curve]:
-    """Averaged over neighbors until there are few enough points."""
-    every = max(1, math.ceil(max(map(len, curves), default=0) / most))
-    return [
-        [
-            (curve[min(i + every, len(curve)) - 1][0], fmean(y for _, y in curve[i : i + every]))
-            for i in range(0, len(curve), every)
-        ]
-        for curve in curves
-    ]
-
-
-def translucent(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.2)"
 
 
 def _percent(part: float, whole: float) -> float:
