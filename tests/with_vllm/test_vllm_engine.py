@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sortedrl.core.engine import Engine, EngineDied, Preempted, Request, Sampling
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.models import BUILT_IN_MODEL
@@ -210,10 +210,12 @@ def test_what_vllm_cannot_take_fails_with_a_reason(tmp_path: Path) -> None:
     ledger = Ledger(engine)
     too_long, none, outside, good = [3] * 70, [], [3, 9999], [3, 4]
     ledger.submit([Request(i, Prompt(str(i), p), (), 4, i) for i, p in enumerate((too_long, none, outside, good))])
+    answered = (Segment([5], [-1.0], 0), Segment([9999], [0.0], ENVIRONMENT))
+    ledger.submit([Request(4, Prompt("4", good), answered, 4, 4)])
     ledger.run()
     assert 3 in ledger.finished and {0, 1} <= set(ledger.failed)
     assert "raise it to at least 71" in ledger.failed[0] and "the prompt is empty" in ledger.failed[1]
-    assert 2 in ledger.failed and "token id 9999" in ledger.failed[2]
+    assert all(id in ledger.failed and "token id 9999" in ledger.failed[id] for id in (2, 4))
     engine.close()
 
 
