@@ -438,6 +438,16 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     assert "(truncated)" in page
 
 
+def test_a_line_that_is_too_deep_to_parse_is_skipped(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    deep = "[" * 100_000
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"\n{deep}\n")
+    (folder / "config.json").write_text(deep)
+    (read,) = read_runs([folder])
+    assert read.notices[-1] == "metrics.jsonl: skipped 2 unreadable lines." and not read.has_configuration
+
+
 def test_means_over_runs_compare_the_same_updates(tmp_path: Path) -> None:
     """Not the same number of points: a long run pools updates, and a metric is missing where it does not apply."""
     (run,) = read_runs([run_folder(tmp_path / "run")])

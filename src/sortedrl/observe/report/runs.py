@@ -194,7 +194,7 @@ def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any]
     """The configuration, or just the schedule's settings; and whether it is the full configuration."""
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         saved = None
     if isinstance(saved, dict):
         return saved, True
@@ -212,7 +212,7 @@ def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
         for text in file:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict):
                 found.append(line)
