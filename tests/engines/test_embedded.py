@@ -452,6 +452,12 @@ def test_sampling_that_cannot_be_done_is_refused(sampling: dict[str, Any], word:
         engine_of(model_of("Llama")).submit([request(0, [1], 5, **sampling)])
 
 
+def test_an_empty_stop_string_is_refused() -> None:
+    engine = engine_of(model_of("Llama"), tokenizer=letters_tokenizer())
+    with pytest.raises(ValueError, match="an empty text"):
+        engine.submit([request(0, [1], 5, stop_strings=("ab", ""))])
+
+
 def test_bad_sizes_are_refused() -> None:
     model = model_of("Llama")
     for changes, word in (({"slots": 0}, "slots"), ({"max_length": 1}, "at least 2"), ({"max_length": 4096}, "1024")):

@@ -52,11 +52,14 @@ class StopWatches:
         self._watches: dict[tuple[str, ...], StopStrings] = {}
 
     def of(self, request: Request) -> StopStrings | None:
+        """None if it has none. Raises a ValueError if they cannot be used."""
         strings = request.sampling.stop_strings
         if not strings or request.sampling.ignore_eos:
             return None
         if self._tokenizer is None:
             raise ValueError(f"stop_strings = {strings} are text, but the engine has no tokenizer: pass tokenizer=...")
+        if not all(strings):
+            raise ValueError(f"stop_strings = {strings} has an empty text, which every response contains")
         if strings not in self._watches:
             self._watches[strings] = StopStrings(self._tokenizer, strings)
         return self._watches[strings]

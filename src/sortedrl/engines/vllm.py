@@ -93,7 +93,6 @@ class VllmEngine(EngineBase):
         self.reused_kv_tokens = 0  # of resumed requests: tokens whose KV was cached, so they were not prefilled again
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
-        self._tokenizer = tokenizer
         self._seeded = seeded
         self._rests = enable_sleep_mode
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
@@ -119,9 +118,12 @@ class VllmEngine(EngineBase):
         return time.perf_counter()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        inside = set(self._name_of)
         for request in requests:
-            if request.id in self._name_of:
+            if request.id in inside:
                 raise ValueError(f"request {request.id} is already in the engine: abort it first")
+            inside.add(request.id)
+            self._stop_watches.of(request)  # an error must not leave half of the requests in the engine
         self._wake()
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)

@@ -141,7 +141,6 @@ class EmbeddedEngine(EngineBase):
         self._max_length = max_length
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._eos = frozenset(eos_token_ids)
-        self._tokenizer = tokenizer
         self._decoder = SlotDecoder(model, slots=slots, max_length=max_length)
         on_cpu = self._decoder.device.type == "cpu"
         self._prefill_tokens = _PREFILL_TOKENS if on_cpu else _PREFILL_TOKENS_ON_GPU
@@ -308,11 +307,7 @@ class EmbeddedEngine(EngineBase):
             raise ValueError(f"temperature = {sampling.temperature}: use 0 (greedy) or more")
         if not 0 < sampling.top_p <= 1:
             raise ValueError(f"top_p = {sampling.top_p}: use more than 0 and at most 1 (no cut)")
-        if sampling.stop_strings and self._tokenizer is None:
-            raise ValueError(
-                f"stop_strings = {sampling.stop_strings} are text, but the engine has no tokenizer: "
-                "pass EmbeddedEngine(..., tokenizer=...)"
-            )
+        self._stop_watches.of(request)
 
 
 def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:
