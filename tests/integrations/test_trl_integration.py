@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core import Failed, strategy_named
+from sortedrl.core import Failed, TooManyRejected, strategy_named
 from sortedrl.core.events import Event, Rejected, Scored, Updated, read_events, without_rolled_back
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -442,6 +442,19 @@ def test_a_rollout_that_the_engine_loses_is_missing_and_nothing_else(tokenizer: 
     assert [len(event.rollouts) for event in updates] == [7, 8, 8]
     assert sum(trained_tokens) == sum(sum(event.lengths) for event in updates)  # rows that fill up train nothing
     assert [event.rollout for event in events_in(tmp_path) if isinstance(event, Rejected)] == [lost]
+
+
+def test_an_engine_that_loses_every_rollout_ends_the_run_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
+    class Losing(EmbeddedEngine):
+        def submit(self, requests: Any) -> None:
+            self._unreported += [Failed(r.id, self.now(), "out of memory") for r in requests]
+
+    policy = model()
+    engine = Losing(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    trainer = trainer_for(tmp_path, tokenizer, model=policy, engine=engine, train_dataset=questions(200))
+    with pytest.raises(TooManyRejected, match=r"first 8 rollouts were all rejected; 8 times: .*last: out of memory"):
+        trainer.train()
+    assert sum(isinstance(event, Rejected) for event in events_in(tmp_path)) == 8
 
 
 def test_conversations_several_rewards_weights_and_missing_ones_work_as_in_trl(tokenizer: Any, tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.event_file import EventFile, recover_file
-from sortedrl.core.events import Event, EventLog, Rejected, Scored, Sink, Updated
+from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce
@@ -84,13 +85,16 @@ class ScheduledRun:
         shuffle: bool,
         updates: int,
         log_path: Path,
+        max_rejected_fraction: float,
         environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
         self.metrics = Metrics()
         self._schedule = schedule
-        self._last_rejection = ""
-        self._log = LateRewards(self.metrics, self._note)
+        self._log = LateRewards(self.metrics)
+        self._rejections = RejectionWatch(
+            schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
+        )
         self._in_hand: Batch | None = None
         self._environments = environments
         self._controller = Controller(
@@ -100,7 +104,7 @@ class ScheduledRun:
             schedule,
             environments=environments,
             sampling=sampling,
-            log=EventLog(self._log),
+            log=EventLog(self._log, self._rejections),  # in this order: an event is in the file before the run stops
         )
         if saved is None:
             self._file = _new_log(log_path)
@@ -140,9 +144,10 @@ class ScheduledRun:
         for batch in self._batches:
             self._in_hand = batch
             return batch
-        rejected = self.metrics.snapshot().rejected
-        why = f": {rejected} rollouts were rejected, the last for {self._last_rejection}" if rejected else ""
-        raise RuntimeError(f"the prompts are used up before the last step{why}")
+        raise TooManyRejected(
+            f"the prompts are used up before the last step: {self.metrics.snapshot().rejected} rollouts were rejected; "
+            f"{self._rejections.most_frequent()}"
+        )
 
     def score(self, reward_of: dict[int, float]) -> None:
         self._log.release(reward_of)
@@ -176,10 +181,6 @@ class ScheduledRun:
         self.mark_phase("end")
         self._file.sync()
         self._file.close()
-
-    def _note(self, event: Event) -> None:
-        if isinstance(event, Rejected):
-            self._last_rejection = event.reason
 
 
 def _epochs(prompts: int, schedule: Schedule, updates: int) -> int:

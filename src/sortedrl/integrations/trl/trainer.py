@@ -105,6 +105,8 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     tool_threads  how many tools that are plain functions run at once; 0: in this thread, without a time limit
     tool_limit_seconds
                   a tool that takes longer is abandoned, and the result of the call is an error
+    max_rejected_fraction
+                  the run stops if more of the last four updates' worth of rollouts were rejected
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         off_policy_correction: str = "ppo_clip",
         tool_threads: int = 32,
         tool_limit_seconds: float = 60.0,
+        max_rejected_fraction: float = 0.5,
         **named: Any,
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
@@ -135,6 +138,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         if self.tools or self.environment_factories is not None:
             self.schedule = with_tools(self.schedule, self._engine_context(), tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(self, threads=tool_threads, limit_seconds=tool_limit_seconds)
+        self._max_rejected_fraction = max_rejected_fraction
         self._engine: EngineBase | None = None
         self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
@@ -178,6 +182,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             shuffle=bool(self.shuffle_dataset),
             updates=-(-self.state.max_steps // optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
+            max_rejected_fraction=self._max_rejected_fraction,
             environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,
         )
