@@ -28,7 +28,7 @@ from sortedrl.learner.batching import (
     update_batch,
 )
 from sortedrl.learner.learner import Learner
-from sortedrl.learner.models import TokenScorer
+from sortedrl.learner.models import TokenScorer, response_logprobs
 from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
 from sortedrl.learner.settings import LearnerSettings, off_policy_correction_for
 from sortedrl.training.build import learner_settings_of
@@ -819,6 +819,20 @@ def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
     kept = join_bf16(parameter.detach(), lean.state_dict()["remainder"][0])
     assert (kept - plain.detach()).abs().mean() < 0.02 * moved.mean()
     assert (parameter.detach().float() - plain.detach()).abs().max() < 2**-8 * 4
+
+
+@pytest.mark.parametrize("loaded_as", [torch.float32, torch.bfloat16])
+def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: torch.dtype) -> None:
+    """Rotary frequencies must stay in fp32, as in every engine: rounded ones are off by radians after 1,000 tokens."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    engines = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    settings = LearnerSettings(algorithm="ppo", kl_coefficient=0.1, bf16=True)
+    learner = Learner(Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=loaded_as), settings)
+    context, response = tokens_of(1, 1500), tokens_of(2, 50)
+    assert learner.logprobs_of(context, response) == response_logprobs(engines, context, response)
+    assert learner.critic is not None
+    own = engines.model.rotary_emb.inv_freq
+    assert torch.equal(learner.critic.trunk.rotary_emb.inv_freq, own) and own.dtype == torch.float32
 
 
 # --- what users meet ----------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ from sortedrl.learner.losses import (
 from sortedrl.learner.models import (
     TokenScorer,
     ValueModel,
+    cast_weights,
     checkpoint_layers,
     compile_layers,
     copy_into,
@@ -89,7 +90,8 @@ class Learner:
 
     def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
         self.settings = settings
-        nn.Module.to(model, torch.bfloat16 if settings.bf16 else torch.float32).train(False)
+        cast_weights(model, torch.bfloat16 if settings.bf16 else torch.float32)
+        model.train(False)
         self.model = model
         self.critic = ValueModel(model).eval() if settings.algorithm == "ppo" else None
         self.updates = 0
