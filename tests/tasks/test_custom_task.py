@@ -10,7 +10,7 @@ import pytest
 
 from sortedrl.tasks.custom import CustomReward
 from sortedrl.tasks.registry import task_by_name
-from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.task import Problem, Reward, checked_problems
 
 REWARDS = """
 from sortedrl.tasks.task import Problem, Reward
@@ -131,6 +131,29 @@ def test_a_missing_column_is_named(folder: Path) -> None:
     task = task_by_name("my_rewards:exact", data="prompts.jsonl", question_column="prompt")
     with pytest.raises(ValueError, match="no question column 'prompt'; its columns are 'ask', 'data'"):
         task.train()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, r"train\(\) returned None instead of a list of problems"),
+        ([], r"train\(\) returned no problems"),
+        (
+            [Problem("a", "ask", 1), {"id": "b"}],
+            r"train\(\) returned a value of type dict among its problems: .*Problem",
+        ),
+    ],
+)
+def test_problems_that_are_none_are_named(result: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        checked_problems(result, "train()")
+    if result == []:
+        assert checked_problems(result, "train()", may_be_empty=True) == ()
+
+
+def test_problems_may_come_from_a_generator() -> None:
+    problems = [Problem("a", "ask", 1), Problem("b", "ask more", 2)]
+    assert checked_problems((problem for problem in problems), "train()") == tuple(problems)
 
 
 def test_the_catalogue_has_the_built_in_tasks(folder: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sortedrl.core.scoring import as_reward
+from sortedrl.core.scoring import as_reward, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,21 @@ class Task(Protocol):
 
     def score(self, problem: Problem, response: str) -> Reward:
         """Score the text of a response, without special tokens."""
+
+
+def checked_problems(result: Any, name: str, *, may_be_empty: bool = False) -> tuple[Problem, ...]:
+    """The result of `train` or `held_out`, which `name` names, as problems. Raises TypeError or ValueError."""
+    if not isinstance(result, Iterable):
+        raise TypeError(f"{name} returned {shown(result)} instead of a list of problems")
+    problems = tuple(result)
+    if not problems and not may_be_empty:
+        raise ValueError(f"{name} returned no problems")
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            raise TypeError(
+                f"{name} returned {shown(problem)} among its problems: make it a sortedrl.tasks.task.Problem"
+            )
+    return problems
 
 
 def checked_reward(result: Any, name: str = "the reward") -> Reward:

@@ -16,9 +16,9 @@ from sortedrl.tasks.encode import encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.served import ServedTask
-from sortedrl.tasks.task import Problem
+from sortedrl.tasks.task import Problem, checked_problems
 from sortedrl.training.build import device_of, dtype_of
-from sortedrl.training.settings import ModelSettings
+from sortedrl.training.settings import ModelSettings, TrainSettings
 
 Log = Callable[[str], None]
 
@@ -39,8 +39,12 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
     try:
         task = task_by_name(settings.task, tools=settings.tools, **settings.resolved_task_options())
         tokens_of = _tokens_of(task, tokenizer)
-        train = encode(task.train(), tokenizer, settings.max_prompt_tokens, tokens_of)
-        held_out = encode(task.held_out(), tokenizer, settings.max_prompt_tokens, tokens_of)
+        only_evaluates = not isinstance(settings, TrainSettings)  # some datasets have no problems to train on
+        problems = (
+            checked_problems(task.train(), "its train()", may_be_empty=only_evaluates),
+            checked_problems(task.held_out(), "its held_out()"),
+        )
+        train, held_out = (encode(part, tokenizer, settings.max_prompt_tokens, tokens_of) for part in problems)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _task_error(settings, error) from None
     for part in (train, held_out):
