@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,23 @@ import pytest
 
 import forked
 import toy
+from chat_tokenizer import chat_tokenizer
+from counting_task import CountingTask
 from processes import PATIENCE_SECONDS, wait_for_end
 from sortedrl.core import events
+from sortedrl.core import generate as generating
+from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
+from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.schedule import Schedule
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
 from sortedrl.observe.metrics import Metrics
+from sortedrl.tasks.environment_host import LocalHost
+from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.registry import task_by_name
+from sortedrl.training.evaluate import evaluate
 
 ROOT = Path(__file__).parents[2]
 SMALL_FLAGS = "--slots 8 --max-response-tokens 40 --max-prompt-tokens 16 --max-context-tokens 80 --eval-problems 10"
@@ -137,6 +148,56 @@ def test_an_evaluation_of_a_dialogue_reports_its_parts(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["problems"] == 40 and result["unscored"] == 0
     assert 0 < result["parts"]["asked"] < 1 and result["parts"]["turns"] == pytest.approx(1.6, abs=0.5)
+
+
+class LosesSecondTurns:
+    """An engine that says `one`, and loses every request that continues a rollout."""
+
+    slots = 8
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+        self._changes: list[Change] = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.prefix:
+                self._changes.append(Failed(request.id, 0.0, "lost"))
+            else:
+                said = Segment(list(self._tokens), [-0.5] * len(self._tokens), 0)
+                self._changes += [Tokens(request.id, 0.0, said), Finished(request.id, 0.0, False)]
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        return []
+
+    def update_weights(self, weights: Any, version: int) -> None: ...
+
+
+def test_an_evaluation_closes_the_environments_of_lost_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next evaluation has rollouts with the same ids, and must not meet the instances of this one."""
+    monkeypatch.setattr(generating, "RETRY_SECONDS", 0.0)
+    log, tokenizer = tmp_path / "log", chat_tokenizer()
+    task = CountingTask(str(log))
+    with closing(LocalHost(task.environment, limit_seconds=30.0)) as host:
+        environments = TaskEnvironments(tokenizer, host)
+        prompts = [Prompt(problem.id, [3, 4], problem) for problem in task.held_out()[:2]]
+        engine = LosesSecondTurns([*tokenizer("one")["input_ids"], tokenizer.eos_token_id])
+        limits = Schedule(max_response_tokens=64)
+        options: dict[str, Any] = {"samples": 1, "limits": limits, "sampling": Sampling(), "seed": 0}
+        found = evaluate(engine, prompts, environments.ends, environments=environments, **options)
+    assert found.correct == ((False,), (False,))
+    assert sorted(log.read_text().splitlines()) == sorted(
+        f"{problem} {what}" for problem in ("h0", "h1") for what in ("reset", "step one", "close")
+    )
 
 
 def test_a_limit_of_turns_ends_rollouts_with_the_reward_of_finish(model: Path, tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ class _Turns:
             rollout.append(segment)
         if response.failure is not None:
             self._scores.end()
+            if self._environments is not None:  # the next evaluation has rollouts with the same ids
+                self._environments.cancel(rollout.id)
         elif self._environments is not None and not response.truncated:
             self._environments.submit(rollout, rollout.observations)
         else:
