@@ -444,6 +444,17 @@ def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
     assert (metrics["rollouts"], metrics["rollouts_trained"]) == (12, 9)
 
 
+def test_equal_large_rewards_have_no_advantage() -> None:
+    """In float32 the mean of seven times 1000.1 is not 1000.1: GRPO would scale the difference up to 0.3."""
+    rollouts = random_rollouts(prompts=2, siblings=7)
+    for rollout in rollouts:
+        rollout.reward = 1000.1
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100))
+    metrics = learner.step(rollouts, 0)
+    assert metrics["zero_variance_groups"] == 2
+    assert abs(metrics["advantage_mean"]) < 1e-6 and metrics["grad_norm"] < 1e-6
+
+
 def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
     learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", drop_zero_variance_groups=True))
     before = weights_of(learner.model)

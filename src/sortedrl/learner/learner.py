@@ -270,7 +270,7 @@ class Learner:
                 self.settings.resolved_advantage_baseline,
                 self._statistics,
             )
-            advantages_br = advantages_b[:, None] * batch.mask_br
+            advantages_br = advantages_b.float()[:, None] * batch.mask_br
         else:
             advantages_br, statistics = self._scaled_gae(batch, cohort_b, trains_b)
         metrics = {
@@ -287,9 +287,10 @@ class Learner:
         return Assessment(advantages_br, trains_b, statistics, metrics)
 
     def _rewards(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> tuple[Tensor, Tensor]:
+        """In float64: the mean of equal rewards must be that reward, or their group would have advantages."""
         truncated_b = torch.tensor([rollout.truncated for rollout in rollouts])
         rewards_b = rewards_with_truncation(
-            torch.tensor([float(rollout.reward or 0.0) for rollout in rollouts]),
+            torch.tensor([float(rollout.reward or 0.0) for rollout in rollouts], dtype=torch.float64),
             batch.mask_br.sum(1),  # max_response_tokens counts what the policy sampled
             truncated_b,
             self.settings.truncated_rollouts,
@@ -316,7 +317,7 @@ class Learner:
                     part = batch.select(rows, self._device)
                     values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
-        rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b[:, None])
+        rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b.float()[:, None])
         gae_br, returns_br = generalized_advantages(
             rewards_br, values_br, mask_br, self.settings.gamma, self.settings.gae_lambda
         )
