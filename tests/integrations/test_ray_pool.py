@@ -107,6 +107,16 @@ def test_what_the_engine_raises_is_raised_here(one_node: None) -> None:
     dying.close()
 
 
+def _no_engine() -> Engine:
+    raise ValueError("no such model: qwen")
+
+
+def test_an_engine_that_cannot_be_created_is_an_error_with_the_cause(one_node: None) -> None:
+    with pytest.raises(EngineDied, match="could not be created in its actor: ValueError: no such model: qwen") as error:
+        RayEngine(_no_engine)
+    assert "\n" not in str(error.value)
+
+
 def test_a_killed_actor_is_a_dead_engine(one_node: None) -> None:
     ledger = Ledger(RayEngine(make_engine, num_cpus=1))
     ledger.submit([Request(0, Prompt("p", [1]), (), 500, 0)])

@@ -111,7 +111,7 @@ class RayEngine(EngineBase):
             return ray.get(call, timeout=seconds)
         except _LOST as error:
             self.close()  # it may just be unreachable: free its resources for another
-            raise EngineDied(f"the engine's actor is lost: {str(error).strip().splitlines()[0]}") from error
+            raise EngineDied(_why_lost(error)) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error  # the engine's own exception
 
@@ -124,6 +124,14 @@ class RayEngine(EngineBase):
             self._last_time = max(self._last_time, change.at + offset)
             stamped.append(change._replace(at=self._last_time))
         return stamped
+
+
+def _why_lost(error: Exception) -> str:
+    """In one line. The text of an actor that could not be created starts with a traceback and ends with the cause."""
+    first, *others = str(error).strip().splitlines()
+    if others and getattr(error, "actor_init_failed", False):
+        return f"the engine could not be created in its actor: {others[-1].strip()}"
+    return f"the engine's actor is lost: {first}"
 
 
 class RayPool(Pool):
