@@ -34,6 +34,30 @@ def test_a_run_with_an_engine_by_import_path(tmp_path: Path, monkeypatch: pytest
     assert all(line["weight_difference"] < 1e-3 for line in updates), "the engine samples from the learner's weights"
 
 
+CLOSING = """
+from pathlib import Path
+
+from sortedrl.engines.embedded.engine import EmbeddedEngine
+
+
+class Closing(EmbeddedEngine):
+    def close(self):
+        Path(__file__).with_suffix(".closed").touch()
+
+
+def engine(spec):
+    return Closing(spec.module, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
+"""
+
+
+def test_an_evaluation_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closing_engine.py").write_text(CLOSING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL[:8]]
+    assert main(["eval", *words, "--eval-problems", "4", "--threads", "1"]) == 0
+    assert (tmp_path / "closing_engine.closed").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

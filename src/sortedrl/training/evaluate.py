@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -200,7 +200,8 @@ def evaluate_model(
     set_threads(settings, resources.model)
     rewards = Rewards(settings, resources)
     held_out = resources.held_out[: settings.eval_problems]
-    with closing(rewards):
+    with ExitStack() as to_close:
+        to_close.enter_context(closing(rewards))
         source = rewards.source()
         engine = engine_of(
             settings,
@@ -209,6 +210,7 @@ def evaluate_model(
             eos_token_ids(resources.model, resources.tokenizer),
             dtype=str(dtype_of(settings)).removeprefix("torch."),
         )
+        to_close.enter_context(closing(engine))
         if settings.engine in SERVERS:  # a server may hold other weights
             engine = checked_engine(engine, settings, held_out, partial(response_logprobs, resources.model))
             engine.update_weights(resources.model.state_dict(), 0)
