@@ -862,6 +862,7 @@ def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: t
         ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5: .*Use 2.0"),
         ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"recompute_above_tokens": 4096}, "recompute_above_tokens = 4096: .*Set gradient_checkpointing = true"),
         ({"tokens_per_micro_batch": 0}, "tokens_per_micro_batch = 0"),
     ],
 )

@@ -188,6 +188,13 @@ class LearnerSettings(LearnerFlags):
                 f"soft_penalty needs at most max_response_tokens = {limit}",
                 "Set both, for example to 1024 and 8192.",
             )
+        if self.recompute_above_tokens and not self.gradient_checkpointing:
+            raise ConfigurationError(
+                "recompute_above_tokens",
+                self.recompute_above_tokens,
+                "without gradient_checkpointing nothing is recomputed",
+                "Set gradient_checkpointing = true too, or leave it out.",
+            )
         if self.algorithm in ("grpo", "rloo") and not self.wants_whole_groups():
             raise ConfigurationError(
                 "advantage_baseline",
