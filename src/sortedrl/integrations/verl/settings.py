@@ -51,7 +51,8 @@ def settings_of(config: Any) -> Settings:
     slots = given.get("slots")
     if slots is not None and int(slots) < 1:
         raise ConfigurationError(f"{PREFIX}.slots", slots, "must be at least 1", "Leave it out to use all.")
-    fraction = float(given.get("max_rejected_fraction", 0.5))
+    given_fraction = given.get("max_rejected_fraction")
+    fraction = 0.5 if given_fraction is None else float(given_fraction)
     if not 0 <= fraction <= 1:
         raise ConfigurationError(f"{PREFIX}.max_rejected_fraction", fraction, "it is a fraction", "Use 0 to 1.")
     return Settings(
