@@ -395,6 +395,16 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
         assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
 
 
+def test_a_pool_takes_a_folder_as_a_single_server_does(tmp_path: Path) -> None:
+    server, learner = stand_in(), model_of("Llama", seed=9)
+    write_weights(learner.state_dict(), tmp_path / "model.safetensors")
+    pool = ServerPool([engine_at(server, slots=2)])
+    pool.update_weights(tmp_path, 4)
+    pool.close()
+    assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_several_servers_share_all_slots() -> None:
     urls = tuple(stand_in().url for _ in range(3))
     pool, _ = bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=8), max_length=64)

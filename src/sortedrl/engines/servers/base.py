@@ -292,9 +292,9 @@ class ServerPool(Pool):
         super().__init__(engines)
         self._weight_files = engines[0].weight_files
 
-    def update_weights(self, weights: Weights | None, version: int) -> None:
-        if weights is None:
-            super().update_weights(None, version)
+    def update_weights(self, weights: Weights | Path | None, version: int) -> None:
+        if weights is None or isinstance(weights, Path):
+            super().update_weights(weights, version)
             return
         with self._weight_files.written(weights, version) as folder:
             super().update_weights(folder, version)
