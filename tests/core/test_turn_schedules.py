@@ -11,6 +11,8 @@ from random_runs import case_of, play
 from schedule_rules import check_outcome
 from sortedrl.core import Rollout, Segment, events
 from sortedrl.core.buffer import Buffer
+from sortedrl.core.strategies.base import Strategy
+from sortedrl.core.strategies.paper import Partial
 from sortedrl.core.turns import Turns
 
 SEEDS_PER_TEST = 200
@@ -65,7 +67,13 @@ def starts_new_ones_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Buffer, "resume", swapped)
 
 
-@pytest.mark.parametrize("damage", [keeps_old_tokens_on_policy, merges_observations, starts_new_ones_first])
+def opens_without_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partial, "may_start", Strategy.may_start)
+
+
+@pytest.mark.parametrize(
+    "damage", [keeps_old_tokens_on_policy, merges_observations, starts_new_ones_first, opens_without_bound]
+)
 def test_the_rules_notice(damage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch)
     failures = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from scenarios import MODES, Run, Scenario, troubled
+from scenarios import MODES, EnvironmentCall, Run, Scenario, scenario, troubled
 from sortedrl import Schedule
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import (
@@ -51,7 +52,8 @@ def test_each_phase_is_the_time_of_its_part() -> None:
         *generated(0, 0.0, 4.0), Scored(4.0, 0, 1.0), updated(4.0, 0), Phase(4.0, "learner"), Published(7.0, 1),
         Phase(7.0, "weights"), Phase(8.0, "evaluation"), Phase(10.0, "end"),
     )  # fmt: skip
-    assert found == {"generation": 0.4, "learner": 0.3, "scoring": 0.0, "weights": 0.1, "other": 0.2}
+    expected = {"generation": 0.4, "learner": 0.3, "scoring": 0.0, "weights": 0.1, "other": 0.2}
+    assert found == expected | {"environments": 0.0}
 
 
 def test_empty_slots_while_scores_are_missing_are_scoring() -> None:
@@ -159,3 +161,49 @@ def test_the_line_names_the_bottleneck_and_the_rest() -> None:
     assert bottleneck_line(found) == (
         "bottleneck: weight updates, 60% of wall-clock time (generation 30%, learner 0%, scoring 0%, other 10%)"
     )
+
+
+def test_the_line_names_environments_and_the_setting() -> None:
+    found = dict.fromkeys(PARTS, 0.0) | {"environments": 0.7, "generation": 0.3}
+    line = bottleneck_line(found)
+    assert line.startswith("bottleneck: environments, 70% of wall-clock time (generation 30%, ")
+    assert "oversubscribe" in line
+    assert "environments 20%" in bottleneck_line(found | {"environments": 0.2, "generation": 0.8})
+
+
+def test_a_summary_from_before_environments_were_a_part_is_readable() -> None:
+    found = {"generation": 0.6, "learner": 0.4, "scoring": 0.0, "weights": 0.0, "other": 0.0}
+    assert bottleneck_line(found).startswith("bottleneck: generation, 60%")
+
+
+@pytest.mark.parametrize(("seconds", "mode"), [(5.0, "baseline"), (200.0, "partial+elevator")])
+def test_empty_slots_while_environments_work_are_the_environments(seconds: float, mode: str) -> None:
+    """Two turns, each followed by a call: no slot is busy then in the baseline, and few are in the elevator, because it
+    stops opening rollouts."""
+    knobs: dict[str, Any] = {"turns": (2,), "observations": (3,), "calls": (EnvironmentCall(seconds=seconds),)}
+    metrics = Run(scenario(mode, [2] * 40, slots=2, rollouts_per_update=2, **knobs)).to_end().run_metrics
+    assert bottleneck(metrics.wall_parts) == "environments"
+    assert metrics.wall_parts["environments"] == pytest.approx(metrics.idle_parts["environment"])
+    assert sum(metrics.wall_parts.values()) == pytest.approx(1)
+
+
+def test_a_slow_score_after_a_slow_environment_is_counted_once() -> None:
+    """2 s of decoding, 5 s in the environment, 2 s, 5 s, then 6 s for the score."""
+    found = Run(
+        scenario(
+            "baseline",
+            [2],
+            slots=1,
+            rollouts_per_update=1,
+            turns=(2,),
+            observations=(3,),
+            calls=(EnvironmentCall(seconds=5.0, rewards=False),),
+            score_seconds=(6.0,),
+        )
+    )
+    parts = found.to_end().run_metrics.wall_parts
+    assert {part: round(20 * parts[part], 6) for part in ("generation", "environments", "scoring")} == {
+        "generation": 4,
+        "environments": 10,
+        "scoring": 6,
+    }

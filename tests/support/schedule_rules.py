@@ -15,6 +15,8 @@ from random_runs import Outcome
 from scenarios import Scenario
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
 from sortedrl.core.events import without_rolled_back
+from sortedrl.core.strategies.paper import Partial
+from sortedrl.core.strategies.peers import AsyncPool
 from sortedrl.observe.metrics import Metrics
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
@@ -160,11 +162,23 @@ class Replay:
         rollout = self._in_state(event.rollout, WAITING, RETURNING)
         first = next((r for r in self.rollouts.values() if r.state == RETURNING), rollout)
         assert first.state == rollout.state, "started before a rollout that came back from its environment"
+        self._check_backlog(rollout)
         assert event.prefix == rollout.length and rollout.sampled < self.schedule.max_response_tokens
         assert event.prompt_tokens + event.prefix < (self.schedule.max_context_tokens or math.inf), "no room is left"
         assert event.attempt == rollout.attempt
         assert event.prompt_tokens <= (self.schedule.max_prompt_tokens or event.prompt_tokens)
         rollout.state, rollout.kept, rollout.sampled_under = RUNNING, event.prefix, self.version
+
+    def _check_backlog(self, rollout: Known) -> None:
+        """Modes that keep tokens open no further rollout while many are in their environments."""
+        is_bounded = isinstance(self.strategy, Partial) and not isinstance(self.strategy, AsyncPool)
+        if not is_bounded or self.schedule.oversubscribe is not None:
+            return
+        known = self.rollouts.values()
+        group = [other for other in known if other.group == rollout.group] if self.schedule.whole_groups else [rollout]
+        if not any(member.segments or member.attempt or member.state != WAITING for member in group):
+            in_environment = sum(other.state == ENVIRONMENT for other in known)
+            assert in_environment < max(self.scenario.slots, 4 * self.schedule.rollouts_needed), "opened too many"
 
     def _start(self, event: events.Started) -> None:
         rollout = self._in_state(event.rollout, RUNNING)

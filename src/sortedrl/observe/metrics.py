@@ -201,7 +201,8 @@ class Metrics:
             self._empty[_PART_OF_GATE[self._gate]] += free * seconds
 
     def _now(self) -> Moment:
-        return Moment(self._time, sum(self._empty.values()) / (self.slots or 1))
+        slots, in_environments = self.slots or 1, self._empty["environment"]
+        return Moment(self._time, (sum(self._empty.values()) - in_environments) / slots, in_environments / slots)
 
     def _on_run(self, event: events.RunBegan) -> None:
         self.mode, self.slots = event.mode, event.slots

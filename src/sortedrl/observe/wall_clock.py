@@ -1,10 +1,13 @@
-"""What a run waits for: its wall-clock time, split into generation, learner, scoring, weight updates and the rest.
+"""What a run waits for: its wall-clock time, split into generation, environments, learner, scoring, weight updates and
+the rest.
+
+The part of a harvest in which slots are empty because of environments (docs/design.md, bubble) counts as environments.
 
 A busy engine does not prove that generation is the bottleneck: with a slow reward the engine may continue while the
 next update waits for scores. The end of a harvest, after the last response was finished that has a score by then,
 counts as scoring to the extent that
 
-- slots are empty: the engine has nothing left to do, or
+- slots are empty for another reason: the engine has nothing left to do, or
 - the scoring backlog grows: the engine continues, but scores cannot keep up.
 
 If slots are full and the backlog does not grow, scoring keeps up, and the time counts as generation.
@@ -16,16 +19,22 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 GENERATION, LEARNER, SCORING, WEIGHTS, OTHER = "generation", "learner", "scoring", "weights", "other"
-PARTS = (GENERATION, LEARNER, SCORING, WEIGHTS, OTHER)
+ENVIRONMENTS = "environments"
+PARTS = (GENERATION, ENVIRONMENTS, LEARNER, SCORING, WEIGHTS, OTHER)
 _PART_OF_PHASE = {"harvest": GENERATION, "learner": LEARNER, "scores": SCORING, "weights": WEIGHTS}
 _NAMES = {WEIGHTS: "weight updates"}
+FASTER_ENVIRONMENTS = (
+    "Slots are empty while environments work: make them faster, or use a partial mode with a larger oversubscribe, "
+    "which opens more rollouts and makes them staler"
+)
 
 
 class Moment(NamedTuple):
-    """A time, and the empty slot-seconds per slot up to then."""
+    """A time, and the empty slot-seconds per slot up to then: those because of environments, and all others."""
 
     at: float
     empty: float
+    in_environments: float = 0.0
 
 
 class WallClock:
@@ -86,9 +95,13 @@ class WallClock:
 
     def _add_current(self, seconds: dict[str, float], now: Moment) -> None:
         """Add the time since the current part began."""
-        waited = self._waited_for_scores(now) if self._part == GENERATION else 0.0
-        seconds[SCORING] += waited
-        seconds[self._part] += now.at - self._since.at - waited
+        scoring = environments = 0.0
+        if self._part == GENERATION:
+            scoring = self._waited_for_scores(now)
+            environments = now.in_environments - self._since.in_environments
+        seconds[SCORING] += scoring
+        seconds[ENVIRONMENTS] += environments
+        seconds[self._part] += max(0.0, now.at - self._since.at - scoring - environments)
 
     def _waited_for_scores(self, now: Moment) -> float:
         began = max(self._since, self._last_scored)
@@ -97,20 +110,23 @@ class WallClock:
         if seconds <= 0:
             return 0.0
         empty = min(1.0, (ended.empty - began.empty) / seconds)
+        busy = max(0.0, 1.0 - empty - (ended.in_environments - began.in_environments) / seconds)
         growth = max(0, len(self._unscored) - self._backlog_before) / max(1, self._finished)
-        return seconds * (empty + (1 - empty) * min(1.0, growth))
+        return seconds * (empty + busy * min(1.0, growth))
 
 
 def bottleneck(fractions: Mapping[str, float]) -> str:
     """The part that a run waits for most."""
-    return max((part for part in PARTS if part != OTHER), key=lambda part: fractions[part])
+    return max((part for part in fractions if part != OTHER), key=lambda part: fractions[part])
 
 
 def bottleneck_line(fractions: Mapping[str, float]) -> str:
-    """The bottleneck with its share of wall-clock time, then the other parts."""
+    """The bottleneck with its share of wall-clock time, then the other parts; environments only if there are any."""
     largest = bottleneck(fractions)
-    others = ", ".join(f"{part_name(part)} {fractions[part]:.0%}" for part in PARTS if part != largest)
-    return f"bottleneck: {part_name(largest)}, {fractions[largest]:.0%} of wall-clock time ({others})"
+    shown = [part for part in fractions if part != largest and (part != ENVIRONMENTS or fractions[part])]
+    others = ", ".join(f"{part_name(part)} {fractions[part]:.0%}" for part in shown)
+    line = f"bottleneck: {part_name(largest)}, {fractions[largest]:.0%} of wall-clock time ({others})"
+    return f"{line}. {FASTER_ENVIRONMENTS}" if largest == ENVIRONMENTS else line
 
 
 def part_name(part: str) -> str:

@@ -27,6 +27,8 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 
+BACKLOG_UPDATES = 4  # of rollouts in their environments, and of rollouts without a score
+
 
 class Sweep(NamedTuple):
     """The elevator's place: sweeps are numbered, even ones rise and odd ones fall by expected length."""
@@ -242,6 +244,19 @@ def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:
     """Whether other members of its group were started: a group is of no use until it is complete."""
     group = s.buffer.group_of(rollout)
     return len(group.members) > 1 and group.is_started
+
+
+def opens_more(rollout: Rollout, s: SchedulerState) -> bool:
+    """Whether its start would open one more rollout that nothing waits for yet: it has no tokens, and neither its group
+    nor the coming update needs it."""
+    is_needed = rollout.segments or completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
+    return not is_needed
+
+
+def backlog_limit(s: SchedulerState) -> int:
+    """How many rollouts may be in their environments, or without a score, before no further one is opened. Each
+    update's worth of them makes the rollouts opened next about one update older."""
+    return max(s.slots, BACKLOG_UPDATES * s.schedule.rollouts_needed)
 
 
 def is_overdue(group: Group, s: SchedulerState) -> bool:

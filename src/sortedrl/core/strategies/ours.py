@@ -10,15 +10,15 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Sweep,
+    backlog_limit,
     cohort_prompts,
-    completes_a_group,
+    opens_more,
     prompts_closing_epoch,
     updates_left,
 )
 from sortedrl.core.strategies.paper import NEW, OnPolicy, Partial
 
 WAITED_TOO_LONG, IN_SWEEP = 0, 1
-UPDATES_WITHOUT_SCORES = 4
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,8 @@ class ElevatorPartial(Partial):
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """New rollouts also wait for the scores: without a cohort gate, a reward that is slower than the engine would
         let finished rollouts pile up, older with every update."""
-        if s.buffer.finished >= max(s.slots, UPDATES_WITHOUT_SCORES * s.schedule.rollouts_needed):
-            must_go_on = rollout.segments or s.buffer.group_of(rollout).id in s.must_finish
-            if not must_go_on and not completes_a_group(rollout, s):
-                return False
+        if s.buffer.finished >= backlog_limit(s) and opens_more(rollout, s):
+            return False
         return super().may_start(rollout, s)
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:

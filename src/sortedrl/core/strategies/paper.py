@@ -14,8 +14,10 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Strategy,
+    backlog_limit,
     cohort_prompts,
     completes_a_group,
+    opens_more,
     prompts_closing_epoch,
     prompts_per_update,
     update_size,
@@ -99,6 +101,14 @@ class Partial(Strategy):
     """The paper's partial mode: aborted rollouts keep their tokens and are resumed, most tokens first."""
 
     keeps_tokens: ClassVar[bool] = True
+
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
+        """New rollouts also wait for the environments: if these are slower than the engine, every free slot would open
+        one more, and all of them get older. `oversubscribe` sets another bound."""
+        waits_for_environments = s.schedule.oversubscribe is None and len(s.buffer.in_environment) >= backlog_limit(s)
+        if waits_for_environments and opens_more(rollout, s):
+            return False
+        return super().may_start(rollout, s)
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         group = s.buffer.group_of(rollout)

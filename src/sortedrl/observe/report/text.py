@@ -23,7 +23,7 @@ GLOSSARY = (
     ("queued", "part of the bubble: requests are queued in the engine, waiting for prefill"),
     ("KV-limited", "part of the bubble: requests wait for KV cache memory, as preemptions show"),
     ("idle", "like bubble, but over wall-clock time: learner, weights, scores, evaluation and checkpoints count too"),
-    ("bottleneck", "what the run waited for most: generation, the learner, scoring or weight updates"),
+    ("bottleneck", "what the run waited for most: generation, environments, the learner, scoring or weight updates"),
     ("streamed", "the learner computed the gradient during the harvest, while other responses were generated"),
     ("goodput", "tokens trained on / T"),
     ("kept", "(tokens trained on + tokens cached for resume when the run ends) / T: the fair metric for few cohorts"),
