@@ -1,6 +1,6 @@
 """The simulated tables of docs/results.md. `python benchmarks/reference_tables.py [SECTION ...]` (default: all).
 
-reference staleness oversubscribe groups update-size kv-limited re-prefill turns: each is written to
+reference staleness oversubscribe groups update-size kv-limited re-prefill turns slow-environments: each is written to
 docs/data/simulated_SECTION.csv (docs/simulated_tables.md explains the columns).
 paper speed: printed as Markdown.
 Seeds 0 to 4 unless the page states otherwise; means, and for `of_limit` the lowest and highest seed.
@@ -14,8 +14,10 @@ import resource
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -177,17 +179,21 @@ def re_prefill() -> Iterator[dict[str, str]]:
             yield from table(f"{preset}, prefill {share}", compare(rows, SEEDS[:3]))
 
 
+def five_turns(seconds_mean: float, prompts: int) -> Workload:
+    """Five turns per response, and a tool call of this mean duration after each but the last."""
+    lengths = LognormalLengths(mu=math.log(255))
+    return Workload(
+        episodes=DrawnEpisodes(lengths=lengths, turns=5, observation_tokens=128, seconds_mean=seconds_mean),
+        step_time=PRESETS["h200-8b"],
+        prompts=prompts,
+        expectation="warm",
+    )
+
+
 def turns() -> Iterator[dict[str, str]]:
     """Five turns per response: slots freed or held while environments work, with and without reuse of the KV cache."""
     schedule = Schedule(rollouts_per_prompt=8, prompts_per_cohort=64)
-    workload = Workload(
-        episodes=DrawnEpisodes(
-            lengths=LognormalLengths(mu=math.log(255)), turns=5, observation_tokens=128, seconds_mean=5.0
-        ),
-        step_time=PRESETS["h200-8b"],
-        prompts=20 * 64,
-        expectation="warm",
-    )
+    workload = five_turns(seconds_mean=5.0, prompts=20 * 64)
     rows = []
     for reuse in (False, True):
         keeping = replace(workload, reuse_kv_cache=reuse)
@@ -200,6 +206,32 @@ def turns() -> Iterator[dict[str, str]]:
         "turns_mean": rounded("turns_mean", 2),
     }
     yield from table("mean latency 5 s", compare(rows, SEEDS), extra)
+
+
+def slow_environments() -> Iterator[dict[str, str]]:
+    """How many rollouts to open while environments work: the default bound, none, and `oversubscribe`. 48 updates of
+    each; no run is drained."""
+    schedule = Schedule(rollouts_per_prompt=8, prompts_per_cohort=64, max_environment_seconds=1e6)
+    extra = {
+        "environment": lambda f: f"{f['bubble_parts']['environment']:.3f}",
+        "in_environments_mean": lambda f: f"{f['environment_seconds'] / f['seconds']:.0f}",
+        "staleness_p95": lambda f: f"{percentile(f['staleness_histogram'], 0.95)}",
+        "updates_per_hour": rounded("updates_per_hour", 0),
+    }
+    for seconds in (1, 5, 20, 60, 300):
+        workload = replace(five_turns(seconds, prompts=25 * 64), reuse_kv_cache=True)
+        rows = [Case("partial", workload, with_mode(schedule, "partial"))]
+        for cap, label in ((None, ""), (1.5, "1.5"), (2.0, "2"), (4.0, "4"), (8.0, "8"), (1e6, "unlimited")):
+            name = "partial+elevator" + (f", oversubscribe {label}" if label else "")
+            rows.append(Case(name, workload, replace(schedule, oversubscribe=cap)))
+        yield from table(f"mean latency {seconds} s", compare(rows, (0, 1), max_updates=48), extra)
+
+
+def percentile(histogram: dict[str, int], fraction: float) -> int:
+    """The smallest staleness that this fraction of the tokens does not exceed."""
+    ages = sorted(map(int, histogram))
+    below = list(accumulate(histogram[str(age)] for age in ages))
+    return ages[bisect_left(below, fraction * below[-1])]
 
 
 def paper() -> None:
@@ -270,6 +302,7 @@ WRITTEN: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "kv-limited": kv_limited,
     "re-prefill": re_prefill,
     "turns": turns,
+    "slow-environments": slow_environments,
 }
 PRINTED: dict[str, Callable[[], None]] = {"paper": paper, "speed": speed}
 

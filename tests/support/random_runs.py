@@ -107,6 +107,8 @@ def case_of(seed: int, *, with_turns: bool = False) -> Case:
     scenario = _scenario(rng, _schedule(rng, mode), troubled)
     if with_turns:
         scenario = _with_turns(rng, scenario, troubled)
+        if seed % 4 == 0:
+            scenario = _with_slow_environments(scenario)
     lives = rng.choice((0, 1, 1, 2, 3)) if troubled else 0
     endings = tuple(
         Ending(rng.choice((rng.randint(1, 30), rng.randint(20, 200))), dies=rng.random() < 0.7) for _ in range(lives)
@@ -194,6 +196,13 @@ def _with_turns(rng: random.Random, scenario: Scenario, troubled: bool) -> Scena
         calls=tuple(calls),
         bring_back=rng.choice(("replay", "replay", "state", "never")),
     )
+
+
+def _with_slow_environments(scenario: Scenario) -> Scenario:
+    """Updates of one rollout and answers that are late, but in time: partial modes reach their bound on rollouts in
+    environments."""
+    schedule = replace(scenario.schedule, rollouts_per_update=1, oversubscribe=None, max_environment_seconds=20.0)
+    return replace(scenario, schedule=schedule, calls=(EnvironmentCall(seconds=18.0), *scenario.calls))
 
 
 class Player:
