@@ -1,8 +1,10 @@
-"""What is missing is refused before PyTorch is imported, which takes seconds."""
+"""What is missing is refused before PyTorch is imported, which takes seconds. A full disk is one line."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -49,3 +51,21 @@ def test_what_is_missing_is_refused_before_pytorch_is_imported(what: str, tmp_pa
     )
     assert expected in done.stderr, done.stderr
     assert done.stdout.split() == ["False", "2"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_full_disk_is_one_line(flags: list[str], unbuffered: str, tmp_path: Path) -> None:
+    words = ["simulate", "--dry-run", *flags]
+    with (tmp_path / "out").open("w") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "sortedrl", *words],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
+        )
+    assert done.stderr == "sortedrl: cannot write the output: File too large\n"
+    assert done.returncode == 2

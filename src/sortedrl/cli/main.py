@@ -7,13 +7,16 @@ code: 0 success, 2 wrong input (one line, nothing written) or a run that had to 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 
 from sortedrl import __version__
+from sortedrl.cli.streams import discard
 from sortedrl.core.errors import UserError
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = {
     "simulate": "what each schedule would gain on your response lengths",
     "plan": "which schedule to use, and whether you need one at all",
@@ -42,15 +45,22 @@ def main(args: Sequence[str] | None = None) -> int:
         hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
         return _refuse(f"no such command: {words[0]}. {hint}")
     try:
-        return _run(words[0], words[1:])
+        code = _run(words[0], words[1:])
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        discard(sys.stdout, sys.stderr)
         return 0
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        discard(sys.stdout)
+        return _refuse(f"cannot write {error.filename or 'the output'}: {error.strerror}")
 
 
 def _run(name: str, words: Sequence[str]) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from sortedrl.cli import train_extra
 from sortedrl.cli.help_page import flag_of, help_position
 from sortedrl.cli.output import console_of_run, print_settings
+from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
 from sortedrl.training.settings import TrainSettings, check_what_must_exist
@@ -98,7 +98,4 @@ def _reader_may_be_gone() -> Iterator[None]:
     try:
         yield
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):  # else Python tries to write what is left when it exits, and fails
-            with suppress(OSError, ValueError):
-                os.dup2(nowhere, stream.fileno())
+        discard(sys.stdout, sys.stderr)
