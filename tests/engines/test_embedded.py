@@ -24,7 +24,7 @@ from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, UnsupportedModel
-from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
+from sortedrl.engines.embedded.sampling import TokenSampler, _mixed, seed_key
 from sortedrl.engines.registry import make_engine
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 
@@ -301,6 +301,12 @@ def test_temperature_zero_takes_the_likeliest_token_for_sure() -> None:
     assert tokens == logits.argmax(-1).tolist()
     assert set(ledger.logprobs(0)) == {0.0}
     assert ledger.tokens(1) != tokens
+
+
+@given(st.integers(-(1 << 70), 1 << 70))
+def test_a_seed_is_hashed_like_the_words_of_a_tensor(seed: int) -> None:
+    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    assert seed_key(seed) == int(_mixed(torch.tensor(signed)))
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:

@@ -76,12 +76,12 @@ class SlotDecoder:
         self._graphs = _StepGraphs() if self.device.type == "cuda" else None
         self._sampler = TokenSampler(self.device)
         self._key_positions = torch.arange(self._capacity_limit, device=self.device)
-        self._tokens, self._positions, self._drawn, self._seeds, self._live = self._integers = tuple(
-            torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(5)
-        )
-        self._temperatures, self._top_p = self._fractions = tuple(
-            torch.ones(self.rows, device=self.device) for _ in range(2)
-        )
+        # One tensor per type, so that one operation sets or moves the whole state of some rows.
+        self._integers = torch.zeros(5, self.rows, dtype=torch.int64, device=self.device)
+        self._tokens, self._drawn, self._seeds, self._positions, self._live = self._integers
+        self._place = self._integers[3:]  # position and live
+        self._fractions = torch.ones(2, self.rows, device=self.device)
+        self._temperatures, self._top_p = self._fractions
 
     def blocks(self, count: int) -> list[range]:
         """The blocks of rows for `count` requests, longest contexts first; a block is read as a whole.
@@ -114,19 +114,15 @@ class SlotDecoder:
         """Decode these rows from the next step on."""
         self._forward.refresh()
         rows = torch.tensor([start.row for start in starts], device=self.device)
-        integers = [(s.last_token, s.position, s.drawn, seed_key(s.seed), 1) for s in starts]
+        integers = [(s.last_token, s.drawn, seed_key(s.seed), s.position, 1) for s in starts]
         fractions = [(s.temperature, s.top_p) for s in starts]
-        for states, values in ((self._integers, integers), (self._fractions, fractions)):
-            columns = torch.tensor(values, device=self.device).unbind(1)
-            for state, column in zip(states, columns, strict=True):
-                state[rows] = column
+        for state, values in zip(self._states(), (integers, fractions), strict=True):
+            state[:, rows] = torch.tensor(values, device=self.device).t()
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[int]) -> None:
         """Mark rows as empty: they take part in steps at position 0, and their output is ignored."""
-        index = torch.tensor(rows, device=self.device)
-        for state in (self._live, self._positions):
-            state[index] = 0
+        self._place[:, torch.tensor(rows, device=self.device)] = 0
 
     @torch.inference_mode()
     def move(self, targets_by_source: dict[int, int], longest: int) -> None:
@@ -135,7 +131,7 @@ class SlotDecoder:
         target = torch.tensor(list(targets_by_source.values()), device=self.device)
         self.cache.move(source, target, longest)
         for state in self._states():
-            state[target] = state[source]
+            state[:, target] = state[:, source]
         vacated = set(targets_by_source) - set(targets_by_source.values())
         if vacated:
             self.clear(sorted(vacated))
@@ -234,7 +230,7 @@ class SlotDecoder:
             self._model.eval()
 
     def _states(self) -> tuple[Tensor, ...]:
-        return (*self._integers, *self._fractions)
+        return self._integers, self._fractions
 
 
 class _StepGraphs:
