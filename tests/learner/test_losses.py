@@ -182,6 +182,19 @@ def test_k3_is_its_formula_and_estimates_the_divergence() -> None:
     assert estimate.mean().item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=0.03)
 
 
+def test_k3_is_never_negative_and_keeps_its_digits_for_small_gaps() -> None:
+    """An engine that agrees with the learner leaves gaps of 1e-7 to 1e-3, about the rounding of fp32 beside 1."""
+    powers = torch.arange(-40, 4).float().exp2()  # where rounding is coarsest: just above and below powers of 2
+    near = [powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(99.0))]
+    gap = torch.cat([*near, torch.logspace(-12, 1.2, 20_000)])
+    gap = torch.cat([gap, -gap])
+    estimate = kl_k3(torch.zeros_like(gap), gap)
+    assert estimate.min() >= 0
+    exact = gap.double().expm1() - gap.double()
+    large = gap.abs() > 1e-4
+    torch.testing.assert_close(estimate[large].double(), exact[large], rtol=5e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
 def test_weights_sum_to_the_aggregation(aggregation: Aggregation) -> None:
     *_, mask = random_policies()

@@ -124,7 +124,7 @@ def within_second_moment(log_ratio_n: Tensor, limit: float) -> Tensor:
 def kl_k3(new: Tensor, other: Tensor) -> Tensor:
     """A per-token estimate of KL(new || other) from tokens of `new`: never negative, low variance."""
     gap = (other - new).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return gap.exp() - gap - 1.0
+    return gap.expm1() - gap  # exp(gap) - 1 would round to fewer digits than a small gap has
 
 
 def token_weights(mask_bt: Tensor, aggregation: Aggregation) -> Tensor:
