@@ -114,11 +114,11 @@ def test_poll_returns_at_the_time_asked_for() -> None:
 
 
 def test_the_cost_does_not_depend_on_the_number_of_tokens() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     one = engine(slots=8, step_time=PRESETS["h200-8b"], kv_tokens=10**13)
     one.submit([request(id, 10**11 + id, max_new_tokens=10**12) for id in range(64)])
     assert len(ends(to_end(one))) == 64
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 # Requests

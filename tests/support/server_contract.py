@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.base import HttpEngine
-from sortedrl.testing.engine_contract import EngineContract, Ledger
+from sortedrl.testing.engine_contract import PATIENCE_SECONDS, EngineContract, Ledger
 from tiny_llama import PROBES, logprobs_of, parted_after_a_load, shake
 from turns_on_engines import largest_gap_of_turns
 
@@ -138,12 +139,18 @@ class ServerTests(OnServer):
         )
         controller = Controller(self.engine_at(server, slots=8), Prompts(prompts), ScoreAtOnce(len), schedule)
         trained, made_meanwhile = [], 0
+
+        def until_one_more_is_ready(finished: int) -> None:
+            until = time.monotonic() + PATIENCE_SECONDS
+            while controller.running and controller.buffer.ready == finished and time.monotonic() < until:
+                time.sleep(0.01)
+
         for batch in controller:
             trained += [rollout.id for rollout in batch]
             assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
-            if overlap:
+            if overlap and not made_meanwhile:
                 finished = controller.buffer.ready
-                controller.carry_on_during(lambda: time.sleep(0.5))
+                controller.carry_on_during(partial(until_one_more_is_ready, finished))
                 made_meanwhile += controller.buffer.ready - finished
             controller.publish(model[1].state_dict())
         assert sorted(trained) == list(range(24))

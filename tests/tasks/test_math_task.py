@@ -151,12 +151,9 @@ class NoParser:
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_wrong_without_the_parser(task: Math, bomb: str, reference: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(task, "_verify", NoParser())
-    seconds = []
-    for _ in range(3):  # the fastest: other work on the machine does not count
-        begun = time.perf_counter()
-        assert not judged(task, reference, BOMBS[bomb]).correct
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.1  # 5 ms, and 20 times that for a busy machine
+    begun = time.thread_time()
+    assert not judged(task, reference, BOMBS[bomb]).correct
+    assert time.thread_time() - begun < 0.1  # 5 ms
 
 
 def test_a_complex_reference_allows_answers_as_complex_as_itself() -> None:

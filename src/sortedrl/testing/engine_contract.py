@@ -236,7 +236,8 @@ class EngineContract:
 
     def test_abort_returns_all_tokens_and_leaves_nothing(self) -> None:
         ledger = Ledger(self.make_engine(self.slots))
-        requests = self.requests(token_limits=(2, *[self.long_limit] * 5))
+        # A remote engine continues until the abort arrives: more of them than it can have started by then.
+        requests = self.requests(token_limits=(2, *[self.long_limit] * 40))
         ledger.submit(requests)
         ledger.run_until_first_end()
         aborted = ledger.open_ids
@@ -245,7 +246,7 @@ class EngineContract:
         assert ledger.engine.poll(ledger.engine.now() + 0.01) == []
         waiting = [id for id in aborted if id not in ledger.started]
         assert waiting and not any(ledger.segments[id] for id in waiting), "a waiting request has made no tokens"
-        again = self.requests(token_limits=(4,) * len(aborted), first_id=100)
+        again = self.requests(token_limits=(4,) * 6, first_id=100)
         ledger.submit(again)
         ledger.run()
         assert all(request.id in ledger.finished for request in again)
