@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup test test-slow test-vllm test-sglang test-verl test-verifiers test-ray simulate train docs lint clean
+.PHONY: setup test quick-tests test-slow test-vllm test-sglang test-verl test-verifiers test-ray simulate train docs lint \
+	style types clean
 
 setup: $(STAMP)
 
@@ -14,12 +15,20 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,lora,data,math,puzzles,report,http,dev]'
 	touch $(STAMP)
 
-lint: setup
+lint: style types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
-test: lint
+# mypy uses one core, for half a minute the first time: the tests start beside it.
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types quick-tests
+
+quick-tests: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-slow: setup
