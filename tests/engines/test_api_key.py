@@ -86,6 +86,7 @@ def test_no_file_of_a_run_and_nothing_that_it_prints_has_the_key(
     words = ["--task", "toy:SayA", "--model", str(model), "--engine", "sglang", "--engine-urls", server.url]
     words += ["--slots", "8", "--rollouts-per-update", "4", "--prompts-per-cohort", "4", "--rollouts-per-prompt", "2"]
     words += ["--max-response-tokens", "6", "--max-prompt-tokens", "16", "--eval-problems", "2", "--threads", "1"]
+    words += ["--reward-workers", "0"]
     try:
         assert main(["train", *words, "--updates", "1", "--out", str(tmp_path / "run")]) == 0
     finally:

@@ -27,6 +27,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'su
 SETTINGS = """
 task = "toy:SayA"
 scoring = "at-once"
+reward_workers = 0
 updates = 20
 eval_every = 5
 checkpoint_every = 2

@@ -21,7 +21,7 @@ SUPPORT = Path(__file__).parent
 INHERITED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
 ENVIRONMENT = INHERITED | {"PYTHONPATH": f"{SUPPORT.parents[1] / 'src'}:{SUPPORT}", "OMP_NUM_THREADS": "1"}
 SMALL = {
-    "task": "toy:SayA", "scoring": "at-once",
+    "task": "toy:SayA", "scoring": "at-once", "reward-workers": 0,
     "slots": 8, "rollouts-per-update": 16, "prompts-per-cohort": 8, "rollouts-per-prompt": 4,
     "max-response-tokens": 40, "max-prompt-tokens": 16, "eval-problems": 20, "learning-rate": 3e-3, "threads": 1,
 }  # fmt: skip

@@ -135,12 +135,10 @@ def test_on_all_responses_the_run_stops_with_the_reason(pools: Pools, fault: str
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
-def test_what_is_odd_but_no_fault_counts(fault: str) -> None:
-    pool = reward_workers(Faults(), workers=WORKERS, limit_seconds=LIMIT_SECONDS)
-    run = FaultyRun(pool, fault, every=2)
+def test_what_is_odd_but_no_fault_counts(pools: Pools, fault: str) -> None:
+    run = FaultyRun(pool_for(pools, fault), fault, every=2)
     assert len(run.to_end()) == 3 * UPDATE, run.lines
     assert {event.reward for event in run.log if isinstance(event, events.Scored)} == {1.0}
-    pool.close()
 
 
 @pytest.mark.parametrize("fault", ["exits", "spins"])

@@ -127,7 +127,7 @@ def test_the_prompt_shows_the_tools() -> None:
 def test_a_template_that_does_not_show_tools_is_refused() -> None:
     from transformers import AutoTokenizer
 
-    task = task_by_name("knights_and_knaves:small", tools=["calculator"])
+    task = task_by_name("knights_and_knaves:small", tools=["calculator"], count=100)
     with pytest.raises(ValueError, match="does not show tools, so the model would not see calculator"):
         environment_prompt(task.environment(), task.train()[0], AutoTokenizer.from_pretrained(BUILT_IN_MODEL))  # type: ignore[union-attr]
 

@@ -23,7 +23,7 @@ from sortedrl.training import evaluate as evaluating
 from sortedrl.training import trainer
 
 EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
-EVALUATED += ["--eval-problems", "12", "--threads", "1"]
+EVALUATED += ["--eval-problems", "12", "--threads", "1", "--reward-workers", "0"]
 SMALL = ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
 SMALL += ["--learning-rate", "1e-2", "--scoring", "at-once"]
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {"lora": {"lora_rank": 4}, "recomputation": {"gradient_checkpointing": True}}

@@ -18,7 +18,7 @@ from sortedrl.engines.simulated import SimulatedEngine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "16", "--max-prompt-tokens", "16"]
 SMALL += ["--rollouts-per-update", "8", "--prompts-per-cohort", "4", "--rollouts-per-prompt", "4", "--updates", "2"]
-SMALL += ["--eval-problems", "4", "--threads", "1", "--scoring", "at-once"]
+SMALL += ["--eval-problems", "4", "--threads", "1", "--scoring", "at-once", "--reward-workers", "0"]
 
 
 def test_a_run_with_an_engine_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ SMALL = [
     *("--task", "toy:SayA", "--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "4"),
     *("--rollouts-per-prompt", "4", "--max-response-tokens", "16", "--max-prompt-tokens", "16"),
     *("--eval-problems", "2", "--learning-rate", "3e-3", "--threads", "1", "--checkpoint-every", "2"),
+    *("--reward-workers", "0"),  # a worker is a new interpreter; test_train_rewards.py has them
 ]
 
 

@@ -23,6 +23,8 @@ SMALL = [
     "toy:SayA",
     "--scoring",
     "at-once",
+    "--reward-workers",
+    "0",  # a worker is a new interpreter; test_train_rewards.py has them
     "--slots",
     "8",
     "--rollouts-per-update",
@@ -89,14 +91,20 @@ def eval_flags() -> list[str]:
 @pytest.mark.parametrize(
     "mode", ["partial+elevator", "on-policy", "on-policy+planned", "baseline", "partial+lookahead"]
 )
-def test_every_mode_trains_and_the_same_seed_gives_the_same_run(mode: str, model: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        trained(model, tmp_path / name, "--mode", mode, "--updates", "3")
-    first, second = (logged_updates(tmp_path / name) for name in ("a", "b"))
-    assert len(first) == 3
-    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+def test_modes_train(mode: str, model: Path, tmp_path: Path) -> None:
+    trained(model, tmp_path / "run", "--mode", mode, "--updates", "3")
+    updates = logged_updates(tmp_path / "run")
+    assert len(updates) == 3
     if not mode.startswith("partial"):
-        assert all(version == update.version for update in first for s in update.segments for version, _ in s)
+        assert all(version == update.version for update in updates for s in update.segments for version, _ in s)
+
+
+def test_the_same_seed_gives_the_same_run(model: Path, tmp_path: Path) -> None:
+    """In every mode, but without a model: test_invariants.py."""
+    for name in ("a", "b"):
+        trained(model, tmp_path / name, "--mode", "on-policy", "--updates", "3")
+    first, second = (logged_updates(tmp_path / name) for name in ("a", "b"))
+    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
 
 
 def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:
@@ -165,7 +173,8 @@ def assert_nothing_lost_or_trained_twice(run: Path) -> None:
 
 
 def test_a_reward_that_raises_is_counted_and_stops_nothing(model: Path, tmp_path: Path) -> None:
-    summary = trained(model, tmp_path / "run", "--task", "toy:RaisesSometimes", "--updates", "3")
+    words = ["--task", "toy:RaisesSometimes", "--reward-workers", "1", "--updates", "3"]
+    summary = trained(model, tmp_path / "run", *words)
     assert summary["updates"] == 3
     assert summary["metrics"]["rejected"] > 0
     reasons = [e.reason for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, events.Rejected)]
