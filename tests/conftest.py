@@ -1,4 +1,5 @@
-"""For all tests: interruptible commands, one PyTorch thread, and engines that are closed after the test."""
+"""For all tests: interruptible commands, one PyTorch thread, no garbage collection of modules, and engines that are
+closed after the test."""
 
 from __future__ import annotations
 
@@ -16,6 +17,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Before PyTorch is imported. The models are tiny, and two workers with two spinning threads each slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    import frozen  # noqa: F401 (all test modules are imported by now)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.core.schedule import ConfigurationError
@@ -137,6 +137,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), VALUES))
-def test_settings_survive_the_way_through_a_file(settings: dict[str, Any]) -> None:
-    assert tomllib.loads(toml_of(settings)) == settings
+def test_settings_survive_the_way_through_a_file(values: dict[str, Any]) -> None:
+    assert tomllib.loads(toml_of(values)) == values

@@ -123,7 +123,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
     context.set_forkserver_preload(
         [
             *("sortedrl.training.trainer", "sortedrl.cli.train", "sortedrl.cli.parse", "sortedrl.cli.output"),
-            *("transformers.models.llama", "toy", "forked"),
+            *("transformers.models.llama", "toy", "forked", "frozen"),
         ]
     )
     return context

@@ -1,7 +1,8 @@
-"""Whether processes that a test started have ended."""
+"""Whether processes that a test started have ended, and how long they have computed."""
 
 from __future__ import annotations
 
+import os
 import time
 
 PATIENCE_SECONDS = 60.0
@@ -14,6 +15,16 @@ def is_running(process_id: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def cpu_seconds(process_id: int) -> float:
+    """Of the process alone; 0 if it has ended."""
+    try:
+        with open(f"/proc/{process_id}/stat") as stat:
+            user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_end(*process_ids: int) -> None:

@@ -33,7 +33,8 @@ from sortedrl.tasks.workers import WorkerPool
 UPDATE = 8
 WORKERS = 2
 LIMIT_SECONDS = 20.0
-SHORT_LIMIT_SECONDS = 1.5  # for rewards that hang
+SHORT_LIMIT_SECONDS = 1.5  # for rewards that hang, beside others that do not
+SHORTEST_LIMIT_SECONDS = 0.3  # where all hang
 MEMORY_BYTES = 2**28
 NOT_IN_PROCESS = ("interrupts", "eats_memory", "reward_with_many_parts")
 
@@ -60,7 +61,7 @@ def pools() -> Iterator[Pools]:
     """Shared by all faults: what one of them does must not matter to the next."""
     made = {
         limit: reward_workers(Faults(), workers=WORKERS, limit_seconds=limit, memory_bytes=MEMORY_BYTES)
-        for limit in (LIMIT_SECONDS, SHORT_LIMIT_SECONDS)
+        for limit in (LIMIT_SECONDS, SHORT_LIMIT_SECONDS, SHORTEST_LIMIT_SECONDS)
     }
     yield made
     for pool in made.values():
@@ -126,7 +127,8 @@ def test_on_some_responses_it_is_counted_and_the_run_goes_to_its_end(pools: Pool
 
 @pytest.mark.parametrize("fault", faults(QUICK_ON_ALL))
 def test_on_all_responses_the_run_stops_with_the_reason(pools: Pools, fault: str) -> None:
-    run = FaultyRun(pool_for(pools, fault), fault, every=1)
+    pool = pools[SHORTEST_LIMIT_SECONDS] if fault in HANGING else pools[LIMIT_SECONDS]
+    run = FaultyRun(pool, fault, every=1)
     with pytest.raises(TooManyRejected, match=f"the first {UPDATE} rollouts were all rejected") as stopped:
         run.to_end()
     assert re.search(FAULTS[fault][1], str(stopped.value)), stopped.value

@@ -16,7 +16,7 @@ import forked
 import toy
 from config_file import config_file
 from forked import Command, Done
-from processes import wait_for_end
+from processes import PATIENCE_SECONDS, cpu_seconds, wait_for_end
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.events import read_events
@@ -47,6 +47,17 @@ def options(fault: str, every: int = 1) -> list[str]:
 def children_of(process: int) -> list[int]:
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
     return [int(word) for word in found.stdout.split()]
+
+
+def wait_for_a_reward_that_hangs(run: int) -> list[int]:
+    """Until a worker has computed for longer than its start takes; returns all workers."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
+        workers = children_of(run)
+        if any(cpu_seconds(worker) > 1.5 for worker in workers):
+            return workers
+        time.sleep(0.2)
+    raise AssertionError("no worker spins")
 
 
 def test_a_slow_reward_shows_as_the_bottleneck_everywhere(
@@ -151,10 +162,8 @@ def test_ctrl_c_ends_a_run_whose_reward_hangs(task: str, scoring: str, model: Pa
     command = words("train", model, f"reward_faults:{task}", *options("spins_in_c"), *more)
     run = Command(command)
     run.wait_for_output("held-out score" if task == "FaultsInTraining" else "updates, mode")
-    time.sleep(3.0)  # the first rewards hang by then
     assert run.process.pid is not None
-    workers = children_of(run.process.pid)
-    assert workers
+    workers = wait_for_a_reward_that_hangs(run.process.pid)
     run.send(signal.SIGINT)
     if scoring == "at-once":  # the first one waits for the score, the second does not
         time.sleep(2.0)
