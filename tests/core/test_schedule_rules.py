@@ -14,9 +14,11 @@ from sortedrl.core import Controller, Event, Request, Rollout, events
 from sortedrl.core.buffer import Buffer
 
 SEEDS_PER_TEST = 50
+QUICK_BLOCKS = 8  # the schedules with turns (test_turn_schedules.py) have the same faults, and more
+BLOCKS = [pytest.param(n, marks=[] if n < QUICK_BLOCKS else [pytest.mark.slow]) for n in range(14)]
 
 
-@pytest.mark.parametrize("block", range(14))
+@pytest.mark.parametrize("block", BLOCKS)
 def test_random_runs_with_deaths_and_interrupts_hold_to_the_rules(block: int) -> None:
     """The same seeds in every run; fresh ones by the thousand: benchmarks/random_schedules.py."""
     for seed in range(block * SEEDS_PER_TEST, (block + 1) * SEEDS_PER_TEST):
