@@ -120,12 +120,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            *("sortedrl.training.trainer", "sortedrl.cli.train", "sortedrl.cli.parse", "sortedrl.cli.output"),
-            *("transformers.models.llama", "toy", "forked", "frozen"),
-        ]
-    )
+    context.set_forkserver_preload(["preloaded"])
     return context
 
 

@@ -38,7 +38,7 @@ SMALL = [
     "--max-prompt-tokens",
     "16",
     "--eval-problems",
-    "20",
+    "8",
     "--learning-rate",
     "3e-3",
     "--threads",
