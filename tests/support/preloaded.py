@@ -3,7 +3,7 @@
 import transformers.models.llama  # noqa: F401
 
 import forked  # noqa: F401
-import sortedrl.cli.output  # noqa: F401
+import sortedrl.cli.output
 import sortedrl.training.trainer  # noqa: F401
 import toy  # noqa: F401
 from sortedrl.cli import train
