@@ -224,7 +224,7 @@ def test_watching_ends_when_the_run_folder_is_removed(killed: Path, tmp_path: Pa
 def test_the_line_of_an_update_shows_a_slow_or_failing_reward() -> None:
     names = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")
     line: dict[str, Any] = {"update": 3, "updates_in_all": 9, "rejected": 0} | dict.fromkeys(names, 1.0)
-    healthy = progress_line(line | {"mismatch_kl": 0.0, "scoring_backlog": 0}, None)
+    healthy = progress_line(line | {"mismatch_kl": 4e-15, "scoring_backlog": 0}, None)
     assert not any(word in healthy for word in ("mismatch", "backlog", "rejected"))
     failing = {
         "scoring_backlog": 41,

@@ -27,7 +27,7 @@ from rich.text import Text
 from sortedrl.core import events
 from sortedrl.core.events import Event, Sink
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.run_state import RunState, RunView, is_update
+from sortedrl.observe.run_state import ROUNDING_NATS, RunState, RunView, is_update
 
 REDRAW_SECONDS = 0.25
 MOST_SHARE = 0.002  # maximum fraction of the time spent drawing
@@ -80,7 +80,7 @@ def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
 def _update_warnings(line: dict[str, Any]) -> str:
     """Parts of the line that only some runs have: an engine that differs from the learner, a slow or failing reward."""
     parts = []
-    if line.get("mismatch_kl"):  # always 0 where the engine shares the learner's module
+    if line.get("mismatch_kl", 0.0) > ROUNDING_NATS:
         parts.append(f"mismatch {shown('mismatch', line['mismatch_kl'])}")
     if line.get("scoring_backlog"):
         parts.append(f"scoring backlog {line['scoring_backlog']}")
@@ -157,7 +157,7 @@ def panel_rows(view: RunView, now: float, width: int, *, ascii_only: bool = Fals
         _named("mean", shown("staleness", snapshot.staleness_mean)),
         _named("max", str(snapshot.staleness_max)),
     ]
-    if view.mismatch:  # always 0 where the engine shares the learner's module
+    if view.mismatch is not None and view.mismatch > ROUNDING_NATS:
         staleness.append(_named("mismatch", shown("mismatch", view.mismatch)))
     goodput = [Text(shown("goodput", snapshot.goodput), style="bold"), _named("waste", shown("waste", snapshot.waste))]
     scoring = [_named("backlog", str(places.finished)), _named("rejected", str(snapshot.rejected))]

@@ -20,6 +20,7 @@ from sortedrl.core.events import Event
 from sortedrl.observe.metrics import Metrics, Snapshot
 
 REWARDS_SHOWN = 60  # updates
+ROUNDING_NATS = 1e-6  # a smaller KL is rounding, as between engine and learner of one model on a CPU: not shown
 
 WAITING, RESUMABLE, QUEUED, RUNNING = "waiting", "resumable", "queued", "running"
 ENVIRONMENT, FINISHED, READY = "environment", "finished", "ready"

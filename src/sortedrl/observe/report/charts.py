@@ -16,6 +16,7 @@ from sortedrl.observe.report.curves import Curve, Dot, curve, line, rounded, thi
 from sortedrl.observe.report.folds import UpdatePoint
 from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
+from sortedrl.observe.run_state import ROUNDING_NATS
 from sortedrl.observe.timeline import Slice
 
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
@@ -305,7 +306,6 @@ class LearnerPanel:
     least: float = 0.0  # the panel is left out if no value is above it
 
 
-ROUNDING = 1e-6  # nats: less is rounding, as between engine and learner of one model on a CPU
 SCORING_PANEL = LearnerPanel("scoring_backlog", "Scoring backlog", "responses without a score", from_zero=True)
 LEARNER_PANELS = (
     LearnerPanel("stale_ratio_mean", "Importance ratio, mean", "ratio, stale tokens"),
@@ -313,7 +313,9 @@ LEARNER_PANELS = (
     LearnerPanel("importance_weight_mean", "Importance weight, mean", "weight in the loss"),
     LearnerPanel("ess_rollout_fraction", "Effective sample size", "rollouts (%)", percent=True, from_zero=True),
     LearnerPanel("clipped_fraction", "Clip fraction", "tokens clipped (%)", percent=True, from_zero=True),
-    LearnerPanel("mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True, least=ROUNDING),
+    LearnerPanel(
+        "mismatch_kl", "Engine/learner mismatch", "KL, fresh tokens (nats)", from_zero=True, least=ROUNDING_NATS
+    ),
     LearnerPanel("stale_kl", "KL of stale tokens", "KL, stale tokens (nats)", from_zero=True),
     LearnerPanel("entropy", "Entropy", "nats per token", from_zero=True),
     LearnerPanel("grad_norm", "Gradient norm", "norm", from_zero=True),
