@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import forked
 from config_file import config_file
 from forked import Done
 from sortedrl.cli.help_page import flag_of, help_page
-from sortedrl.cli.main import COMMANDS
+from sortedrl.cli.main import COMMANDS, main
 from sortedrl.settings.base import Settings
 from sortedrl.training.settings import TrainSettings
 
@@ -332,10 +333,25 @@ BAD_INPUT = {
 }
 
 
+Refused = Callable[..., Done]
+
+
+@pytest.fixture
+def in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command here, in an empty folder: many of them, which differ in one word."""
+
+    def run(*words: str) -> Done:
+        monkeypatch.chdir(tmp_path)
+        code = main(words)
+        return Done(code, *capfd.readouterr())
+
+    return run
+
+
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_flags_give_one_clear_error(name: str, tmp_path: Path) -> None:
+def test_bad_flags_give_one_clear_error(name: str, in_this_process: Refused, tmp_path: Path) -> None:
     words, expected = BAD_INPUT[name]
-    assert_refused(sortedrl(*words, cwd=tmp_path), expected, tmp_path)
+    assert_refused(in_this_process(*words), expected, tmp_path)
 
 
 BAD_FILES = {
@@ -363,11 +379,11 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files_give_one_clear_error(name: str, tmp_path: Path) -> None:
+def test_bad_files_give_one_clear_error(name: str, in_this_process: Refused, tmp_path: Path) -> None:
     file, content, expected = BAD_FILES[name]
     (tmp_path / file).write_text(content)
     flag = {"run.toml": "--config", "lengths.jsonl": "--lengths", "points.csv": "--step-time"}[file]
-    assert_refused(sortedrl("simulate", flag, file, cwd=tmp_path), expected, tmp_path, already=1)
+    assert_refused(in_this_process("simulate", flag, file), expected, tmp_path, already=1)
 
 
 def assert_refused(done: Done, expected: list[str], folder: Path, already: int = 0) -> None:
