@@ -153,15 +153,17 @@ class Buffer:
     def load(self, rollouts: list[Rollout], gate: int, *, whole_groups: bool, key: Callable[[Rollout], Key]) -> None:
         for members in [rollouts] if whole_groups else [[rollout] for rollout in rollouts]:
             group = Group(members[0].id, gate, members)
+            group.waiting = len(members)
             for rollout in members:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
         self.loaded += len(rollouts)
-        self._started[gate] = self._started.get(gate, 0) + len(rollouts)
+        self._started.setdefault(gate, 0)
         self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
         self.gate = next(iter(self._untrained))
         for rollout in rollouts:
-            self._enqueue(rollout, key(rollout))
+            heapq.heappush(self._queue, (key(rollout), rollout.id, rollout))
+            self.never_started += 1
 
     def start(self) -> tuple[Rollout, Key]:
         """Take the head of the queue."""

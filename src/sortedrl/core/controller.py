@@ -247,7 +247,8 @@ class Controller:
         self._start_harvest()
         with self._streaming:
             while not self._has_enough():
-                has_loaded = self._fill()
+                rejected_before = self.buffer.rejected
+                self._fill()
                 if self._is_interrupted:
                     self._abort_running()
                     self._wait_for_learner()
@@ -255,7 +256,7 @@ class Controller:
                 if not self.buffer.untrained:  # every remaining rollout was rejected
                     return []
                 self._streaming.hand_over()
-                if has_loaded and self._has_enough():  # new rollouts were rejected: fewer are left to wait for
+                if self.buffer.rejected > rejected_before and self._has_enough():  # fewer are left to wait for
                     break
                 if not self._late_scores.give_up():
                     self._advance()
@@ -289,17 +290,15 @@ class Controller:
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
             s.buffer.rekey(self._moves.key)
 
-    def _fill(self) -> bool:
-        """Start waiting rollouts in the strategy's order until no slot is free. Whether prompts were loaded."""
+    def _fill(self) -> None:
+        """Start waiting rollouts in the strategy's order until no slot is free."""
         requests: list[Request] = []
         gate = OPEN
-        has_loaded = False
         while len(self.buffer.running) < self._state.slots:
             if self.buffer.returning:
                 requests.append(self._request(self._moves.resume()))
                 continue
             loaded = self._loader.load()
-            has_loaded |= loaded
             head = self.buffer.head()
             if head is None:
                 if loaded:  # and every rollout of it was rejected
@@ -314,7 +313,6 @@ class Controller:
             self._set_gate(gate)  # before the engine's clock moves: a slot in prefill is not empty
         if requests:
             self.engine.submit(requests)
-        return has_loaded
 
     def _request(self, rollout: Rollout) -> Request:
         return Request(

@@ -70,13 +70,13 @@ class SensedLengths:
         return known.mean if known.seen else self.median
 
     def observe(self, rollout: Rollout) -> None:
-        length = rollout.policy_length
-        last_epoch, group, mean, seen = self._by_prompt.get(rollout.prompt.id, (None, rollout.group, 0.0, 0))
-        if group != rollout.group:
+        length, group = rollout.policy_length, rollout.group
+        last_epoch, group_before, mean, seen = self._by_prompt.get(rollout.prompt.id, (None, group, 0.0, 0))
+        if group_before != group:
             last_epoch, mean, seen = mean if seen else last_epoch, 0.0, 0
         seen += 1
         mean += (length - mean) / seen
-        self._by_prompt[rollout.prompt.id] = Sensed(last_epoch, rollout.group, mean, seen)
+        self._by_prompt[rollout.prompt.id] = Sensed(last_epoch, group, mean, seen)
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > RECENT:

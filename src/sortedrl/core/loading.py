@@ -38,7 +38,7 @@ class PromptLoader:
         self._cohorts_loaded += 1
         self._prompts_loaded += len(prompts)
         rollouts = len(prompts) * s.schedule.rollouts_per_prompt
-        ids = tuple(prompt.id for prompt in prompts)
+        ids = tuple([prompt.id for prompt in prompts])
         self._log.append(events.Loaded(self._clock.now(), cohort, self._next_id, rollouts, ids))
         for prompt in prompts:
             self._load_group(prompt, cohort)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from sortedrl.core import events
 from sortedrl.core.batch import Batch
@@ -36,7 +35,10 @@ class RolloutMoves:
         self._clock = clock
         self._log = log
         self._release = release
-        self.key: Callable[[Rollout], Key] = partial(strategy.key, s=state)  # a place in the queue of waiting rollouts
+
+    def key(self, rollout: Rollout) -> Key:
+        """The rollout's place in the queue of waiting rollouts."""
+        return self._strategy.key(rollout, self.state)
 
     # Into the engine and out of it
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 
+
+@lru_cache(maxsize=1 << 14)  # a resumed rollout asks again for the seed of its attempt
 def derive_seed(*numbers: int) -> int:
     """63 well-mixed bits of the numbers, in order (splitmix64's finalizer)."""
     return mixing(0, *numbers) >> 1

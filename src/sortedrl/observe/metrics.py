@@ -108,7 +108,7 @@ class Metrics:
         self._began = self._time = 0.0
         self._phase = ""
         self._gate = "open"
-        self._running = self._live = 0
+        self._live = 0  # submitted to the engine, in a slot or in its queue
         self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
         self._phase_seconds: defaultdict[str, float] = defaultdict(float)  # other phases than harvest
@@ -116,7 +116,6 @@ class Metrics:
         self._harvest_marks: list[tuple[float, float]] = []  # (harvest seconds, empty slot-seconds) at each start
         self._in_slot: set[int] = set()
         self._first_expected: dict[int, float] = {}
-        self._length: dict[int, int] = {}  # of rollouts that were aborted or failed
         self._count: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
@@ -188,10 +187,10 @@ class Metrics:
             self._phase_seconds[self._phase] += seconds
             return
         self._harvest_seconds += seconds
-        submitted = min(self.slots, self._live)
-        if submitted > self._running:
+        submitted, running = min(self.slots, self._live), len(self._in_slot)
+        if submitted > running:
             part = "kv_limited" if self._memory_is_short else "queued"
-            self._empty[part] += (submitted - self._running) * seconds
+            self._empty[part] += (submitted - running) * seconds
         if submitted < self.slots:
             free = self.slots - submitted
             if self._turns.in_use and self._gate != "open":
@@ -245,19 +244,17 @@ class Metrics:
 
     def _on_started(self, event: events.Started) -> None:
         self._in_slot.add(event.rollout)
-        self._running += 1
         if self._memory_is_short:
             self._note_room()
 
     def _on_preempted(self, event: events.Preempted) -> None:
-        self._leave_slot(event.rollout)
+        self._in_slot.discard(event.rollout)
         self._memory_is_short |= event.recompute > 0  # 0: it had not started
         self._count["preemptions"] += 1
         self._count["re_prefill"] += event.recompute
 
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
         self._leave_engine(event.rollout, event.made)
-        self._length[event.rollout] = event.length
         self._turns.end_turn(event)
 
     def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
@@ -267,7 +264,6 @@ class Metrics:
         rollout = event.rollout
         if not (self._turns.in_use and self._turns.leave(rollout, event.at)):
             self._leave_engine(rollout, event.made)
-        self._length.pop(rollout, None)
         self._count["truncated"] += event.truncated
         sampled = event.length - self._turns.tokens_of(rollout) if self._turns.in_use else event.length
         self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
@@ -278,12 +274,10 @@ class Metrics:
 
     def _on_aborted(self, event: events.Aborted) -> None:
         self._leave_engine(event.rollout, event.made)
-        self._length[event.rollout] = event.length
         self._drop(event.rollout, event.dropped)
 
     def _on_failed(self, event: events.Failed) -> None:
         self._leave_engine(event.rollout, event.made)
-        self._length[event.rollout] = self._length.get(event.rollout, 0) + event.made
         self._count["failures"] += 1
         self._drop(event.rollout, event.dropped)
 
@@ -291,7 +285,6 @@ class Metrics:
         self._count["regenerated"] += 1
         if self._turns.drop(event.rollout, event.at):  # cut in its environment
             self._attempts.ended(event.rollout, self._group_of(event.rollout), event.dropped, finished=False)
-        self._length[event.rollout] = 0
         self._count["dropped"] += event.dropped
         self._wall_clock.forget(event.rollout)
 
@@ -302,33 +295,23 @@ class Metrics:
         self._wall_clock.forget(event.rollout)
         self._turns.drop(event.rollout, event.at)
         self._attempts.forget(event.rollout)
-        self._forget(event.rollout)
+        self._first_expected.pop(event.rollout, None)
 
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped"] += dropped
-            self._length[rollout] = 0
             self._turns.drop(rollout, self._time)
             self._attempts.ended(rollout, self._group_of(rollout), dropped, finished=False)
 
     def _leave_engine(self, rollout: int, made: int) -> None:
         self._live -= 1
-        self._leave_slot(rollout)
+        self._in_slot.discard(rollout)
         if self._memory_is_short:
             self._note_room()
         self._count["generated"] += made
 
     def _note_room(self) -> None:
-        self._memory_is_short = min(self.slots, self._live) > self._running
-
-    def _leave_slot(self, rollout: int) -> None:
-        if rollout in self._in_slot:
-            self._in_slot.remove(rollout)
-            self._running -= 1
-
-    def _forget(self, rollout: int) -> None:
-        self._length.pop(rollout, None)
-        self._first_expected.pop(rollout, None)
+        self._memory_is_short = min(self.slots, self._live) > len(self._in_slot)
 
     def _on_streamed(self, event: events.Streamed) -> None:
         self._streamed.update(event.rollouts)
@@ -353,12 +336,11 @@ class Metrics:
                     self._staleness[event.version - version] += tokens
             self._segments[len(segments) - observed] += 1
         for rollout, length in zip(event.rollouts, lengths, strict=True):
-            expected = self._first_expected.get(rollout)
+            expected = self._first_expected.pop(rollout, None)
             if expected is not None:
                 self._expected_lengths.append(expected)
                 self._real_lengths.append(length)
             self._attempts.trained(rollout, self._group_of(rollout), length)
-            self._forget(rollout)
 
     def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
         """The lengths of an update, grouped by unit: a rollout, or a whole group."""
