@@ -2,7 +2,7 @@
 
 reference staleness oversubscribe groups update-size kv-limited re-prefill turns slow-environments: each is written to
 docs/data/simulated_SECTION.csv (docs/simulated_tables.md explains the columns).
-paper speed: printed as Markdown.
+paper speed cpu: printed as Markdown.
 Seeds 0 to 4 unless the page states otherwise; means, and for `of_limit` the lowest and highest seed.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+import platform
 import resource
 import subprocess
 import sys
@@ -293,6 +294,17 @@ def one_speed_run(mode: str, rollouts: int) -> None:
     print(f"| {mode} | {rollouts:,} | {seconds:.1f} | {seconds / rollouts * 1e6:.0f} | {memory:.0f} | {log:.0f} |")
 
 
+def cpu() -> None:
+    """Controller, simulated engine and metrics without a log file. CPU time does not count other processes."""
+    print(f"| mode | CPU-seconds for 100,000 rollouts, Python {platform.python_version()} |")
+    print("|---|---|")
+    for mode in ("partial+elevator", "partial", "on-policy", "baseline"):
+        began = time.process_time()
+        run(Workload(prompts=100_000), Schedule(mode=mode))
+        print(f"| {mode} | {time.process_time() - began:.1f} |", flush=True)
+    print()
+
+
 WRITTEN: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "reference": reference,
     "staleness": staleness,
@@ -304,7 +316,7 @@ WRITTEN: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "turns": turns,
     "slow-environments": slow_environments,
 }
-PRINTED: dict[str, Callable[[], None]] = {"paper": paper, "speed": speed}
+PRINTED: dict[str, Callable[[], None]] = {"paper": paper, "speed": speed, "cpu": cpu}
 
 
 def write(section: str) -> Path:

@@ -397,6 +397,10 @@ class Controller:
                 self._collect_scores()
             for rollout in self.buffer.unscored():
                 self._moves.regenerate(rollout, "no score in time")
+        if self.schedule.whole_groups:
+            self._regenerate_incomplete_groups()
+
+    def _regenerate_incomplete_groups(self) -> None:
         for group in list(self.buffer.groups()):
             if group.missing:
                 for rollout in group.members:

@@ -48,7 +48,7 @@ class LognormalLengths:
     def __call__(self, prompt: Prompt, seed: int) -> int:
         state = mixing(self._seed_state, number_of(prompt))
         effect = self.between * normal(mixing(state, 1) >> 1)
-        noise = self.within * normal(mixing(state, 2, seed) >> 1)
+        noise = self.within * normal(mixing(mixing(state, 2), seed) >> 1)
         return min(self.limit, max(self.shortest, round(math.exp(self.mu + effect + noise))))
 
 
@@ -154,8 +154,8 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
 
 
 def remembered(lengths: LengthOf) -> LengthOf:
-    """The same lengths with a cache: a resumed rollout asks again."""
-    return lru_cache(maxsize=1 << 14)(lengths)
+    """The same lengths with a cache: a resumed rollout asks again. Lengths that have a cache stay as they are."""
+    return lengths if hasattr(lengths, "cache_info") else lru_cache(maxsize=1 << 14)(lengths)
 
 
 def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:

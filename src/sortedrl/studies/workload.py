@@ -187,6 +187,7 @@ def run(
     max_updates: int | None = None,
 ) -> RunMetrics:
     """One simulated run, from the first prompt to the last update."""
+    workload = replace(workload, lengths=remembered(workload.lengths))  # one cache for the engine and `UncutLengths`
     metrics, uncut = Metrics(), UncutLengths(workload, schedule)
     engine, streamed = simulated_engine(workload), StreamedWork(workload)
     streams = workload.stream and strategy_named(schedule.mode).can_stream
