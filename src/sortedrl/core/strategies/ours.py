@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
@@ -73,6 +73,18 @@ class LookaheadPartial(Partial):
         return bound is None or updates_left(s.untrained_here, s.schedule.rollouts_needed) + s.learning <= bound
 
 
+class SweepKey(NamedTuple):
+    """Queue key of a rollout that the elevator starts in its sweep."""
+
+    gate: int
+    kind: int  # NEW
+    urgency: int  # IN_SWEEP
+    sweep: int  # number of the sweep that reaches the rollout
+    signed_length: float  # expected length, negative in a falling sweep
+    group: int
+    rollout: int
+
+
 @dataclass(frozen=True)
 class ElevatorPartial(Partial):
     """No cohort is drained. Freed slots are refilled from a window of waiting prompts, in a sweep
@@ -103,9 +115,8 @@ class ElevatorPartial(Partial):
         rises = number % 2 == 0
         if expected < position if rises else expected > position:  # passed: the next sweep reaches it
             number, rises = number + 1, not rises
-        return (group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
+        return SweepKey(group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
-        match key:
-            case (_, _, _, sweep, signed_length, _, _):  # only a rollout in a sweep has a key of seven parts
-                s.sweep = Sweep(int(sweep), abs(signed_length))
+        if isinstance(key, SweepKey):
+            s.sweep = Sweep(key.sweep, abs(key.signed_length))
