@@ -608,6 +608,11 @@ def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(tokenizer: An
         trainer_for(tmp_path, tokenizer, schedule=schedule).train()
 
 
+def test_a_fraction_that_is_none_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="max_rejected_fraction = 50"):
+        trainer_for(tmp_path, tokenizer, max_rejected_fraction=50)
+
+
 # Several processes
 
 TWO_PROCESSES = """

@@ -123,6 +123,10 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
         check_arguments(given)
+        if not 0 <= max_rejected_fraction <= 1:
+            raise ConfigurationError(
+                "max_rejected_fraction", max_rejected_fraction, "it is a fraction", "Use a number from 0 to 1."
+            )
         if given.get("args") is not None:
             check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
         try:
