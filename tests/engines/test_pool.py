@@ -355,7 +355,9 @@ class PoolRun(Run):
 def pools_that_lose_members(draw: st.DrawFn) -> tuple[Scenario, list[int], list[int | None]]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
     deaths = [None, *(draw(st.none() | st.integers(0, 40)) for _ in sizes[1:])]
-    return replace(draw(peaceful(MODES)), slots=sum(sizes)), sizes, deaths
+    drawn = draw(peaceful(MODES))
+    patient = replace(drawn.schedule, score_wait_seconds=60.0)  # the clock is real: with 0 s, any score may be too late
+    return replace(drawn, slots=sum(sizes), schedule=patient), sizes, deaths
 
 
 @invariants.examples(150)
