@@ -116,9 +116,12 @@ def test_cached_turns_take_memory_and_go_before_a_request_is_preempted() -> None
     assert prefill_of_second_turn(26) == pytest.approx(19)
 
 
-def test_turns_measured_on_a_gpu_are_predicted_from_the_cost_of_a_return(capsys: pytest.CaptureFixture[str]) -> None:
+def test_turns_measured_on_a_gpu_are_predicted_from_the_cost_of_a_return(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`python benchmarks/turns.py --repredict ...`: three modes with vLLM on an H200."""
     benchmarks = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
     repredict = runpy.run_path(str(benchmarks / "turns.py"), run_name="turns")["repredict"]
 
     def errors(return_seconds: float) -> list[float]:

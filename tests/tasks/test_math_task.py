@@ -151,9 +151,9 @@ class NoParser:
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_wrong_without_the_parser(task: Math, bomb: str, reference: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(task, "_verify", NoParser())
-    begun = time.thread_time()
+    before = time.thread_time()
     assert not judged(task, reference, BOMBS[bomb]).correct
-    assert time.thread_time() - begun < 0.1  # 5 ms
+    assert time.thread_time() - before < 0.1  # 5 ms
 
 
 def test_a_complex_reference_allows_answers_as_complex_as_itself() -> None:
@@ -199,11 +199,11 @@ def test_the_last_complete_box_counts() -> None:
 
 
 def test_degenerate_responses_cost_no_time(task: Math) -> None:
-    begun = time.monotonic()
+    before = time.monotonic()
     for loop in (r"\boxed{", "1 a", r"\, ", "9", "{", " and"):
         assert not task.score(Problem("p", "?", "7"), loop * 20_000).correct
         assert not judged(task, "7", loop.strip("{") * 20_000).correct
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - before < 10
 
 
 def test_an_answer_on_which_sympy_hangs_is_wrong_in_time_and_in_any_thread(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_an_answer_on_which_sympy_hangs_is_wrong_in_time_and_in_any_thread(tmp_p
     judged(task, r"\sqrt{2}", r"\frac{2}{\sqrt{2}}")  # its worker has started
     tower = r"9^{9^{9^{9}}}"  # as a reference, so that it gets past the limits
     pairs = [(tower, tower + "-1"), *((r"\sqrt{2}", one) for one in (r"\frac{2}{\sqrt{2}}", r"\sqrt{3}", r"2^{1/2}"))]
-    begun = time.monotonic()
+    before = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
         rewards = list(threads.map(lambda pair: judged(task, *pair), pairs))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - before < 30
     assert [reward.correct for reward in rewards] == [False, True, False, True]
     assert [reward.parts["timed_out"] for reward in rewards] == [1.0, 0.0, 0.0, 0.0]
 

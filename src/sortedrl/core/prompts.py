@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sortedrl.core.rollout import Prompt
@@ -17,7 +17,7 @@ class Prompts:
         if not len(dataset):
             raise ValueError("the dataset has no prompts: nothing to train on")
         if isinstance(dataset, list | tuple):  # any other one may tokenize a prompt when it is read
-            _require_unique_ids(dataset)
+            require_unique_ids("prompts", [prompt.id for prompt in dataset])
         if epochs < 1:
             raise ValueError(f"epochs = {epochs}: must be at least 1")
         self.dataset = dataset
@@ -75,10 +75,10 @@ class Prompts:
         self._order = self._permutation()
 
 
-def _require_unique_ids(dataset: Sequence[Prompt]) -> None:
-    """Checkpoints and expected lengths refer to prompts by id."""
+def require_unique_ids(what: str, ids: Iterable[str]) -> None:
+    """Checkpoints and expected lengths refer to prompts by id. Raises ValueError."""
     seen: set[str] = set()
-    for prompt in dataset:
-        if prompt.id in seen:
-            raise ValueError(f"two prompts have the id {prompt.id!r}: ids must be unique")
-        seen.add(prompt.id)
+    for id in ids:
+        if id in seen:
+            raise ValueError(f"two {what} have the id {id!r}: ids must be unique")
+        seen.add(id)

@@ -104,13 +104,11 @@ def response_logprobs(model: PreTrainedModel, context: Sequence[int], response: 
 
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the weights in place, unless the model was loaded in this type.
+    """Cast the weights in place.
 
     Buffers stay as they are: a rotary frequency in bf16 is off by up to 0.4 %, which at position 1,000 is several
     radians, and engines compute with fp32 frequencies.
     """
-    if model.dtype == dtype:
-        return
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 

@@ -256,7 +256,9 @@ def prefill_step_seconds(
     between, returns = timed(returning)
     after, _ = timed(iter([request(shared)]))
     forced.abort([one.id for one in background])
-    return max(0.0, (between - (before + after) / 2) / max(1, returns) - observed * prefill_seconds_per_token)
+    if not returns:
+        raise RuntimeError(f"no request of {_TOKENS_AFTER_RETURN} tokens ended within {steps} decode steps of another")
+    return max(0.0, (between - (before + after) / 2) / returns - observed * prefill_seconds_per_token)
 
 
 def _ends(engine: Engine) -> Iterator[Finished]:

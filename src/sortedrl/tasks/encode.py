@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sortedrl.core.prompts import require_unique_ids
 from sortedrl.core.rollout import Prompt
 from sortedrl.tasks.environment import Environment, as_messages
 from sortedrl.tasks.task import Problem
@@ -52,7 +53,7 @@ def encode(
     With `tokens_of`, these are the prompt's tokens.
     """
     require_eos(tokenizer)
-    _require_unique_ids(problems)
+    require_unique_ids("problems", [problem.id for problem in problems])
     prompts: list[Prompt] = []
     rejected: list[TooLong] = []
     for problem in problems:
@@ -147,11 +148,3 @@ def _require_no_tools(tools: Sequence[Any], tokenizer: PreTrainedTokenizerBase) 
             f"the chat template of {tokenizer.name_or_path!r} does not show tools, so the model would not see "
             f"{names}: use a model whose template does, or describe them in the prompt"
         )
-
-
-def _require_unique_ids(problems: Sequence[Problem]) -> None:
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.id in seen:
-            raise ValueError(f"two problems have the id {problem.id!r}: ids must be unique")
-        seen.add(problem.id)
