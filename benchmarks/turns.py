@@ -383,7 +383,10 @@ def repredict(folder: Path, return_seconds: float | None) -> None:
     print(f"a step that also prefills costs {1e3 * known.prefill_step_seconds:.2f} ms more")
     for text in options.modes:
         mode, shape = Mode.parsed(text, options.updates), SHAPES[options.shape]
-        measured = written["modes"][mode.name]
+        measured = written["modes"].get(mode.name)
+        if measured is None:
+            print(f"{mode.name}: ended before its first update")
+            continue
         marks = predicted(shape, mode, known, known.kv_tokens, options)
         said = summary(marks[: measured["updates"] + (mode.updates > 1)])
         errors = {key: said[key] / measured[key] - 1 for key in ("goodput", "kept")}

@@ -3,8 +3,8 @@
     python benchmarks/studies/ess_alarm.py benchmarks/studies/partial_collapse.jsonl MORE.jsonl ...
 
 A run *falls* at the first cohort whose training responses are correct less often, by more than `FALL`, than those of
-its best cohort before. For the falls, the smallest ess_rollout_fraction of the `WINDOW` updates before that cohort is
-compared with that of runs of the same study that never fall, in the same updates:
+its best cohort before; small cohorts are joined. For the falls, the smallest ess_rollout_fraction of the `WINDOW`
+updates before that cohort is compared with that of runs of the same study that never fall, in the same updates:
 
 - AUC: the probability that it is smaller in the falling run; 0.5 is chance.
 - The alarm "below `ALARM`": how many falls it precedes, by how many updates (median), and how many of the runs that
@@ -23,13 +23,15 @@ from typing import Any
 FALL, WINDOW, ALARM = 0.1, 16, 0.3
 ESS = "ess_rollout_fraction"
 ROLLOUTS_PER_PROMPT, ROLLOUTS_PER_UPDATE, PROMPTS_PER_COHORT = 8, 128, 64  # the defaults, used by all studies here
-MOST_UPDATES = 8  # larger cohorts are cut into parts of this many updates
+# Smaller cohorts are joined, because the best of many small ones is mostly luck. Larger ones are cut.
+LEAST_UPDATES, MOST_UPDATES = 4, 8
 
 
 def part_updates(settings: Mapping[str, Any]) -> int:
     """Updates of a cohort: batches within a cohort may be sorted, so only whole cohorts are alike."""
     prompts = int(settings.get("prompts_per_cohort", PROMPTS_PER_COHORT))
-    return min(MOST_UPDATES, prompts * ROLLOUTS_PER_PROMPT // ROLLOUTS_PER_UPDATE)
+    updates = max(1, prompts * ROLLOUTS_PER_PROMPT // ROLLOUTS_PER_UPDATE)
+    return min(MOST_UPDATES, updates * -(-LEAST_UPDATES // updates))
 
 
 def fall(correct: Sequence[float], updates: int) -> int | None:

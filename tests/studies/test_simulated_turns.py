@@ -119,16 +119,18 @@ def test_cached_turns_take_memory_and_go_before_a_request_is_preempted() -> None
 def test_turns_measured_on_a_gpu_are_predicted_from_the_cost_of_a_return(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python benchmarks/turns.py --repredict ...`: three modes with vLLM on an H200."""
+    """`python benchmarks/turns.py --repredict ...`: with vLLM on two H200s, three modes and one."""
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
     repredict = runpy.run_path(str(benchmarks / "turns.py"), run_name="turns")["repredict"]
 
-    def errors(return_seconds: float) -> list[float]:
-        repredict(benchmarks / "measured" / "h200-turns-full", return_seconds)
+    def errors(measurement: str, return_seconds: float | None) -> list[float]:
+        repredict(benchmarks / "measured" / measurement, return_seconds)
         lines = capsys.readouterr().out.splitlines()[1:]
-        return [float(line.split("(")[1].split("%")[0]) for line in lines]
+        return [float(line.split("(")[1].split("%")[0]) for line in lines if "measured" in line]
 
-    without, found = errors(0.0), errors(0.007)
+    without, found = errors("h200-turns-full", 0.0), errors("h200-turns-full", 0.007)
     assert len(without) == len(found) == 3
     assert max(without) > 20 and max(map(abs, found)) < 6
+    (calibrated,) = errors("h200-turns-calibrated", None)
+    assert abs(calibrated) < 6
