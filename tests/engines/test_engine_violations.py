@@ -58,6 +58,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
     "a preemption without a slot": (after(Finished, lambda c: Preempted(c.id, c.at, 1)), None),
     "too many tokens": (after(Started, lambda c: tokens(c, [-1.0] * (MOST + 1))), "max_response_tokens is 9"),
     "tokens of the environment": (after(Started, lambda c: tokens(c, [-1.0], version=-1)), "version -1"),
+    "tokens of weights to come": (after(Started, lambda c: tokens(c, [-1.0], version=99)), "version 99"),
     "NaN": (after(Started, lambda c: tokens(c, [float("nan")])), "log-probability"),
     "infinity": (after(Started, lambda c: tokens(c, [float("-inf")])), "log-probability"),
     "null": (after(Started, lambda c: tokens(c, [None])), "log-probability"),

@@ -95,6 +95,8 @@ class EngineReports:
             return f"{length} tokens, and max_response_tokens is {self._max_tokens}"
         if segment.version < 0:
             return f"tokens of version {segment.version}, and versions count from 0"
+        if segment.version > self._moves.state.version:
+            return f"tokens of version {segment.version}, and the newest is {self._moves.state.version}"
         newest = rollout.newest_version
         if newest is not None and segment.version < newest:
             return f"tokens of version {segment.version} after tokens of version {newest}"
