@@ -141,6 +141,22 @@ class TestWeights:
             engine.poll()
         engine.close()
 
+    def test_an_error_in_a_step_before_a_load_ends_the_engine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken() -> Any:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        model = tiny_model(tmp_path, tied=False)
+        engine = engine_of(tmp_path, 2)
+        monkeypatch.setattr(engine._scheduler, "has_requests", lambda: True)
+        monkeypatch.setattr(engine._core, "get_output", broken)
+        for _ in range(2):
+            with pytest.raises(EngineDied, match="illegal memory access"):
+                engine.update_weights(dict(model.named_parameters()), 1)
+        monkeypatch.undo()
+        engine.close()
+
 
 def test_without_the_named_output_layer_a_tied_model_goes_wrong_or_is_mended(tmp_path: Path) -> None:
     """States what this vLLM does when the output layer of a tied model is not named at a reload."""

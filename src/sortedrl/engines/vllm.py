@@ -236,12 +236,8 @@ class VllmEngine(EngineBase):
         if self._died is not None:
             raise EngineDied(self._died)
         began = self.now()
-        try:
-            with self._in_vllm():  # includes freeing the objects of the last step
-                self._outputs = self._core.get_output().outputs
-        except Exception as error:
-            self._died = f"vLLM stopped working: {error}"
-            raise EngineDied(self._died) from error
+        with self._in_vllm():  # includes freeing the objects of the last step
+            self._outputs = self._core.get_output().outputs
         ended = self._take(self._outputs)
         self._follow_scheduler(began, {output.request_id for output in ended})
         for output in ended:
@@ -321,9 +317,13 @@ class VllmEngine(EngineBase):
 
     @contextmanager
     def _in_vllm(self) -> Iterator[None]:
+        """Counts the time. An error ends the engine, because vLLM's state is then unknown."""
         began = self.now()
         try:
             yield
+        except Exception as error:
+            self._died = f"vLLM stopped working: {error}"
+            raise EngineDied(self._died) from error
         finally:
             self.inside_seconds += self.now() - began
 
