@@ -112,7 +112,7 @@ def test_updates_that_cannot_fill_the_slots_are_noted() -> None:
 
 
 def option(mode: str, of_limit: float, staleness: float = 0.0, bias: float = 0.0) -> Option:
-    return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0)
+    return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0, 128.0)
 
 
 BASELINE = option("baseline", 0.5)
@@ -147,7 +147,7 @@ def test_plan_agrees_with_its_own_table() -> None:
 def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float = 0.0) -> dict[str, Any]:
     fields = {"goodput": hourly / 3600, "waste": 0.0, "sortedness": 0.0, "bubble": 0.0, "limit": 8000.0}
     fields |= {"trained_tokens_per_hour": hourly, "goodput_error": 0.03, "length_bias": bias}
-    return fields | {"mode": name, "staleness_mean": staleness, "staleness_max": 3}
+    return fields | {"mode": name, "staleness_mean": staleness, "staleness_max": 3, "rollouts_per_update_mean": 128.0}
 
 
 def rows_of(*modes: str) -> list[Case]:
@@ -164,6 +164,16 @@ def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None
     assert text.startswith("partial trains on 1.50 times") and "6.67 hours instead of 10" in text and "0.60" in text
     assert "on-policy" not in text
     assert spread(rows_of(*modes), modes, 1, 6).startswith("Gains are ± 4% or less")
+
+
+def test_updates_that_grow_under_a_staleness_bound_are_named() -> None:
+    modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.5e7, staleness=0.6)}
+    bounded = [replace(row, schedule=replace(row.schedule, max_staleness=4)) for row in rows_of("partial")]
+    rows = [*rows_of("baseline"), *bounded]
+    assert "max_staleness" not in conclusion(rows, modes)
+    modes["partial"]["rollouts_per_update_mean"] = 507.2
+    assert "max_staleness = 4, updates of partial hold 507 rollouts instead of 128" in conclusion(rows, modes)
+    assert "507" not in conclusion(rows_of(*modes), modes)
 
 
 def test_the_sentence_says_when_nothing_is_gained() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sortedrl.core.strategies.registry import STRATEGIES
-from sortedrl.studies.plan import Allowed, choose, is_allowed, option
+from sortedrl.studies.plan import Allowed, choose, is_allowed, larger_updates, option
 from sortedrl.studies.simulate import Case
 
 WARM = " (warm)"
@@ -37,7 +37,7 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     best = max(fresh, key=lambda o: o.of_limit, default=choice)
     if choice.staleness_mean > 0 and best.staleness_mean == 0 and _gain(modes[best.name], base) > 1.02:
         text += f"; without stale tokens, {best.name} gives {_gain(modes[best.name], base):.2f} times"
-    return text + "."
+    return f"{text}.{larger_updates(choice)}"
 
 
 def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: int, cohorts: int) -> str:

@@ -27,6 +27,7 @@ from sortedrl.studies.workload_settings import (
 )
 
 CLOSE = 0.02  # of the limit
+LARGER_UPDATES = 1.1  # times the size that was asked for: worth a sentence
 BASELINES = ("baseline", "baseline+longest-first")
 CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and less re-prefill
     ("on-policy", None),
@@ -87,6 +88,7 @@ class Option:
     waste: float
     sortedness: float | None
     bubble: float
+    rollouts_per_update_mean: float
 
     @property
     def is_baseline(self) -> bool:
@@ -166,6 +168,7 @@ def plan(
         streamed_on_shared_gpu=on_shared_gpu,
         needed=needed,
         reason=reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline, needed=needed)
+        + larger_updates(choice)
         + streaming_advice(choice, streamed, "If the learner has a device of its own, add --stream (exact)")
         + streaming_advice(choice, on_shared_gpu, "On one GPU with --engine vllm, set stream and stream_sms (exact)"),
         options=options,
@@ -232,6 +235,18 @@ def reason(
             f"would reach {with_kv_cache_reuse.of_limit:.2f} at staleness {with_kv_cache_reuse.staleness_mean:.2f}."
         )
     return text
+
+
+def larger_updates(option: Option) -> str:
+    """A sentence for `reason`, if harvests that wait for old rollouts make the updates larger."""
+    asked, bound = option.schedule.rollouts_needed, option.schedule.max_staleness
+    if bound is None or option.rollouts_per_update_mean <= LARGER_UPDATES * asked:
+        return ""
+    return (
+        f" With max_staleness = {bound}, updates of {option.schedule.mode} hold {option.rollouts_per_update_mean:,.0f} "
+        f"rollouts instead of {asked:,}. Fewer, larger updates may need more rollouts for a score: use fewer slots "
+        "or a higher bound."
+    )
 
 
 def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int]) -> Option | None:
