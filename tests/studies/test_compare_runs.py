@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -19,7 +20,9 @@ import forked
 import toy
 from forked import Done
 from processes import is_running, wait_for_end
-from sortedrl.studies.compare.runs import core_shares, error_of, runs_of
+from sortedrl.studies.compare import runs as compare_runs
+from sortedrl.studies.compare.progress import StudyProgress, TimeLeft
+from sortedrl.studies.compare.runs import Ended, Run, Runner, core_shares, error_of, runs_of
 from sortedrl.studies.compare.study import parsed_study
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +162,112 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
         assert done.returncode == 2
         assert expected in done.stderr and done.stderr.count("\n") == 1
         assert not (tmp_path / "out").exists()
+
+
+# Runs that fail: shell scripts in place of training runs
+
+FINISHES = "mkdir -p {folder} && echo '{{}}' > {folder}/summary.json"
+FAILS = "echo no space left; exit 2"
+UPDATES_AND_FAILS = (
+    """mkdir -p {folder} && echo '{{"update": 1, "updates_in_all": 2}}' > {folder}/metrics.jsonl && exit 2"""
+)
+WAITS_FOR_OTHERS = "while [ ! -e {study}/go ]; do sleep 0.05; done; " + FINISHES
+
+
+class Scripted:
+    """Runs the script that `script_of` names for a run and its attempt."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[Run, int], str]) -> None:
+        self.started: list[str] = []
+        self.ended: list[Ended] = []
+        self.output = io.StringIO()
+        self._folder = folder
+
+        def start(run: Run, cores: Any) -> subprocess.Popen[bytes]:
+            self.started.append(run.name)
+            run.folder.parent.mkdir(parents=True, exist_ok=True)
+            script = script_of(run, self.started.count(run.name)).format(folder=run.folder, study=folder)
+            with run.log.open("ab") as log:
+                return subprocess.Popen(["/bin/sh", "-c", script], stdout=log, stderr=log, start_new_session=True)
+
+        monkeypatch.setattr(compare_runs, "start", start)
+
+    def run(self, *, seeds: int, jobs: int = 1) -> None:
+        study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)
+        runs = runs_of(parsed_study(study, "toy"), self._folder)
+        Runner(jobs, StudyProgress(runs, self.output), self._on_end, most_failures=2, pause_seconds=0.0).run_all(runs)
+
+    def _on_end(self, ended: Ended) -> None:
+        self.ended.append(ended)
+
+    @property
+    def finished(self) -> list[str]:
+        return [ended.run.name for ended in self.ended if ended.error is None]
+
+
+def test_a_temporary_failure_at_the_start_costs_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: FAILS if run.seed == 1 and attempt == 1 else FINISHES)
+    study.run(seeds=3)
+    assert sorted(study.finished) == sorted(set(study.started)) and len(study.finished) == 6
+    assert "2 runs failed before their first update, one after another: they are tried again in 0 s" in (
+        study.output.getvalue()
+    )
+    assert "[6/6]" in study.output.getvalue() and "[7/6]" not in study.output.getvalue()
+
+
+def test_if_runs_of_all_arms_fail_again_the_study_stops_and_explains_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: FAILS)
+    study.run(seeds=3)
+    assert study.started == ["baseline seed 0", "elevator seed 0"] * 2
+    last = study.output.getvalue().splitlines()[-1]
+    assert last.startswith("STOPPED: 2 runs of all arms failed one after another, so 4 others are not started.")
+    assert str(tmp_path / "runs/elevator/seed-0.log") in last and "the same command continues" in last
+
+
+def test_runs_that_failed_during_training_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: UPDATES_AND_FAILS)
+    study.run(seeds=2)
+    assert study.started == ["baseline seed 0", "elevator seed 0"]
+    assert "STOPPED" in study.output.getvalue()
+
+
+def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def script_of(run: Run, attempt: int) -> str:
+        if run.arm == "elevator":
+            return f"touch {{study}}/go; {FAILS}" if run.seed == 1 else FAILS
+        return WAITS_FOR_OTHERS
+
+    study = Scripted(monkeypatch, tmp_path, script_of)
+    study.run(seeds=4, jobs=3)
+    assert sorted(study.finished) == [f"baseline seed {seed}" for seed in range(4)]
+    assert "STOPPED" not in study.output.getvalue()
+
+
+def test_the_other_runs_save_if_a_result_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saves = "trap 'touch {study}/saved; exit 0' TERM; touch {study}/go; while true; do sleep 0.05; done"
+    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: WAITS_FOR_OTHERS if run.arm == "baseline" else saves)
+
+    def full_disk(ended: Ended) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(study, "_on_end", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        study.run(seeds=1, jobs=2)
+    assert (tmp_path / "saved").exists()
+
+
+def test_failed_runs_are_no_work_done_in_the_time_left(tmp_path: Path) -> None:
+    runs = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)
+    times = iter([0.0, 10.0])
+    left = TimeLeft(runs, lambda: next(times))
+    left.update(runs[0], ended=True)
+    assert left.seconds() is None, "it failed within 2 s: that is not the speed of a run"
+    runs[1].folder.mkdir(parents=True)
+    (runs[1].folder / "summary.json").write_text("{}")
+    left.update(runs[1], ended=True)
+    assert left.seconds() == 20.0
 
 
 # Real studies

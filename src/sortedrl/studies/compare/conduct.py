@@ -64,7 +64,7 @@ class _Conducted:
         finished = len(self.runs) - len(waiting)
         self.log(f"{self.folder}: {finished} of {len(self.runs)} runs are finished, {min(jobs, len(waiting))} at once")
         progress = StudyProgress(waiting, stream, finished_before=finished)
-        runner = Runner(jobs, progress, self._record, most_failures_at_start=max(2, len(self.study.arms)))
+        runner = Runner(jobs, progress, self._record, most_failures=max(2, len(self.study.arms)))
         try:
             runner.run_all(waiting)
         finally:

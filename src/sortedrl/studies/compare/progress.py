@@ -26,14 +26,17 @@ class TimeLeft:
         self._began = clock()
         self._left_at_start = {run.name: 1 - run.fraction_done() for run in runs}
         self._left = dict(self._left_at_start)
+        self._skipped: dict[str, float] = {}  # what runs that failed did not do: neither left nor done
 
     def update(self, run: Run, *, ended: bool) -> None:
-        self._left[run.name] = 0.0 if ended else 1 - run.fraction_done()
+        undone = 1 - run.fraction_done()
+        self._left[run.name] = 0.0 if ended else undone
+        self._skipped[run.name] = undone if ended else 0.0
 
     def seconds(self) -> float | None:
         """None before anything was done."""
         left = sum(self._left.values())
-        done = sum(self._left_at_start.values()) - left
+        done = sum(self._left_at_start.values()) - left - sum(self._skipped.values())
         return (self._clock() - self._began) * left / done if done > 0 else None
 
 
@@ -43,8 +46,8 @@ class StudyProgress:
     def __init__(self, runs: Sequence[Run], stream: TextIO, *, finished_before: int = 0) -> None:
         self._console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
         self._total = len(runs) + finished_before
-        self._ended = finished_before
-        self._failed = 0
+        self._finished_before = finished_before
+        self._failed_by_name: dict[str, bool] = {}  # of the runs that ended
         self._running: list[Run] = []
         self._time_left = TimeLeft(runs)
         self._last = time.monotonic()
@@ -57,13 +60,16 @@ class StudyProgress:
 
     def started(self, run: Run) -> None:
         self._running.append(run)
+        self._failed_by_name.pop(run.name, None)  # it is tried again
 
     def ended(self, ended: Ended) -> None:
         self._running.remove(ended.run)
-        self._ended += 1
-        self._failed += ended.error is not None
+        self._failed_by_name[ended.run.name] = ended.error is not None
         self._time_left.update(ended.run, ended=True)
         self._line(f"{ended.run.name}: {_outcome(ended)}")
+
+    def note(self, text: str) -> None:
+        self._console.print(text)
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -77,6 +83,10 @@ class StudyProgress:
         else:
             self._line("running")
 
+    @property
+    def _ended(self) -> int:
+        return self._finished_before + len(self._failed_by_name)
+
     def _line(self, text: str) -> None:
         self._last = time.monotonic()
         width = len(str(self._total))
@@ -89,7 +99,8 @@ class StudyProgress:
         return grid
 
     def _state(self) -> str:
-        parts = [f"{len(self._running)} running"] + [f"{self._failed} failed"] * bool(self._failed)
+        failed = sum(self._failed_by_name.values())
+        parts = [f"{len(self._running)} running"] + [f"{failed} failed"] * bool(failed)
         seconds = self._time_left.seconds()
         if self._ended < self._total and seconds is not None:
             parts.append(f"{duration(seconds)} left")

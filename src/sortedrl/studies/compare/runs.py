@@ -37,6 +37,7 @@ from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
 
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
+PAUSE_SECONDS = 30.0  # before runs that failed at their start are tried again
 TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
@@ -186,60 +187,109 @@ class Progress(Protocol):
 
     def tick(self) -> None: ...
 
+    def note(self, text: str) -> None: ...
+
 
 @dataclass(slots=True)
 class _Process:
     run: Run
     popen: subprocess.Popen[bytes]
     cores: tuple[int, ...]
+    done_before: float  # fraction of its updates, from an earlier call
+
+
+@dataclass
+class _FailuresInARow:
+    """The runs that failed since the last one that finished."""
+
+    many: int
+    runs: list[Run] = field(default_factory=list)
+    at_start: list[Run] = field(default_factory=list)  # those without a single update
+
+    def add(self, ended: Ended, *, at_start: bool) -> None:
+        if ended.error is None:
+            self.clear()
+            return
+        self.runs.append(ended.run)
+        self.at_start += [ended.run] * at_start
+
+    def clear(self) -> None:
+        self.runs.clear()
+        self.at_start.clear()
+
+    def are_everywhere(self, waiting: Iterable[Run]) -> bool:
+        """Many, and in every arm that still has runs to start: an arm that always fails does not stop the others."""
+        return len(self.runs) >= self.many and {run.arm for run in waiting} <= {run.arm for run in self.runs}
 
 
 @dataclass
 class Runner:
-    """Runs what is waiting, at most `jobs` at once. `run_all` returns when all have ended."""
+    """Runs what is waiting, at most `jobs` at once. `run_all` returns when all have ended.
+
+    If runs of all arms fail one after another, no more are started. The cause may be temporary, such as a full disk or
+    a GPU in use: those that failed before their first update are tried once more after a pause.
+    """
 
     jobs: int
     progress: Progress
     on_end: Callable[[Ended], None]
-    most_failures_at_start: int  # stop if so many runs failed and none finished
+    most_failures: int  # in a row
+    pause_seconds: float = PAUSE_SECONDS
     _running: list[_Process] = field(default_factory=list)
 
     def run_all(self, runs: Iterable[Run]) -> None:
-        """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP, after all runs have saved and ended."""
+        """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an error, all runs save and end."""
         waiting = deque(runs)
         free = deque(core_shares(sorted(os.sched_getaffinity(0)), self.jobs))
-        finished = failed = 0
+        failures, has_paused = _FailuresInARow(self.most_failures), False
         with _signals_interrupt():
             try:
                 while waiting or self._running:
-                    while waiting and free:
+                    while waiting and free and not failures.are_everywhere(waiting):
                         self._start(waiting.popleft(), free.popleft())
                     time.sleep(POLL_SECONDS)
-                    for ended, cores in self._ended():
-                        free.append(cores)
-                        finished, failed = finished + (ended.error is None), failed + (ended.error is not None)
+                    for ended, process in self._ended():
+                        free.append(process.cores)
+                        failures.add(ended, at_start=ended.run.fraction_done() <= process.done_before)
+                        has_paused = has_paused and bool(failures.runs)
                         self.on_end(ended)
                         self.progress.ended(ended)
-                    if not finished and failed >= self.most_failures_at_start:
-                        waiting.clear()
+                    if failures.are_everywhere(waiting) and not self._running:
+                        again = [] if has_paused else list(failures.at_start)
+                        self._pause(again) if again else self._give_up(failures, len(waiting))
+                        waiting = deque([*again, *waiting] if again else [])
+                        has_paused = True
+                        failures.clear()
                     self.progress.tick()
-            except KeyboardInterrupt:
+            except BaseException:
                 self._stop()
                 raise
             finally:
                 self._kill()
 
     def _start(self, run: Run, cores: tuple[int, ...]) -> None:
-        self._running.append(_Process(run, start(run, cores), cores))
+        self._running.append(_Process(run, start(run, cores), cores, run.fraction_done()))
         self.progress.started(run)
 
-    def _ended(self) -> Iterator[tuple[Ended, tuple[int, ...]]]:
+    def _ended(self) -> Iterator[tuple[Ended, _Process]]:
         for process in list(self._running):
             exit_code = process.popen.poll()
             if exit_code is not None:
                 _kill_group(process.popen)
                 self._running.remove(process)
-                yield Ended(process.run, error_of(process.run, exit_code)), process.cores
+                yield Ended(process.run, error_of(process.run, exit_code)), process
+
+    def _pause(self, again: Sequence[Run]) -> None:
+        text = f"{len(again)} runs failed before their first update, one after another"
+        self.progress.note(f"{text}: they are tried again in {self.pause_seconds:.0f} s")
+        time.sleep(self.pause_seconds)
+
+    def _give_up(self, failures: _FailuresInARow, left: int) -> None:
+        if left:
+            self.progress.note(
+                f"STOPPED: {len(failures.runs)} runs of all arms failed one after another, so {left} others are not "
+                f"started. Fix the cause ({failures.runs[-1].log} has the last error); the same command continues."
+            )
 
     def _stop(self) -> None:
         """Every run saves. A second interrupt ends the wait."""
