@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ from rich.console import Console
 from chromium import Chromium, chromium_or_skip
 from sortedrl.cli import main
 from sortedrl.studies.compare import text
-from sortedrl.studies.compare.comparison import Comparison, compare
+from sortedrl.studies.compare.comparison import Comparison, as_json, compare
+from sortedrl.studies.compare.conduct import conduct
+from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY
 from sortedrl.studies.compare.results import append, read_results
+from sortedrl.studies.compare.runs import runs_of
 from sortedrl.studies.compare.study import parsed_study
 
 SEEDS = 8
@@ -135,6 +139,53 @@ def test_a_metric_that_no_run_has_is_reported(folder: Path) -> None:
 def test_runs_of_different_machines_are_reported(folder: Path) -> None:
     append(folder / "results.jsonl", line("slow", 0) | {"device": "NVIDIA B200"})
     assert any("NVIDIA B200; NVIDIA H200" in notice for notice in compared(folder).notices)
+
+
+def test_seconds_of_a_pair_on_two_devices_are_not_compared(folder: Path) -> None:
+    """Seeds 2 and 5 of one arm were run again on a slower device."""
+    for seed in (2, 5):
+        on_cpu = line("slow", seed)
+        on_cpu["curve"]["seconds"] = [40 * seconds for seconds in on_cpu["curve"]["seconds"]]
+        append(folder / "results.jsonl", on_cpu | {"device": "CPU, aarch64, 2 cores"})
+    found = compared(folder)
+    others = {one.contrast.outcome: one for one in found.exploratory if one.contrast.arm == "fast"}
+    for outcome in ("seconds", "seconds_to_threshold", "rollouts_per_second", "goodput"):
+        one = others[outcome]
+        assert (one.seeds, one.on_two_devices, one.missing) == ((0, 1, 3, 4, 6, 7), (2, 5), ())
+    assert others["seconds"].difference is not None and others["seconds"].difference.mean == 0
+    assert others["final_score"].seeds == found.primary.seeds == tuple(range(SEEDS))
+    notices = [notice for notice in found.notices if "with seeds 2, 5" in notice]
+    assert len(notices) == 2 and notices[0].startswith("fast and slow ran on different devices")
+    assert as_json(found, "1")["exploratory"][0]["seeds_on_two_devices"] == []
+
+
+def test_without_a_pair_on_one_device_there_are_no_seconds_to_compare(folder: Path) -> None:
+    for seed in range(SEEDS):
+        append(folder / "results.jsonl", line("slow", seed) | {"device": "CPU, aarch64, 2 cores"})
+    others = [one for one in compared(folder).exploratory if one.contrast.arm == "fast"]
+    (seconds,) = [one for one in others if one.contrast.outcome == "seconds"]
+    assert seconds.difference is None
+    assert text.answer(seconds).endswith("no seed has both runs on one device.")
+
+
+def test_a_result_that_is_read_again_keeps_the_device_of_its_run(folder: Path) -> None:
+    """A metric is added to the study, which is continued on another machine."""
+    text_of_study = STUDY.replace('"entropy"', '"entropy", "grad_norm"')
+    study = parsed_study(text_of_study, "x")
+    run = runs_of(study, folder)[0]
+    run.folder.mkdir(parents=True)
+    summary = {"seconds": 9.0, "metrics": dict.fromkeys(FROM_THE_SUMMARY.values(), 0.5)}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+    lines: list[dict[str, Any]] = [
+        {"update": 0, "seconds": 1.0, "held_out": {"value": 0.5}},
+        {"update": 1, "seconds": 3.0, "rollouts": 128, "length": 9.0, "correct": 0.5, "grad_norm": 2.0},
+        {"update": 1, "seconds": 4.0, "held_out": {"value": 0.6}},
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = conduct(study, folder, 1, lambda settings: None, io.StringIO(), "1")
+    (again,) = [one for one in found.finished if (one.arm, one.seed) == (run.arm, run.seed)]
+    assert again.outcomes["grad_norm"] == 2.0
+    assert (again.device, again.versions) == ("NVIDIA H200", {"sortedrl": "0.2", "torch": "2.11"})
 
 
 def test_results_are_shown_without_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

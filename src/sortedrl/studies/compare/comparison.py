@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, Point, Reached, curve_of, outcomes_of, reached
+from sortedrl.studies.compare.outcomes import (
+    NEEDS_ONE_DEVICE,
+    NEEDS_THRESHOLD,
+    Point,
+    Reached,
+    curve_of,
+    outcomes_of,
+    reached,
+)
 from sortedrl.studies.compare.paired import (
     ENOUGH_SEEDS,
     Censoring,
@@ -38,8 +46,9 @@ class Compared:
     """A contrast with its result. `difference` is None if no seed has both runs."""
 
     contrast: Contrast
-    seeds: tuple[int, ...]  # with both runs
-    missing: tuple[int, ...]  # seeds of the study without one of them
+    seeds: tuple[int, ...]  # that are compared
+    missing: tuple[int, ...]  # seeds of the study without both runs
+    on_two_devices: tuple[int, ...]  # seeds left out because the outcome depends on the device
     difference: Difference | None
     censoring: Censoring | None
 
@@ -138,6 +147,7 @@ def _plain(compared: Compared) -> dict[str, Any]:
         **asdict(compared.contrast),
         "seeds": list(compared.seeds),
         "missing_seeds": list(compared.missing),
+        "seeds_on_two_devices": list(compared.on_two_devices),
         "anecdote": compared.is_anecdote,
         "difference": asdict(compared.difference) if compared.difference else None,
         "censoring": asdict(compared.censoring) if compared.censoring else None,
@@ -156,16 +166,26 @@ def _finished(line: Line, study: Study) -> Finished:
 def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *, resample: bool = True) -> Compared:
     outcome = contrast.outcome
     has = {key for key, run in runs.items() if run.outcomes[outcome] is not None}
-    seeds = tuple(seed for seed in study.seeds if {(contrast.arm, seed), (contrast.minus, seed)} <= has)
-    missing = tuple(seed for seed in study.seeds if seed not in seeds)
+    complete = [seed for seed in study.seeds if {(contrast.arm, seed), (contrast.minus, seed)} <= has]
+    missing = tuple(seed for seed in study.seeds if seed not in complete)
+    apart = _on_two_devices(contrast.arm, contrast.minus, runs) if outcome in NEEDS_ONE_DEVICE else ()
+    on_two_devices = tuple(seed for seed in complete if seed in apart)
+    seeds = tuple(seed for seed in complete if seed not in apart)
     if not seeds:
-        return Compared(contrast, seeds, missing, None, None)
+        return Compared(contrast, seeds, missing, on_two_devices, None, None)
     arm, minus = ([runs[name, seed] for seed in seeds] for name in (contrast.arm, contrast.minus))
     if outcome in NEEDS_THRESHOLD:
         times = [[run.reached[outcome] for run in runs_of_arm] for runs_of_arm in (arm, minus)]
-        return Compared(contrast, seeds, missing, *threshold_difference(*times, resample=resample))
+        found, censoring = threshold_difference(*times, resample=resample)
+        return Compared(contrast, seeds, missing, on_two_devices, found, censoring)
     found = difference(_values(arm, outcome), _values(minus, outcome), resample=resample)
-    return Compared(contrast, seeds, missing, found, None)
+    return Compared(contrast, seeds, missing, on_two_devices, found, None)
+
+
+def _on_two_devices(arm: str, minus: str, runs: Mapping[Key, Finished]) -> tuple[int, ...]:
+    """Seeds whose two runs are on different devices: a difference of their seconds is one of the devices."""
+    seeds = [seed for name, seed in runs if name == arm and (minus, seed) in runs]
+    return tuple(seed for seed in seeds if runs[arm, seed].device != runs[minus, seed].device)
 
 
 def _values(runs: Iterable[Finished], outcome: str) -> list[float]:
@@ -198,6 +218,12 @@ def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, L
     ):
         if len(values) > 1:
             yield f"runs have different {what}: {'; '.join(sorted(values))}"
+    by_key = {(run.arm, run.seed): run for run in finished}
+    for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
+        if apart := _on_two_devices(arm, minus, by_key):
+            names = ", ".join(name for name in NEEDS_ONE_DEVICE if name in study.outcomes)
+            pairs = f"{arm} and {minus} ran on different devices with seeds {', '.join(map(str, apart))}"
+            yield f"{pairs}: these pairs are left out of {names}"
     others = sorted({arm for arm, _ in results if arm not in study.arms})
     if others:
         yield f"results of other arms are left out: {', '.join(others)}"

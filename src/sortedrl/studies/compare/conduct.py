@@ -58,8 +58,9 @@ class _Conducted:
         wait_for_earlier_runs(self.runs, self.log)
         write_atomically(self.folder / STUDY, self.study.text)
         for run in self.runs:
-            if run.is_finished and _lacks_results(self.study, known.get((run.arm, run.seed))):
-                self._record(Ended(run, None))
+            before = known.get((run.arm, run.seed))
+            if run.is_finished and _lacks_results(self.study, before):
+                self._record(Ended(run, None), before if _is_good(before) else None)
         waiting = [run for run in self.runs if not run.is_finished and not _is_good(known.get((run.arm, run.seed)))]
         finished = len(self.runs) - len(waiting)
         self.log(f"{self.folder}: {finished} of {len(self.runs)} runs are finished, {min(jobs, len(waiting))} at once")
@@ -73,11 +74,11 @@ class _Conducted:
             write_outputs(comparison, self.folder / PAGE, self.folder / JSON, self.version, self.log)
         return comparison
 
-    def _record(self, ended: Ended) -> None:
+    def _record(self, ended: Ended, before: Line | None = None) -> None:
         """Add the line of a run that ended, and make room."""
         run, error = ended.run, ended.error
         try:
-            line = finished_line(self.study, run) if error is None else failed_line(self.study, run, error)
+            line = finished_line(self.study, run, before) if error is None else failed_line(self.study, run, error)
         except IncompleteRun as incomplete:
             line = failed_line(self.study, run, str(incomplete))
         append(self.results, line)

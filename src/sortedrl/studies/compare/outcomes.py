@@ -37,6 +37,7 @@ FROM_THE_SUMMARY = {  # outcome: name in RunMetrics
     "length_bias": "length_bias",
 }
 NEEDS_THRESHOLD = {"samples_to_threshold": "rollouts", "seconds_to_threshold": "seconds"}  # with its axis of the curve
+NEEDS_ONE_DEVICE = ("seconds_to_threshold", "seconds", "rollouts_per_second", "goodput")  # to compare two runs
 NEEDS_EVALUATIONS = {"curve_area", *NEEDS_THRESHOLD}
 LAST_PART = 4  # `final_response_length` is over the last quarter, in whole cohorts
 ALWAYS_KEPT = ("length", "correct")  # per update, in every line of results

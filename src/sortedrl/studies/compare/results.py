@@ -25,18 +25,19 @@ from sortedrl.studies.doctor import gpus, version_of
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
 RESULT = ("settings", "curve", "series")  # tables in the line of a finished run
+MACHINE = ("device", "versions")
 PACKAGES = ("torch", "transformers", "vllm")
 
 
-def finished_line(study: Study, run: Run) -> Line:
-    """Raises `IncompleteRun` if the run folder lacks results."""
+def finished_line(study: Study, run: Run, before: Line | None = None) -> Line:
+    """Raises `IncompleteRun` if the run folder lacks results. `before`: its line so far, which names its machine."""
     raw = read_run(run.folder, study.metrics)
     found = {**raw, "outcomes": outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm))}
     if study.threshold is not None:
         axis = next(iter(NEEDS_THRESHOLD.values()))
         censored = reached(curve_of(raw), study.threshold, axis).censored
         found |= {"threshold": study.threshold, "censored": censored}
-    return _line(study, run, found)
+    return _line(study, run, found) | {key: before[key] for key in MACHINE if before and key in before}
 
 
 def failed_line(study: Study, run: Run, error: str) -> Line:

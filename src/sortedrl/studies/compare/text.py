@@ -46,7 +46,7 @@ def answer(compared: Compared) -> str:
     outcome, found = compared.contrast.outcome, compared.difference
     head = f"{compared.contrast.name}, {outcome}: "
     if found is None:
-        return head + "no seed has both runs yet."
+        return head + f"no seed has both runs {'on one device' if compared.on_two_devices else 'yet'}."
     if found.t_interval is None:
         return f"{head}{number(outcome, found.mean, '+')} with one seed, which shows nothing."
     result = f"{number(outcome, found.mean, '+')} +- {number(outcome, found.standard_error)}"
