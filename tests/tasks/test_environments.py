@@ -17,7 +17,7 @@ from chat_tokenizer import chat_tokenizer
 from counting_task import CountingTask
 from processes import PATIENCE_SECONDS, wait_for_end
 from sortedrl.core.environment import Answer
-from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.scoring import Scored
 from sortedrl.tasks.calculator import calculator
 from sortedrl.tasks.environment_host import Host, LocalHost
@@ -241,23 +241,28 @@ def test_a_canceled_call_has_no_answer_and_its_instance_is_closed(tmp_path: Path
     assert notes(log)[:4] == ["p0 reset", "p0 step one", "p0 step sleep 600", "p0 close"]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    "instance", ["is there", "was dropped", "of a resumed run", "of a resumed run, from its state"]
+)
 @pytest.mark.parametrize("cuts_a_turn", [True, False])
 def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
-    kind: str, tmp_path: Path, cuts_a_turn: bool, resumed: bool
+    kind: str, tmp_path: Path, cuts_a_turn: bool, instance: str
 ) -> None:
     """A turn that the limit cut is not passed to the instance; a whole one is, before there is no room for another."""
     log = tmp_path / "log"
-    with host_of(kind, CountingTask(str(log))) as host:
+    with host_of(kind, CountingTask(str(log), remembers="state" in instance)) as host:
         environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
         turn(environments, rollout, "one")
         speak(rollout, "two", ends=not cuts_a_turn)
         if not cuts_a_turn:
             environments.submit(rollout, 5)
             answers_of(environments)
-        rollout.truncated, rollout.ended_by = True, "max_response_tokens"
-        if resumed:
+        rollout.truncated, rollout.ended_by, rollout.state = True, "max_response_tokens", State.FINISHED
+        state = environments.state(rollout.id)
+        if instance != "is there":
             environments.cancel(rollout.id)
+        if "resumed" in instance:
+            assert environments.restore(rollout, state)
         environments.ends.submit(rollout)
         scored: list[Scored] = []
         until = time.monotonic() + PATIENCE_SECONDS
@@ -267,7 +272,7 @@ def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
         assert [(one.rollout_id, one.reward, one.error) for one in scored] == [(0, -1.0 if cuts_a_turn else -2.0, None)]
         assert environments.ends.pending == environments.pending == 0
     assert "p0 finish max_response_tokens" in notes(log)
-    assert notes(log).count("p0 reset") == 1 + resumed
+    assert notes(log).count("p0 reset") == 1 + (instance != "is there")
 
 
 def test_calls_are_parsed_with_the_parser_of_the_chat_template() -> None:

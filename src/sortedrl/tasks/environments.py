@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from sortedrl.core.environment import Answer
-from sortedrl.core.rollout import Rollout
+from sortedrl.core.rollout import Rollout, State
 from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
 from sortedrl.tasks.environment import Message, Response
 from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending
@@ -71,7 +71,10 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         return None if instance is None else instance.state
 
     def restore(self, rollout: Rollout, state: Any) -> bool:
-        self._instances[rollout.id] = _Instance(next(self._numbers), rollout.attempt, rollout.observations, state)
+        """An instance has also answered the last turn of a rollout that a limit ended, unless the limit cut it."""
+        has_ended = rollout.state is State.FINISHED
+        answered = self._whole_turns(rollout, turns_of(rollout)) if has_ended else rollout.observations
+        self._instances[rollout.id] = _Instance(next(self._numbers), rollout.attempt, answered, state)
         return True
 
     # For rollouts that a limit ended
@@ -88,9 +91,13 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         instance = self._instances.get(rollout.id)
         if instance is not None and instance.attempt == rollout.attempt and instance.answered >= len(turns) - 1:
             return instance.answered
+        return self._whole_turns(rollout, turns)
+
+    def _whole_turns(self, rollout: Rollout, turns: Sequence[Turn]) -> int:
+        """The turns of a rollout that a limit ended, without one that the limit cut."""
         last = turns[-1]
-        is_whole = last.observation is not None or last.response[-1] == self._tokenizer.eos_token_id
-        return len(turns) if is_whole else len(turns) - 1
+        ends_itself = rollout.ended_by == "max_turns" or last.response[-1] == self._tokenizer.eos_token_id
+        return len(turns) if last.observation is not None or ends_itself else len(turns) - 1
 
     def _start(
         self,
