@@ -38,6 +38,8 @@ class Counting:
                 raise ValueError("told to raise")
             case ["exit"]:
                 raise SystemExit("told to exit")
+            case ["interrupt"]:
+                raise KeyboardInterrupt
             case ["die"]:
                 os._exit(3)
             case ["nothing"]:

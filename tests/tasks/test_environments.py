@@ -168,6 +168,19 @@ def test_an_error_is_an_answer_and_the_next_call_gets_a_new_instance(kind: str, 
         assert "turn 2 of p0" in shown(turn(environments, rollout, "two", call=4)), "after a replay"
 
 
+def test_ctrl_c_during_a_turn_in_this_process_is_not_an_error_of_the_environment() -> None:
+    """It ends the run or the evaluation. A worker process does not get it: there it can only be an error."""
+    for kind in ("local", "workers"):
+        with host_of(kind, CountingTask()) as host:
+            environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+            if kind == "local":
+                speak(rollout, "interrupt")
+                with pytest.raises(KeyboardInterrupt):
+                    environments.submit(rollout, 0)
+            else:
+                assert "KeyboardInterrupt" in str(turn(environments, rollout, "interrupt").error)
+
+
 def test_a_turn_that_waits_too_long_is_canceled_and_others_go_on(kind: str) -> None:
     with host_of(kind, CountingTask(), limit_seconds=1.0) as host:
         environments = TaskEnvironments(TOKENIZER, host)

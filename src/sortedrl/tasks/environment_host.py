@@ -66,14 +66,19 @@ class Lost(Exception):
 
 
 class Instances:
-    """The live instances of one process."""
+    """The live instances of one process.
 
-    def __init__(self, build: Callable[[], Environment]) -> None:
+    `in_main_thread` of the run: there a KeyboardInterrupt is Ctrl-C, which ends the run. In worker processes and other
+    threads it is an error of the environment.
+    """
+
+    def __init__(self, build: Callable[[], Environment], *, in_main_thread: bool = False) -> None:
         self._build = build
+        self._errors = (Exception, SystemExit) if in_main_thread else (Exception, SystemExit, KeyboardInterrupt)
         self._live: dict[int, Environment] = {}
 
     async def answer(self, call: Call, limit_seconds: float) -> Result:
-        """Never raises. After an error the instance is closed."""
+        """Raises no error of the environment. After one the instance is closed."""
         try:
             async with asyncio.timeout(limit_seconds):
                 result = await self._answered(call)
@@ -82,7 +87,7 @@ class Instances:
         except TimeoutError as error:
             reason = reason_of(error) if str(error) else f"no answer within {limit_seconds:g} s"
             result = Result(call.number, error=reason)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except self._errors as error:
             result = Result(call.number, error=reason_of(error))
         if result.observation is None:
             await self.close(call.instance, limit_seconds)
@@ -94,7 +99,7 @@ class Instances:
             try:
                 async with asyncio.timeout(limit_seconds):
                     await closed(environment)
-            except (Exception, SystemExit, KeyboardInterrupt):
+            except self._errors:
                 return  # its rollout has all that it needs
 
     async def _answered(self, call: Call) -> Result:
@@ -143,7 +148,7 @@ class LocalHost:
     """Answers in this process, inside `submit`: nothing depends on timing. For environments that are fast and safe."""
 
     def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
-        self._instances = Instances(build)
+        self._instances = Instances(build, in_main_thread=True)
         self._limit_seconds = limit_seconds
         self._loop = asyncio.new_event_loop()
         self._done: list[Result] = []
