@@ -373,6 +373,8 @@ BAD_FILES = {
     "broken JSONL": ("lengths.jsonl", '{"length": 5}\n{"length": \n', ["line 2", "not JSON"]),
     "no length in it": ("lengths.jsonl", '{"len": 5}\n', ["line 1", "length"]),
     "points without a column": ("points.csv", "running,seconds\n1,2\n", ["cached_tokens"]),
+    "points in a file without columns": ("points.csv", "", ["no column", "columns: none"]),
+    "infinite points": ("points.csv", "running,cached_tokens,seconds\n1,0,inf\n", ["line 2", "not a valid"]),
     "broken points": ("points.csv", "running,cached_tokens,seconds\n1,0,0.1\n2,x,0.1\n", ["line 3"]),
     "too few points": ("points.csv", "running,cached_tokens,seconds\n1,0,0.1\n", ["at least 3"]),
 }

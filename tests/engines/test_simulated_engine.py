@@ -351,6 +351,17 @@ def test_lengths_are_read_from_csv(tmp_path: Path) -> None:
     assert read_lengths(path) == ReplayedLengths(((12, 9),))
     path.write_text("12\n9\n")
     assert read_lengths(path) == ReplayedLengths(((12, 9),))
+    path.write_text(f"length,response\n40000,{'word ' * 40_000}\n9,word\n")
+    assert read_lengths(path) == ReplayedLengths(((40000, 9),))
+
+
+def test_files_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As spreadsheets and Windows tools write them."""
+    lengths, points = tmp_path / "lengths.jsonl", tmp_path / "points.csv"
+    lengths.write_text('\ufeff{"prompt": "a", "length": 5}\n')
+    assert read_lengths(lengths) == ReplayedLengths(((5,),))
+    points.write_text("\ufeffrunning,cached_tokens,seconds\n1,0,0.1\n")
+    assert read_points(points) == [Point(1, 0, 0.1)]
 
 
 def test_lengths_may_have_the_names_of_other_tools(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from sortedrl.core.seeds import derive_seed, mixing
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
 MOST_TOKENS = 10_000_000  # anything longer is an error in the file
+MOST_CSV_FIELD = 1 << 30  # characters: a file may have the responses in a column beside their lengths
 LENGTH_NAMES = ("length", "response_length", "completion_length", "completion_tokens", "output_tokens")
 PROMPT_NAMES = ("prompt", "prompt_id")
 _NORMAL = NormalDist()
@@ -96,7 +97,7 @@ def read_lengths(path: Path) -> ReplayedLengths:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object, object]]:
     """Line number, prompt (None if it has none) and length."""
-    for line_number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for line_number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             for prompt, length in _parsed(line, line_number, path):
                 yield line_number, prompt, length
@@ -104,6 +105,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object, object]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, object, object]]:
     """The first line names the columns, unless the file is one column of numbers."""
+    csv.field_size_limit(MOST_CSV_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file)
         header = next(rows, [])

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -122,17 +123,19 @@ def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, sourc
 def read_points(path: Path) -> list[Point]:
     """A CSV file with the columns running, cached_tokens, seconds."""
     points = []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = {"running", "cached_tokens", "seconds"} - set(reader.fieldnames or ())
         if missing:
-            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; it has {reader.fieldnames}")
+            found = ", ".join(reader.fieldnames or ()) or "none"
+            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; columns: {found}")
         for row in reader:
             try:
                 point = Point(*(float(row[name]) for name in Point._fields))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-            if not (point.running > 0 and point.cached_tokens >= 0 and point.seconds > 0):
+            positive = point.running > 0 and point.cached_tokens >= 0 and point.seconds > 0
+            if not (positive and all(map(math.isfinite, point))):
                 raise ValueError(f"{path}, line {reader.line_num}: {point} is not a valid measurement")
             points.append(point)
     return points
