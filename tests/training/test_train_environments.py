@@ -200,6 +200,28 @@ def test_an_evaluation_closes_the_environments_of_lost_rollouts(
     )
 
 
+class CutsTurns(LosesSecondTurns):
+    """An engine whose turns never end by themselves."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            said = Segment(self._tokens[:1] * request.max_new_tokens, [-0.5] * request.max_new_tokens, 0)
+            self._changes += [Tokens(request.id, 0.0, said), Finished(request.id, 0.0, True)]
+
+
+@pytest.mark.parametrize(("context", "reason"), [(8, "max_context_tokens"), (64, "max_response_tokens")])
+def test_finish_gets_the_limit_that_cut_a_turn_of_an_evaluation(tmp_path: Path, context: int, reason: str) -> None:
+    log, tokenizer = tmp_path / "log", chat_tokenizer()
+    task = CountingTask(str(log))
+    with closing(LocalHost(task.environment, limit_seconds=30.0)) as host:
+        environments = TaskEnvironments(tokenizer, host)
+        prompts = [Prompt(problem.id, [3, 4], problem) for problem in task.held_out()[:1]]
+        limits = Schedule(max_response_tokens=16, max_context_tokens=context)
+        options: dict[str, Any] = {"samples": 1, "limits": limits, "sampling": Sampling(), "seed": 0}
+        evaluate(CutsTurns([5]), prompts, environments.ends, environments=environments, **options)
+    assert log.read_text().splitlines() == ["h0 reset", f"h0 finish {reason}", "h0 close"]
+
+
 def test_a_limit_of_turns_ends_rollouts_with_the_reward_of_finish(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(model, run, "--max-turns", "2", "--scoring", "at-once", "--mode", "partial")

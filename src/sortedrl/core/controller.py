@@ -353,8 +353,7 @@ class Controller:
                 self._moves.fail(rollout, at, "the engine ended a turn without a token")
             return
         if truncated:
-            has_room = self.schedule.response_length(rollout) < self.schedule.max_response_tokens
-            rollout.ended_by = "max_context_tokens" if has_room else "max_response_tokens"
+            rollout.ended_by = self.schedule.limit_of_cut(rollout)
         self._moves.finish(rollout, at, truncated=truncated)
         self._submit_for_scoring(rollout)
 

@@ -94,6 +94,11 @@ class Schedule:
             return left
         return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - len(rollout))
 
+    def limit_of_cut(self, rollout: Rollout) -> str:
+        """The limit that cut its last turn."""
+        has_room = self.response_length(rollout) < self.max_response_tokens
+        return "max_context_tokens" if has_room else "max_response_tokens"
+
     def limit_reached(self, rollout: Rollout, observed: int) -> str:
         """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
         if self.max_turns is not None and rollout.observations + 1 >= self.max_turns:

@@ -112,7 +112,7 @@ class _Turns:
         elif self._environments is not None and not response.truncated:
             self._environments.submit(rollout, rollout.observations)
         else:
-            self._end(rollout, "max_response_tokens" if response.truncated else "")
+            self._end(rollout, self._limits.limit_of_cut(rollout) if response.truncated else "")
 
     def _goes_on(self, answer: Answer) -> bool:
         rollout = self._rollouts[answer.rollout_id]
