@@ -131,6 +131,18 @@ def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Pa
     assert "anecdote" in caveats and "1 runs failed" in caveats and "3 runs are not finished" in caveats
 
 
+def test_errors_are_shown_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text in brackets is no markup of the terminal's tables."""
+    failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
+    errors = {3: "cannot read [/data/x.jsonl] (exit code 2)", 4: "[rank0]: out of memory in a:bug:b (exit code 1)"}
+    for seed, error in errors.items():
+        append(folder / "results.jsonl", failed | {"seed": seed, "error": error})
+    assert main(["compare", "--from", str(folder)]) == 2
+    shown = capsys.readouterr().out
+    for error in errors.values():
+        assert error in shown
+
+
 def test_a_metric_that_no_run_has_is_reported(folder: Path) -> None:
     (folder / "study.toml").write_text(STUDY.replace('"entropy"', '"entropi"'))
     assert "no run has the metric entropi in its metrics.jsonl" in compared(folder).notices

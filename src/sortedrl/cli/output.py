@@ -38,8 +38,9 @@ def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> RunC
 
 
 def table_console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    """For tables and sentences. Text in brackets, as in error messages and paths, is no markup."""
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=160)
 
 
 class ProgressBar:

@@ -324,7 +324,7 @@ class PanelConsole:
 
     def log(self, line: str) -> None:
         with suppress(OSError):  # the terminal is gone, but the run continues
-            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._terminal.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         self.state = RunState(metrics, name, updates_in_all)

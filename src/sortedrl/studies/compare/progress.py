@@ -44,7 +44,7 @@ class StudyProgress:
     """`stream` gets one line per run that ends; in between a bar, or a line per minute."""
 
     def __init__(self, runs: Sequence[Run], stream: TextIO, *, finished_before: int = 0) -> None:
-        self._console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._total = len(runs) + finished_before
         self._finished_before = finished_before
         self._failed_by_name: dict[str, bool] = {}  # of the runs that ended
