@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,12 +192,14 @@ def test_a_result_that_is_read_again_keeps_the_device_of_its_run(folder: Path) -
     lines: list[dict[str, Any]] = [
         {"update": 0, "seconds": 1.0, "held_out": {"value": 0.5}},
         {"update": 1, "seconds": 3.0, "rollouts": 128, "length": 9.0, "correct": 0.5, "grad_norm": 2.0},
+        {"update": 2, "seconds": 3.5, "rollouts": 128, "length": 9.0, "correct": 0.5, "grad_norm": math.nan},
         {"update": 1, "seconds": 4.0, "held_out": {"value": 0.6}},
     ]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     found = conduct(study, folder, 1, lambda settings: None, io.StringIO(), "1")
     (again,) = [one for one in found.finished if (one.arm, one.seed) == (run.arm, run.seed)]
     assert again.outcomes["grad_norm"] == 2.0
+    assert "NaN" not in (folder / "results.jsonl").read_text(), "not every JSON parser reads it"
     assert (again.device, again.versions) == ("NVIDIA H200", {"sortedrl": "0.2", "torch": "2.11"})
 
 
@@ -223,6 +226,15 @@ def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
     path = folder / "results.jsonl"
     with path.open("a") as file:
         file.write('{"arm": "slow", "se')
+    assert len(read_results(path)) == 3 * SEEDS
+    append(path, line("slow", 0))
+    assert len(read_results(path)) == 3 * SEEDS
+
+
+def test_results_from_an_editor_lose_no_run(folder: Path) -> None:
+    """Merged from several files, with an empty line and without a line feed at the end."""
+    path = folder / "results.jsonl"
+    path.write_text(path.read_text().replace("\n", "\n\n", 1).removesuffix("\n"))
     assert len(read_results(path)) == 3 * SEEDS
     append(path, line("slow", 0))
     assert len(read_results(path)) == 3 * SEEDS

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl import __version__
-from sortedrl.core.event_file import cut_torn_line
+from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
 from sortedrl.studies.compare.runs import Run
@@ -61,7 +61,8 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def append(path: Path, line: Line) -> None:
-    cut_torn_line(path)
+    if path.exists() and not (text := path.read_text(encoding="utf-8")).endswith("\n"):
+        write_atomically(path, "".join(f"{one}\n" for one in _whole_lines(text)))
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -71,12 +72,14 @@ def append(path: Path, line: Line) -> None:
 def read_results(path: Path) -> dict[Key, Line]:
     """The last line of every run. A torn last line is left out: its run is finished and will be added again."""
     try:
-        texts = path.read_text(encoding="utf-8").split("\n")
+        texts = _whole_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError("from", str(path), why, "Name a results.jsonl or the folder of a study.") from None
     found: dict[Key, Line] = {}
-    for number, text in enumerate(texts[:-1], 1):
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
         try:
             line = json.loads(text)
             if "error" not in line and not all(isinstance(line[key], dict) for key in RESULT):
@@ -86,3 +89,13 @@ def read_results(path: Path) -> dict[Key, Line]:
             why = f"line {number} is not the result of a run"
             raise ConfigurationError("from", str(path), why, "Name a results.jsonl of sortedrl compare.") from None
     return found
+
+
+def _whole_lines(text: str) -> list[str]:
+    """All lines but a torn last one. An editor may leave out the last line feed: then the line is still JSON."""
+    *lines, last = text.split("\n")
+    try:
+        json.loads(last)
+    except ValueError:
+        return lines
+    return [*lines, last]
