@@ -103,8 +103,9 @@ def learning_curve(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
 
 def _series(updates: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
     """One value per update, to five digits; None if an update has none, or one that is not finite, which JSON lacks."""
-    values = [line.get(name) for line in updates]
-    return [float(f"{value:.5g}") if type(value) in (int, float) and math.isfinite(value) else None for value in values]
+    values: list[Any] = [line.get(name) for line in updates]
+    is_known = [type(value) in (int, float) and math.isfinite(value) for value in values]
+    return [float(f"{value:.5g}") if known else None for value, known in zip(values, is_known, strict=True)]
 
 
 # Outcomes
