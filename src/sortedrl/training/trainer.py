@@ -26,6 +26,7 @@ from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
@@ -160,6 +161,7 @@ class TrainingRun:
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint: later events stay in the log behind a mark, and no metric counts them."""
         state, log = saved.controller, self.console.log
+        self._require_same_problems(saved)
         mark = CheckpointMark.of(state)
         recovered = self.folder.recover_events(mark, self.controller.first_event(), log)
         self.learner.load_state_dict(saved.learner)
@@ -178,6 +180,20 @@ class TrainingRun:
         self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
         self.seconds_before = saved.notes["seconds"]
         self.saved = self._progress()
+
+    def _require_same_problems(self, saved: checkpoint.Checkpoint) -> None:
+        """With others, the rest of the data and the gain over the first evaluation would not be those of the run."""
+        problems, before = len(self.resources.train), saved.controller["prompts"]["size"]
+        held_out = [prompt.id for prompt in self.resources.held_out[: self.settings.eval_problems]]
+        reason = None
+        if problems != before:
+            reason = f"the task has {problems} problems to train on, but had {before} when the run started"
+        elif held_out != saved.notes["before_ids"]:
+            reason = "the task's held-out problems are not those of the run's first evaluation"
+        if reason is not None:
+            raise ConfigurationError(
+                "resume", str(self.folder.path), reason, "Restore the data of the run, or start a new one."
+            )
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
