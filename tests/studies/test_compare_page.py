@@ -132,6 +132,13 @@ def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Pa
     assert "anecdote" in caveats and "1 runs failed" in caveats and "3 runs are not finished" in caveats
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (folder / "study.toml", Path("/proc/nowhere")):
+        assert main(["compare", "--from", str(folder), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert "compare.json cannot be written there" in error and error.count("\n") == 1
+
+
 def test_errors_are_shown_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Text in brackets is no markup of the terminal's tables."""
     failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}

@@ -106,8 +106,12 @@ def write_outputs(comparison: Comparison, html: Path, plain: Path, version: str,
     except ConfigurationError as error:
         log(f"no page: {error}")
         written = str(plain)
-    plain.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(plain, json.dumps(as_json(comparison, version), indent=1) + "\n")
+    try:
+        plain.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(plain, json.dumps(as_json(comparison, version), indent=1) + "\n")
+    except OSError as error:
+        why = f"{plain.name} cannot be written there ({error.strerror})"
+        raise ConfigurationError("out", str(plain.parent), why, "Name a folder that you may write to.") from None
     log(f"written: {written}")
 
 

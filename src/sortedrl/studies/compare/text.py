@@ -72,9 +72,9 @@ def caveats(comparison: Comparison) -> Iterator[str]:
     if primary.missing:
         yield f"Seeds without both runs, left out: {', '.join(map(str, primary.missing))}."
     if comparison.failures:
-        yield f"{len(comparison.failures)} runs failed. The same command tries them again."
+        yield f"{len(comparison.failures)} runs failed. Run the study again to retry them."
     if comparison.not_run:
-        yield f"{len(comparison.not_run)} runs are not finished. The same command continues them."
+        yield f"{len(comparison.not_run)} runs are not finished. Run the study again to continue."
     yield from (f"{notice[0].upper()}{notice[1:]}." for notice in comparison.notices)
 
 
