@@ -255,6 +255,34 @@ def test_seeds_of_one_mode_are_one_series(tmp_path: Path) -> None:
     assert mean["y"] == pytest.approx([sum(column) / 3 for column in columns])
 
 
+def test_a_run_without_an_update_changes_no_mean(tmp_path: Path) -> None:
+    """One of three seeds was killed in its first harvest."""
+    for seed in range(2):
+        simulated_log(tmp_path / f"partial-{seed}/events.jsonl", seed=seed)
+    simulated_log(tmp_path / "baseline/events.jsonl", "baseline")
+    before = read_runs([tmp_path])
+    killed = simulated_log(tmp_path / "a-killed/events.jsonl", seed=2)
+    lines = killed.read_text().splitlines(keepends=True)
+    first_update = next(place for place, line in enumerate(lines) if '"Updated"' in line)
+    killed.write_text("".join(lines[: first_update - 1]))
+    runs = read_runs([tmp_path])
+    assert len(runs) == len(before) + 1
+    series, expected = series_of(runs), series_of(before)
+    assert report.as_json(runs)["conclusion"] == report.as_json(before)["conclusion"]
+    assert sorted(map(str, tables.headline(series)["rows"])) == sorted(map(str, tables.headline(expected)["rows"]))
+    curves, others = (report_charts.bubble_per_harvest(some).views for some in (series, expected))
+    assert sorted(map(str, curves[""]["data"])) == sorted(map(str, others[""]["data"]))
+    assert [run.name for run in runs if any("No update was made" in notice for notice in run.notices)] == ["a-killed"]
+
+
+def test_a_run_without_an_update_has_no_conclusion(tmp_path: Path) -> None:
+    path = simulated_log(tmp_path / "early/events.jsonl")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
+    runs = read_runs([path])
+    assert report.as_json(runs)["conclusion"] == "No update was made in early: there is nothing to measure yet."
+    assert "on-policy" not in report.as_json(runs)["conclusion"]
+
+
 def test_copies_of_a_run_count_once_and_runs_of_one_seed_are_not_several_seeds(tmp_path: Path) -> None:
     one = run_folder(tmp_path / "one", seed=3)
     copytree(one, tmp_path / "copy")

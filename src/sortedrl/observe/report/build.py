@@ -101,7 +101,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         "occupancy_lead": words.occupancy_lead(series, longest, unit),
         "timeline_lead": words.timeline_lead(series),
         "timeline_label": "Which rollout was in which slot over time. Arrows move, plus and minus zoom, 0 shows all.",
-        "timelines": [shown for one in series for shown in charts.timelines(one.runs[0], one.label, unit)],
+        "timelines": [shown for one in series for shown in charts.timelines(one.measured[0], one.label, unit)],
         "lengths_lead": words.lengths_lead(series),
         "staleness_lead": words.staleness_lead(series),
         "learning_lead": words.learning_lead(series),
@@ -121,7 +121,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
 
 def _charts(runs: Sequence[Run], series: Sequence[Series], unit: charts.TimeUnit, longest: float) -> dict[str, Any]:
     names = run_names(series)
-    firsts = [one.runs[0] for one in series]
+    firsts = [one.measured[0] for one in series]
     top = charts.highest_length(firsts)
     rewarded = [one for one in series if any(p.reward for run in one.runs for p in run.points)]
     scored = [one for one in series if any(run.held_out for run in one.runs)]

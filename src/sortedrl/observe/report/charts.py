@@ -153,7 +153,7 @@ def bubble_per_harvest(series: Sequence[Series]) -> Chart:
     for one in series:
         curves: list[Curve] = [
             [Dot(i, i, 100 * value) for i, value in enumerate(run.run_metrics.bubble_per_harvest, start=1)]
-            for run in one.runs
+            for run in one.measured
         ]
         data += curve(one, thinned(curves))
     layout = {
@@ -213,7 +213,7 @@ def histogram(
     data = []
     keys = sorted({key for one in series for run in one.runs for key in of(run)})
     for one in series:
-        rows = [[_percent(of(run).get(key, 0), sum(of(run).values())) for key in keys] for run in one.runs]
+        rows = [[_percent(of(run).get(key, 0), sum(of(run).values())) for key in keys] for run in one.measured]
         columns = list(zip(*rows, strict=True))
         means = [fmean(column) for column in columns]
         bars: dict[str, Any] = {
@@ -224,7 +224,7 @@ def histogram(
             "marker": {"color": one.color},
             "hovertemplate": "%{y:.1f} %",
         }
-        if len(one.runs) > 1:
+        if len(one.measured) > 1:
             bars["error_y"] = {
                 "type": "data",
                 "symmetric": False,

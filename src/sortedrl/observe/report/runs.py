@@ -145,6 +145,7 @@ def _read_run(path: Path, name: str) -> Run:
     notices = [
         *_damage_notices(damage, repair.put_back, repair.left_out),
         *_ending_notices(log, folder),
+        *_no_update(run_metrics),
         *_lost_lines("metrics.jsonl", lost_metrics),
         *_lost_lines("rollouts.jsonl", lost_responses),
     ]
@@ -248,6 +249,11 @@ def _ending_notices(log: Sequence[Event], folder: Path | None) -> Iterable[str]:
     if isinstance(last, Updated | None) and not (folder is not None and (folder / "summary.json").is_file()):
         seconds = log[-1].at - log[0].at
         yield f"The log ends at {seconds:,.1f} s without an end event: the run was killed or is still running."
+
+
+def _no_update(run_metrics: RunMetrics) -> Iterable[str]:
+    if not run_metrics.updates:
+        yield "No update was made: this run is left out of means and comparisons."
 
 
 def _is_turn(event: Updated | Phase) -> bool:

@@ -26,9 +26,18 @@ class Series:
     color: str
     runs: tuple[Run, ...]
 
+    @property
+    def measured(self) -> tuple[Run, ...]:
+        """The runs with an update; all runs if none has one. One that ended before has no goodput to average."""
+        return tuple(run for run in self.runs if run.run_metrics.updates) or self.runs
+
+    @property
+    def has_updates(self) -> bool:
+        return any(run.run_metrics.updates for run in self.runs)
+
     def mean(self, field: str) -> float:
-        """The mean over the runs of a metric that every run has."""
-        return fmean(getattr(run.run_metrics, field) for run in self.runs)
+        """The mean over the measured runs of a metric that every run has."""
+        return fmean(getattr(run.run_metrics, field) for run in self.measured)
 
     def mean_sortedness(self) -> float | None:
         known = [run.run_metrics.sortedness for run in self.runs if run.run_metrics.sortedness is not None]

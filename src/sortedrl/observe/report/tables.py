@@ -83,11 +83,11 @@ def headline(series: Sequence[Series]) -> dict[str, Any]:
 def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
     cells = []
     for column in columns:
-        values = [value for run in one.runs if (value := getattr(run.run_metrics, column.field)) is not None]
+        values = [value for run in one.measured if (value := getattr(run.run_metrics, column.field)) is not None]
         spread = column.range(min(values), max(values)) if len(values) > 1 else ""
         shown = max(values) if column.field == "staleness_max" else fmean(values) if values else None
         cells.append({"text": column.text(shown), "range": "" if len(set(values)) == 1 else spread})
-    return {"label": one.label, "color": one.color, "sub": _runs_and_seeds(one.runs), "cells": cells}
+    return {"label": one.label, "color": one.color, "sub": _runs_and_seeds(one.measured), "cells": cells}
 
 
 def _runs_and_seeds(runs: Sequence[Run]) -> str:

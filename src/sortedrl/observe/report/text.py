@@ -39,10 +39,13 @@ GLOSSARY = (
 
 def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
     asides = []
-    if len(series) == 1:
-        sentence = _conclusion_of_one(series[0])
+    measured = [one for one in series if one.has_updates]
+    if not measured:
+        sentence = f"No update was made in {', '.join(run.name for run in runs)}: there is nothing to measure yet."
+    elif len(measured) == 1:
+        sentence = _conclusion_of_one(measured[0])
     else:
-        sentence = _conclusion_of_several(series)
+        sentence = _conclusion_of_several(measured)
         apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
         if apart:
             asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare them with care.")
@@ -74,7 +77,7 @@ def _streamed(one: Series, *, named: bool) -> list[str]:
 def _conclusion_of_one(one: Series) -> str:
     bubble, goodput = one.mean("bubble"), one.mean("goodput")
     part, share = max(
-        ((part, fmean(run.run_metrics.bubble_parts[part] for run in one.runs)) for part in BUBBLE_PARTS),
+        ((part, fmean(run.run_metrics.bubble_parts[part] for run in one.measured)) for part in BUBBLE_PARTS),
         key=lambda pair: pair[1],
     )
     mostly = f", mostly {charts.part_name(part)}" if bubble >= 0.005 and share > bubble / 2 else ""
@@ -127,7 +130,7 @@ def _score(one: Series) -> Iterable[str]:
 
 
 def _bottleneck(one: Series, *, named: bool) -> Iterable[str]:
-    parts = {part: fmean(run.run_metrics.wall_parts[part] for run in one.runs) for part in wall_clock.PARTS}
+    parts = {part: fmean(run.run_metrics.wall_parts[part] for run in one.measured) for part in wall_clock.PARTS}
     if any(parts.values()):
         most = wall_clock.bottleneck(parts)
         yield f"{f'{one.label} ' if named else ''}{wall_clock.part_name(most)}, {parts[most]:.0%} of wall-clock time"
@@ -158,7 +161,7 @@ def metrics_lead(series: Sequence[Series]) -> str:
 
 
 def occupancy_lead(series: Sequence[Series], longest: float, unit: charts.TimeUnit) -> str:
-    bins = max(len(one.runs[0].occupancy.edges) - 1 for one in series)
+    bins = max(len(one.measured[0].occupancy.edges) - 1 for one in series)
     first = " One run per series is shown." if any(len(one.runs) > 1 for one in series) else ""
     return (
         "Dark blue: rollouts that finished and were trained on. Light blue: aborted, tokens kept for resume. Red: "
@@ -173,9 +176,9 @@ def timeline_lead(series: Sequence[Series]) -> str:
         "Each bar is a rollout in a slot, colored by its outcome; vertical lines are updates. Drag to zoom, "
         "double-click to reset, Ctrl + wheel to zoom in place, or use the arrow keys, + and −."
     )
-    merged = [one for one in series if one.runs[0].timeline.grid]
+    merged = [one for one in series if one.measured[0].timeline.grid]
     if merged:
-        counts = ", ".join(f"{one.label}: {one.runs[0].timeline.slice_count:,}" for one in merged)
+        counts = ", ".join(f"{one.label}: {one.measured[0].timeline.slice_count:,}" for one in merged)
         bins = len(merged[0].runs[0].timeline.grid[0])
         text += (
             f" Aggregated where there are too many bars to draw one by one ({counts}): the whole run is a grid with "
@@ -187,7 +190,7 @@ def timeline_lead(series: Sequence[Series]) -> str:
 def lengths_lead(series: Sequence[Series]) -> str:
     means = [(one.label, one.mean_sortedness()) for one in series]
     sortedness = ", ".join(f"{label} {'unknown' if mean is None else format(mean, 'z.2f')}" for label, mean in means)
-    pooled = max((point.pooled for one in series for point in one.runs[0].points), default=1)
+    pooled = max((point.pooled for one in series for point in one.measured[0].points), default=1)
     note = f" Aggregated: each point pools {pooled} updates." if pooled > 1 else ""
     return (
         "The line is the median; the bands cover the middle 50 % and 90 % of an update's responses. A sawtooth is the "
@@ -199,7 +202,7 @@ def staleness_lead(series: Sequence[Series]) -> str:
     floors = [
         f"{one.label} {one.mean('staleness_mean'):.2f}, floor {run.floor[0]:.2f} unsorted and {run.floor[1]:.2f} sorted"
         for one in series
-        for run in one.runs[:1]
+        for run in one.measured[:1]
         if run.floor and one.mean("staleness_mean") > 0
     ]
     text = "How old tokens were when they were trained on, and how many segments a response has."
