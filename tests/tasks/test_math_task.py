@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -319,3 +320,13 @@ def test_every_row_of_the_real_files_scores_one_against_itself_and_zero_if_wrong
         found = [mistake for mistakes_of_one in threads.map(mistakes, problems) for mistake in mistakes_of_one]
     print(f"{name}: {len(problems)} references, {sum(checked)} checks, mistakes: {found}")
     assert found == []
+
+
+def test_a_task_that_travelled_to_a_worker_process_scores_there(task: Math) -> None:
+    """Without its problems and its own worker processes, which start again where algebra is needed."""
+    assert task.held_out()
+    sent = pickle.dumps(task)
+    assert len(sent) < 2_000
+    travelled: Math = pickle.loads(sent)
+    assert travelled.score(Problem("p", "?", "x + 1"), r"\boxed{1 + x}").correct
+    assert not travelled.score(Problem("p", "?", "x + 1"), r"\boxed{2 + x}").correct

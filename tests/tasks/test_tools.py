@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sortedrl.tasks.environment import Response
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 from sortedrl.tasks.math import Math
 from sortedrl.tasks.registry import task_by_name
-from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.task import Problem, Reward, Task
 from sortedrl.tasks.tools import ToolEnvironment, WithTools, tool_calls
 
 
@@ -132,8 +133,9 @@ def test_a_template_that_does_not_show_tools_is_refused() -> None:
         environment_prompt(task.environment(), task.train()[0], AutoTokenizer.from_pretrained(BUILT_IN_MODEL))  # type: ignore[union-attr]
 
 
-def test_a_task_with_tools_travels_to_a_worker_process() -> None:
-    task = pickle.loads(pickle.dumps(WithTools(KnightsAndKnaves.small(), ["calculator"])))
+@pytest.mark.parametrize("make", [KnightsAndKnaves.small, lambda: Math("gsm8k")])
+def test_a_task_with_tools_travels_to_a_worker_process(make: Callable[[], Task]) -> None:
+    task = pickle.loads(pickle.dumps(WithTools(make(), ["calculator"])))
     assert task.environment().tools == (calculator,)
 
 

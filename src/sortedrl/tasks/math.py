@@ -112,9 +112,21 @@ class Math:
         self._question_text = known.question_text
         self._held_out_fraction = held_out_fraction
         self._seed = seed
-        self._verify = WorkerPool(
-            load_math_verify, workers=max((os.cpu_count() or 1) // 2, 1), limit_seconds=limit_seconds
-        )
+        self._limit_seconds = limit_seconds
+        self._verify = self._verifying_workers()
+
+    def _verifying_workers(self) -> WorkerPool:
+        """No process starts before the first call."""
+        workers = max((os.cpu_count() or 1) // 2, 1)
+        return WorkerPool(load_math_verify, workers=workers, limit_seconds=self._limit_seconds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With tools of your own, a worker process scores: it has no use for the problems, and starts its own pool."""
+        return {key: value for key, value in vars(self).items() if key not in ("_verify", "_problems")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._verify = self._verifying_workers()
 
     def train(self) -> Sequence[Problem]:
         return self._problems[0]
