@@ -227,7 +227,7 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert main(["bench", "--learner-seconds-per-update", "3"]) == 2
     assert "a bench has no learner" in capsys.readouterr().err
     assert main(["bench", "--events", str(out)]) == 2
-    assert "no folder can be made there (File exists)" in capsys.readouterr().err
+    assert "no file can be made there (File exists)" in capsys.readouterr().err
     assert main(["bench", "--reuse-kv-cache"]) == 2
     assert "--engine-options reuse_kv_cache True" in capsys.readouterr().err
     assert main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "no"]) == 2

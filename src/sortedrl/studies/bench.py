@@ -38,7 +38,7 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import Oversubscribe, PromptsPerCohort, RolloutsPerUpdate, schedule_from
 from sortedrl.studies import workload as simulated
-from sortedrl.studies.measurements import Log, machine, make_folder, random_prompts, warm_up
+from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
 from sortedrl.studies.workload_settings import (
@@ -136,8 +136,12 @@ class BenchSettings(WorkloadSettings, EngineSettings):
     def check(self) -> None:
         for case in cases_of(self):
             strategy_named(case.mode).check(case.schedule(bench_schedule(self)))
+        for mode in self.modes:
+            if self.modes.count(mode) > 1:
+                raise ConfigurationError("modes", mode, "it is there twice", "A bench runs each mode once.")
         check_engine(self)
         check_context_fits(self)
+        check_is_no_folder("out", self.out, "bench.json")
         if self.replayed_episodes is not None:
             raise ConfigurationError(
                 "lengths",

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from sortedrl.core.engine import Engine, Request
 from sortedrl.core.generate import generate
@@ -44,11 +45,20 @@ def warm_up(engine: Engine, vocabulary: int, max_length: int) -> float:
     return engine.slots * tokens / max(1e-9, engine.now() - began)
 
 
+def check_is_no_folder(key: str, path: Path | None, name: str) -> None:
+    """A result is written after all measurements: refuse before them what would lose it."""
+    if path is not None and path.is_dir():
+        raise ConfigurationError(key, str(path), "a folder, not a file", f"Use {path / name}.")
+
+
 def make_folder(key: str, folder: Path) -> None:
+    """Make a folder in which files can be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        reason = f"no folder can be made there ({error.strerror})"
+        reason = f"no file can be made there ({error.strerror})"
         raise ConfigurationError(key, str(folder), reason, "Name another place.") from None
 
 

@@ -21,6 +21,7 @@ from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
     check_context_fits,
+    check_seeds,
     check_streaming,
     check_turns,
     simulated_schedule,
@@ -65,6 +66,7 @@ class PlanSettings(SimulatedSettings):
 
     def check(self) -> None:
         simulated_schedule(self)
+        check_seeds(self)
         check_turns(self)
         check_context_fits(self)
         check_streaming(self)

@@ -26,7 +26,7 @@ from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.models import model_named
 from sortedrl.settings.base import Settings
-from sortedrl.studies.measurements import Log, machine, make_folder, random_prompts, warm_up
+from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.profile_file import Cell, Profile
 from sortedrl.training.engine import bare_engine
 
@@ -51,6 +51,7 @@ class ProfileSettings(Settings, EngineSettings):
 
     def check(self) -> None:
         check_engine(self)
+        check_is_no_folder("out", self.out, "profile.json")
         cells = cells_for(self.slots, self.max_context_tokens, math.inf, self.steps)
         if len({running for running, _ in cells}) < 2 or len({context for _, context in cells}) < 2:
             raise ConfigurationError(

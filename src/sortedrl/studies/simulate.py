@@ -23,6 +23,7 @@ from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
     check_context_fits,
+    check_seeds,
     check_streaming,
     check_turns,
     simulated_schedule,
@@ -86,6 +87,7 @@ class SimulateSettings(SimulatedSettings):
             raise ConfigurationError("modes", self.modes, "--all has every mode", "Leave out --all or --modes.")
         for mode in self.modes_and_expectations()[0]:
             strategy_named(mode).check(with_mode(simulated_schedule(self), mode))
+        check_seeds(self)
         check_turns(self)
         check_context_fits(self)
         check_streaming(self)

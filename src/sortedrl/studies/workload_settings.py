@@ -264,6 +264,12 @@ def check_turns(settings: SimulatedSettings) -> None:
         )
 
 
+def check_seeds(settings: SimulatedSettings) -> None:
+    """The same run twice would count as two, and the error of the gains would be too small."""
+    if len(set(settings.seeds)) < len(settings.seeds):
+        raise ConfigurationError("seeds", settings.seeds, "one is named twice", "Name each one once.")
+
+
 def check_streaming(settings: SimulatedSettings) -> None:
     if settings.share_gpu and not settings.stream:
         raise ConfigurationError(
