@@ -42,6 +42,10 @@ class Counting:
                 raise KeyboardInterrupt
             case ["die"]:
                 os._exit(3)
+            case ["number"]:
+                return [{"role": "user", "content": 5}]
+            case ["surrogate"]:
+                return "a file name: \udc80"
             case ["nothing"]:
                 return None
             case ["random"]:

@@ -168,6 +168,28 @@ def test_an_error_is_an_answer_and_the_next_call_gets_a_new_instance(kind: str, 
         assert "turn 2 of p0" in shown(turn(environments, rollout, "two", call=4)), "after a replay"
 
 
+ADDS_TEXTS = (  # as most templates do
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("number", "can only concatenate str"), ("surrogate", "valid Unicode")])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_message_that_cannot_be_turned_into_tokens_costs_its_rollout(text: str, reason: str, replayed: bool) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = ADDS_TEXTS
+    with host_of("local", CountingTask()) as host:
+        environments, rollout = TaskEnvironments(tokenizer, host), rollout_of()
+        if replayed:  # an environment that answers otherwise than before
+            speak(rollout, text)
+            rollout.observe([5, 6])
+        answer = turn(environments, rollout, "next" if replayed else text)
+        assert reason in str(answer.error)
+        assert answer.is_lost is replayed and answer.observation is None
+        assert "turn 1 of p1" in shown(turn(environments, rollout_of(1), "next", call=1))
+
+
 def test_ctrl_c_during_a_turn_in_this_process_is_not_an_error_of_the_environment() -> None:
     """It ends the run or the evaluation. A worker process does not get it: there it can only be an error."""
     for kind in ("local", "workers"):

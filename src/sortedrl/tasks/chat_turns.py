@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sortedrl.core.scoring import reason_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +21,7 @@ _MARK = "response-4711"
 
 
 class TemplateRefused(ValueError):
-    """The chat template does not preserve the prefix, or does not take the messages of this environment."""
+    """The chat template does not preserve the prefix, or the messages of this environment cannot be encoded."""
 
 
 class ChatTurns:
@@ -68,15 +70,17 @@ class ChatTurns:
         return text[text.index(_MARK) + len(_MARK) :]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        from jinja2 import TemplateError
-
         try:
             render: Callable[..., Any] = self._tokenizer.apply_chat_template
             return str(render(list(messages), tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
+        except Exception as error:  # a TypeError, too: most templates add texts, and a content may be anything
             raise TemplateRefused(
-                f"the chat template of {self._tokenizer.name_or_path!r} refuses these messages: {error}"
+                f"the chat template of {self._tokenizer.name_or_path!r} refuses these messages: {reason_of(error)}"
             ) from None
 
     def _encoded(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, as in file names that are not UTF-8
+            raise TemplateRefused(f"the text of these messages is not valid Unicode: {error}") from None
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

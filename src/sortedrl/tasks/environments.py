@@ -174,7 +174,11 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         for place, (turn, messages) in enumerate(zip(turns, result.replayed or (), strict=False), 1):
             if turn.observation is None:
                 continue
-            if self._chat.observation(messages, turn.response) != turn.observation:
+            try:
+                again = self._chat.observation(messages, turn.response)
+            except TemplateRefused as error:
+                return f"the observation of turn {place} differed when it was replayed: {error}"
+            if again != turn.observation:
                 return f"the observation of turn {place} differed when it was replayed"
         return None
 
