@@ -455,6 +455,16 @@ def test_equal_large_rewards_have_no_advantage() -> None:
     assert abs(metrics["advantage_mean"]) < 1e-6 and metrics["grad_norm"] < 1e-6
 
 
+def test_rewards_equal_to_those_of_the_initial_policy_have_no_advantage() -> None:
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="reinforce++"))
+    learner.set_initial_rewards([70.1] * 9)
+    rollouts = random_rollouts(siblings=1)
+    for rollout in rollouts:
+        rollout.reward = 70.1
+    metrics = learner.step(rollouts, 0)
+    assert abs(metrics["advantage_mean"]) < 1e-12 and metrics["advantage_std"] == 0
+
+
 def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
     learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", drop_zero_variance_groups=True))
     before = weights_of(learner.model)

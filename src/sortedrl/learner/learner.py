@@ -138,7 +138,8 @@ class Learner:
         advantages are divided by their standard deviation.
         """
         require(self.updates == 0, "initial rewards", len(rewards), f"{self.updates} updates were already made")
-        initial = Moments.of(torch.tensor([reward for reward in rewards if math.isfinite(reward)]))
+        finite = [reward for reward in rewards if math.isfinite(reward)]
+        initial = Moments.of(torch.tensor(finite, dtype=torch.float64))
         if self.critic is not None:
             nn.init.constant_(self.critic.head.bias, initial.mean)
             initial = replace(initial, mean=0.0)
