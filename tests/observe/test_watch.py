@@ -101,6 +101,19 @@ def test_a_finished_run_shows_its_final_state_in_a_terminal_and_as_json(resumed:
     assert state["updates"] == state["updates_in_all"] == 12
 
 
+def test_a_run_whose_last_update_was_evaluated_has_ended(model: Path, tmp_path: Path) -> None:
+    """No evaluation follows its end then, only a checkpoint, as in a run that was interrupted."""
+    run = tmp_path / "run"
+    assert started(train_command(model, run, "--updates", "2", "--eval-every", "2")).wait().returncode == 0
+    done = watched(str(run))
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("ended: score ")
+    (run / "summary.json").unlink()
+    assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.RUNS, "it saves its model"
+    metrics = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(metrics.replace('"updates_in_all": 2,', '"updates_in_all": 9,'))
+    assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.INTERRUPTED
+
+
 def test_a_killed_run_is_said_to_have_stopped_growing(killed: Path) -> None:
     done = watched(str(killed), "--stopped-after-seconds", "0.5")
     assert done.returncode == 1

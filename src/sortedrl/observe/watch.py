@@ -2,9 +2,10 @@
 
     run --kept_readable--> files --Follower.catch_up--> RunConsole
 
-The log shows how a run ended: the phase `end` is followed by an evaluation and a summary or, if the run was
-interrupted, by a checkpoint only. A killed run writes nothing more, and neither does a run that is busy without an
-event, so watching continues until the silence is unusually long.
+The log shows how a run ended. The phase `end` is followed by an evaluation, unless the last update was evaluated
+already, and by a summary. If the run was interrupted, only a checkpoint follows, and updates are left. A killed run
+writes nothing more, and neither does a run that is busy without an event, so watching continues until the silence is
+unusually long.
 
 Invariants: only complete lines are read; rolled-back lines are dropped, in both files; nothing is written.
 """
@@ -153,7 +154,7 @@ class Follower:
             return
         self._feed(log)
         for line in _parsed(new_lines):
-            self._console.line(line, seen_at=self._seen_at())
+            self._show(line)
         self._console.look(self._seen_at())
 
     def watched(self, stopped_after_seconds: float) -> Watched:
@@ -167,6 +168,7 @@ class Follower:
         self._sink = self._console.begin(self._metrics, str(self._folder), _updates_in_settings(self._folder))
         self._phases = ["start"]  # since the latest harvest started or the run was resumed
         self._updates = 0
+        self._updates_in_all: int | None = None
         self._last_at: float | None = None
         self._longest_silence = 0.0
         log = self._decoded(self._event_file.all(), 1)
@@ -182,7 +184,7 @@ class Follower:
         lines = _parsed(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
         for place, line in enumerate(lines):
-            self._console.line(line, seen_at=self._seen_at(), old=place != newest or not announce_newest)
+            self._show(line, old=place != newest or not announce_newest)
         self._console.look(self._seen_at())
 
     def _feed(self, log: Sequence[Event]) -> None:
@@ -215,7 +217,7 @@ class Follower:
             return REMOVED
         if "end" in self._phases:
             after = self._phases[self._phases.index("end") + 1 :]
-            if "evaluation" in after:
+            if "evaluation" in after or (after and self._all_updates_are_done()):
                 if _updates_in_summary(self._folder) == self._updates:
                     return ENDED
             elif after:
@@ -224,6 +226,14 @@ class Follower:
                 return ENDED
         too_long = max(stopped_after_seconds, UNUSUAL_SILENCE * self._longest_silence)
         return STOPPED if silent > too_long else RUNS
+
+    def _all_updates_are_done(self) -> bool:
+        """As far as metrics.jsonl counts them: then a summary follows the last checkpoint."""
+        return self._updates_in_all is not None and self._updates >= self._updates_in_all
+
+    def _show(self, line: dict[str, Any], *, old: bool = False) -> None:
+        self._updates_in_all = line.get("updates_in_all", self._updates_in_all)
+        self._console.line(line, seen_at=self._seen_at(), old=old)
 
 
 class GrowingFile:
