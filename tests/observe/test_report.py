@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import math
+import os
 import random
 import shlex
 import subprocess
@@ -355,6 +357,20 @@ def test_json_has_the_figures_of_the_fold(tmp_path: Path, capsys: pytest.Capture
     assert printed["runs"][0]["metrics"] == json.loads(json.dumps(asdict(figures_of(list(read_events(path))))))
     assert printed["page"] is None
     assert not list(tmp_path.glob("*.html")), "with --json a page is written only where --out says so"
+
+
+def test_names_that_cannot_be_encoded_lose_characters_and_not_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder whose name is not UTF-8, and a terminal that is ASCII."""
+    folder = tmp_path / os.fsdecode(b"run\xff-\xc3\xa9")
+    simulated_log(folder / "events.jsonl")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["report", str(folder)]) == 0
+    terminal.seek(0)
+    assert f"report in {tmp_path}/run?-?/report.html" in terminal.read()
+    assert "run?-é" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from sortedrl import __version__
-from sortedrl.cli.streams import discard
+from sortedrl.cli.streams import discard, replace_what_cannot_be_encoded
 from sortedrl.core.errors import UserError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,6 +34,7 @@ COMMANDS = {
 
 def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
+    replace_what_cannot_be_encoded(sys.stdout, sys.stderr)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0

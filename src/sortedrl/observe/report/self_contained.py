@@ -44,10 +44,10 @@ def render(
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write the page atomically, replacing an earlier one."""
+    """Write the page atomically, replacing an earlier one. Of names that are not UTF-8, some characters are lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, html)
+        write_atomically(path, html.encode("utf-8", errors="replace").decode("utf-8"))
     except OSError as error:
         raise ConfigurationError("out", str(path), f"{error.strerror}", "Name a file that can be written.") from None
 
