@@ -418,6 +418,16 @@ def test_max_length_bounds_prompt_and_response_together() -> None:
     assert ledger.finished == {0: True}
 
 
+def test_a_context_may_fill_a_table_of_positions() -> None:
+    """A prefill is padded to a multiple of 16 tokens; the table has no positions for that padding."""
+    model = model_of("GPT2", n_positions=41)
+    asked = [request(0, [1] * 39, 2), request(1, [2] * 30, 11)]
+    ledger = completed(engine_of(model, max_length=41), asked)
+    assert [len(ledger.tokens(one.id)) for one in asked] == [2, 11]
+    for one in asked:
+        assert ledger.logprobs(one.id) == pytest.approx(reference_logprobs(model, one, ledger.tokens(one.id)), abs=1e-4)
+
+
 def test_a_model_that_cannot_run_gets_no_advice_about_lengths() -> None:
     model = model_of("Llama")
     model.config._attn_implementation = "flex_attention"

@@ -28,7 +28,7 @@ def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     shape: dict[str, Any] = {**SHAPE, **changes}
     if family == "GPT2":
-        shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+        shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024, **changes}
     config = getattr(transformers, f"{family}Config")(**shape)
     model = getattr(transformers, f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel")(config)
     with torch.no_grad():

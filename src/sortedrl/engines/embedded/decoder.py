@@ -101,13 +101,15 @@ class SlotDecoder:
     def prefill(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> None:
         """Write the KV cache of the contexts into the rows; contexts of similar length waste the least padding."""
         self._forward.refresh()
-        length = _rounded_up(max(map(len, contexts)), _PREFILL_QUANTUM)
+        longest = max(map(len, contexts))
+        length = _rounded_up(longest, _PREFILL_QUANTUM)
         self._reserve(length)
         padded = [[*context, *[0] * (length - len(context))] for context in contexts]
         tokens = torch.tensor(padded, device=self.device)
         self.cache.expect_prefill(torch.tensor(rows, device=self.device))
         self._switch_dropout_off()
-        self._forward.fill(tokens, self._key_positions[None, :length], self._prefill_masks(length))
+        positions = self._key_positions[:length].clamp(max=longest - 1)  # a model may have none for the padding
+        self._forward.fill(tokens, positions[None], self._prefill_masks(length))
 
     @torch.inference_mode()
     def begin(self, starts: Sequence[RowStart]) -> None:
