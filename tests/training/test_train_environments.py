@@ -27,6 +27,7 @@ from sortedrl.core import generate as generating
 from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.core.import_path import import_object
+from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.schedule import Schedule
@@ -198,6 +199,26 @@ def test_an_evaluation_closes_the_environments_of_lost_rollouts(
     assert sorted(log.read_text().splitlines()) == sorted(
         f"{problem} {what}" for problem in ("h0", "h1") for what in ("reset", "step one", "close")
     )
+
+
+class EncodesNothing:
+    """As a tokenizer without a chat template that drops white space, for an empty observation."""
+
+    def observation(self, messages: Sequence[Any], response: Sequence[int]) -> list[int]:
+        return []
+
+
+def test_an_observation_without_tokens_costs_an_evaluation_its_response() -> None:
+    task, tokenizer, watch = CountingTask(), chat_tokenizer(), RejectionWatch(64)
+    with closing(LocalHost(task.environment, limit_seconds=30.0)) as host:
+        environments = TaskEnvironments(tokenizer, host, chat=EncodesNothing())
+        prompts = [Prompt(problem.id, [3, 4], problem) for problem in task.held_out()[:2]]
+        engine = LosesSecondTurns([*tokenizer("one")["input_ids"], tokenizer.eos_token_id])
+        limits = Schedule(max_response_tokens=64)
+        options: dict[str, Any] = {"samples": 1, "limits": limits, "sampling": Sampling(), "seed": 0, "watch": watch}
+        found = evaluate(engine, prompts, environments.ends, environments=environments, **options)
+    assert found.correct == ((False,), (False,)) and watch.rejected == 2
+    assert "an observation is a nonempty list" in watch.most_frequent()
 
 
 class CutsTurns(LosesSecondTurns):

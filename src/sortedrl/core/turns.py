@@ -96,7 +96,7 @@ class Turns:
             self._fail(self._buffer.in_environment[id], f"no answer within max_environment_seconds = {seconds}")
 
     def _take(self, answer: Answer, rollout: Rollout, call: _Call) -> None:
-        fault = answer.error or _fault_of(answer)
+        fault = answer.error or fault_of(answer)
         if answer.is_lost:
             if self._moves.fail_environment(rollout, CANNOT_BRING_BACK, counts=not call.is_retry):
                 self._moves.regenerate(rollout, CANNOT_BRING_BACK)
@@ -164,7 +164,7 @@ class Turns:
                 self._submit(rollout)
 
 
-def _fault_of(answer: Answer) -> str | None:
+def fault_of(answer: Answer) -> str | None:
     """What is wrong with an observation; None if nothing is. A range comes from the simulator."""
     tokens = answer.observation
     if tokens is None or (type(tokens) is range and len(tokens)):

@@ -16,6 +16,7 @@ from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.turns import fault_of
 from sortedrl.engines.registry import SERVERS
 from sortedrl.learner.models import response_logprobs
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
@@ -107,8 +108,7 @@ class _Turns:
             rollout.append(segment)
         if response.failure is not None:
             self._scores.end()
-            if self._environments is not None:  # the next evaluation has rollouts with the same ids
-                self._environments.cancel(rollout.id)
+            self._cancel(rollout)
         elif self._environments is not None and not response.truncated:
             self._environments.submit(rollout, rollout.observations)
         else:
@@ -116,9 +116,10 @@ class _Turns:
 
     def _goes_on(self, answer: Answer) -> bool:
         rollout = self._rollouts[answer.rollout_id]
-        if answer.error is not None:
+        if (fault := answer.error or fault_of(answer)) is not None:
+            self._cancel(rollout)
             self._scores.end()
-            self._scores.fail(answer.error)
+            self._scores.fail(fault)
         elif answer.observation is None and answer.reward is not None:
             self._scores.end()
             self._scores.add(rollout.id, Reward(answer.reward, **answer.detail))
@@ -130,6 +131,11 @@ class _Turns:
             rollout.observe(answer.observation)
             return True
         return False
+
+    def _cancel(self, rollout: Rollout) -> None:
+        """The next evaluation has rollouts with the same ids."""
+        if self._environments is not None:
+            self._environments.cancel(rollout.id)
 
     def _end(self, rollout: Rollout, limit: str) -> None:
         rollout.truncated, rollout.ended_by = bool(limit), limit
