@@ -174,8 +174,8 @@ def test_seconds_of_a_pair_on_two_devices_are_not_compared(folder: Path) -> None
         assert (one.seeds, one.on_two_devices, one.missing) == ((0, 1, 3, 4, 6, 7), (2, 5), ())
     assert others["seconds"].difference is not None and others["seconds"].difference.mean == 0
     assert others["final_score"].seeds == found.primary.seeds == tuple(range(SEEDS))
-    notices = [notice for notice in found.notices if "with seeds 2, 5" in notice]
-    assert len(notices) == 2 and notices[0].startswith("fast and slow ran on different devices")
+    notices = [notice for notice in found.notices if "for seeds 2, 5;" in notice]
+    assert len(notices) == 2 and notices[0].startswith("the runs of fast and slow are on different devices")
     assert as_json(found, "1")["exploratory"][0]["seeds_on_two_devices"] == []
 
 

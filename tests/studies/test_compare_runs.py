@@ -168,10 +168,11 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
 
 FINISHES = "mkdir -p {folder} && echo '{{}}' > {folder}/summary.json"
 FAILS = "echo no space left; exit 2"
-UPDATES_AND_FAILS = (
-    """mkdir -p {folder} && echo '{{"update": 1, "updates_in_all": 2}}' > {folder}/metrics.jsonl && exit 2"""
+UPDATES = """mkdir -p {folder} && echo '{{"update": 1, "updates_in_all": 2}}' > {folder}/metrics.jsonl"""
+UPDATES_AND_FAILS = f"{UPDATES}; exit 2"
+WAITS_FOR_OTHERS = (
+    "for i in $(seq 400); do [ -e {study}/go ] && break; sleep 0.05; done; [ -e {study}/go ] && " + FINISHES
 )
-WAITS_FOR_OTHERS = "while [ ! -e {study}/go ]; do sleep 0.05; done; " + FINISHES
 
 
 class Scripted:
@@ -213,6 +214,24 @@ def test_a_temporary_failure_at_the_start_costs_no_run(monkeypatch: pytest.Monke
         study.output.getvalue()
     )
     assert "[6/6]" in study.output.getvalue() and "[7/6]" not in study.output.getvalue()
+
+
+def test_a_run_that_trains_shows_that_the_cause_was_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other job does not wait for its end: the study would stand still for the duration of a run."""
+    trains = f"{UPDATES} && {WAITS_FOR_OTHERS}"
+    until_it_trains = "until [ -s {study}/runs/baseline/seed-1/metrics.jsonl ]; do sleep 0.05; done"
+
+    def script_of(run: Run, attempt: int) -> str:
+        if run.seed == 0 and attempt == 1:
+            return FAILS if run.arm == "baseline" else f"{until_it_trains}; {FAILS}"
+        if run.seed == 0:
+            return FINISHES
+        return trains if run.arm == "baseline" else f"touch {{study}}/go; {FINISHES}"
+
+    study = Scripted(monkeypatch, tmp_path, script_of)
+    study.run(seeds=2, jobs=2)
+    assert len(study.finished) == 4, study.ended
+    assert "tried again in" not in study.output.getvalue()
 
 
 def test_if_runs_of_all_arms_fail_again_the_study_stops_and_explains_why(

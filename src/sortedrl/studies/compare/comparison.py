@@ -222,8 +222,8 @@ def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, L
     for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
         if apart := _on_two_devices(arm, minus, by_key):
             names = ", ".join(name for name in NEEDS_ONE_DEVICE if name in study.outcomes)
-            pairs = f"{arm} and {minus} ran on different devices with seeds {', '.join(map(str, apart))}"
-            yield f"{pairs}: these pairs are left out of {names}"
+            pairs = f"the runs of {arm} and {minus} are on different devices for seeds {', '.join(map(str, apart))}"
+            yield f"{pairs}; these pairs are left out of {names}"
     others = sorted({arm for arm, _ in results if arm not in study.arms})
     if others:
         yield f"results of other arms are left out: {', '.join(others)}"

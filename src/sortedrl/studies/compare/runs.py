@@ -197,6 +197,10 @@ class _Process:
     cores: tuple[int, ...]
     done_before: float  # fraction of its updates, from an earlier call
 
+    @property
+    def made_an_update(self) -> bool:
+        return self.run.fraction_done() > self.done_before
+
 
 @dataclass
 class _FailuresInARow:
@@ -227,7 +231,8 @@ class Runner:
     """Runs what is waiting, at most `jobs` at once. `run_all` returns when all have ended.
 
     If runs of all arms fail one after another, no more are started. The cause may be temporary, such as a full disk or
-    a GPU in use: those that failed before their first update are tried once more after a pause.
+    a GPU in use: those that failed before their first update are tried once more, as soon as another run makes an
+    update, or after a pause.
     """
 
     jobs: int
@@ -250,14 +255,16 @@ class Runner:
                     time.sleep(POLL_SECONDS)
                     for ended, process in self._ended():
                         free.append(process.cores)
-                        failures.add(ended, at_start=ended.run.fraction_done() <= process.done_before)
+                        failures.add(ended, at_start=not process.made_an_update)
                         has_paused = has_paused and bool(failures.runs)
                         self.on_end(ended)
                         self.progress.ended(ended)
-                    if failures.are_everywhere(waiting) and not self._running:
+                    works = any(process.made_an_update for process in self._running)
+                    if failures.are_everywhere(waiting) and (works or not self._running):
                         again = [] if has_paused else list(failures.at_start)
-                        self._pause(again) if again else self._give_up(failures, len(waiting))
-                        waiting = deque([*again, *waiting] if again else [])
+                        if not works:
+                            self._pause(again) if again else self._give_up(failures, len(waiting))
+                        waiting = deque([*again, *waiting] if again or works else [])
                         has_paused = True
                         failures.clear()
                     self.progress.tick()
@@ -268,7 +275,8 @@ class Runner:
                 self._kill()
 
     def _start(self, run: Run, cores: tuple[int, ...]) -> None:
-        self._running.append(_Process(run, start(run, cores), cores, run.fraction_done()))
+        done_before = run.fraction_done() if run.can_resume else 0.0
+        self._running.append(_Process(run, start(run, cores), cores, done_before))
         self.progress.started(run)
 
     def _ended(self) -> Iterator[tuple[Ended, _Process]]:
