@@ -238,6 +238,15 @@ def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
     assert len(read_results(path)) == 3 * SEEDS
 
 
+def test_results_of_an_older_version_may_lack_a_metric(folder: Path) -> None:
+    path = folder / "results.jsonl"
+    path.write_text(path.read_text().replace('"waste": 0.0, ', ""))
+    (waste,) = [
+        one for one in compared(folder).exploratory if (one.contrast.arm, one.contrast.outcome) == ("fast", "waste")
+    ]
+    assert waste.difference is None and waste.missing == tuple(range(SEEDS))
+
+
 def test_results_from_an_editor_lose_no_run(folder: Path) -> None:
     """Merged from several files, with an empty line and without a line feed at the end."""
     path = folder / "results.jsonl"

@@ -125,7 +125,7 @@ def outcomes_of(
         "response_length": _weighted_mean(lengths, rollouts),
         "final_response_length": _weighted_mean(lengths[last], rollouts[last]),
         "rollouts_per_second": curve[-1].rollouts / curve[-1].seconds if curve[-1].seconds > 0 else None,
-        **raw["metrics"],
+        **{name: raw["metrics"].get(name) for name in FROM_THE_SUMMARY},  # an older version may have fewer
     }
     if threshold is not None:
         found |= {name: reached(curve, threshold, axis).at for name, axis in NEEDS_THRESHOLD.items()}

@@ -24,7 +24,7 @@ from sortedrl.studies.doctor import gpus, version_of
 
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
-RESULT = ("settings", "curve", "series")  # tables in the line of a finished run
+RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the line of a finished run
 MACHINE = ("device", "versions")
 PACKAGES = ("torch", "transformers", "vllm")
 
