@@ -904,8 +904,12 @@ def test_bad_rollouts_are_named() -> None:
 
 
 def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
-    assert off_policy_correction_for("on-policy+planned") == "tis"
-    assert off_policy_correction_for("partial+elevator") == "decoupled"
+    for mode in ("on-policy+planned", "baseline"):
+        assert off_policy_correction_for(mode, steps_per_update=1) == "tis"
+        assert off_policy_correction_for(mode, steps_per_update=4) == "decoupled"
+    for mode in ("partial+elevator", "cohort-at-once"):
+        assert off_policy_correction_for(mode, steps_per_update=1) == "ppo_clip"
+        assert off_policy_correction_for(mode, steps_per_update=4) == "ppo_clip"
 
 
 # --- TRL ----------------------------------------------------------------------------------------------------

@@ -113,7 +113,8 @@ def test_the_gradient_is_the_hand_written_one(correction: Any, aggregation: Any)
 
 def test_environment_tokens_count_only_as_context() -> None:
     """Log-probabilities in their places change nothing; other tokens in their places change the gradient."""
-    settings = LearnerSettings(algorithm="grpo", max_grad_norm=math.inf)
+    # Nothing is clipped: these log-probabilities are far from the model's.
+    settings = LearnerSettings(algorithm="grpo", off_policy_correction="tis", max_grad_norm=math.inf)
     plain, plain_metrics = gradients_of(Learner(model(1), settings), rollouts())
     changed = rollouts()
     for rollout in changed:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.settings.base import first_error
 
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
@@ -31,13 +32,16 @@ DEFAULT_ADVANTAGE_BASELINE: Mapping[str, AdvantageBaseline] = {
 }
 
 
-def off_policy_correction_for(mode: str) -> OffPolicyCorrection:
+def off_policy_correction_for(mode: str, steps_per_update: int) -> OffPolicyCorrection:
     """The default off-policy correction for a schedule's mode.
 
-    On-policy modes have no stale tokens, and tis corrects the mismatch of engine and learner; every other mode has
-    stale tokens.
+    Stale tokens are clipped against the policy that sampled them. Truncated weights let a token that has already moved
+    move on, and at high learning rates such runs collapsed (docs/evidence.md). Without stale tokens only the mismatch
+    of engine and learner is to be corrected; several steps are clipped around the policy before the update.
     """
-    return "tis" if mode.startswith("on-policy") else "decoupled"
+    if not strategy_named(mode).on_policy:
+        return "ppo_clip"
+    return "tis" if steps_per_update == 1 else "decoupled"
 
 
 def _between(lowest: float, highest: float, why: str, fix: str) -> AfterValidator:
@@ -77,7 +81,7 @@ class LearnerFlags(BaseModel):
     ] = None
     off_policy_correction: Annotated[
         OffPolicyCorrection | None,
-        Field(description="how stale tokens are corrected; default: decoupled, or tis in on-policy modes"),
+        Field(description="how stale tokens are corrected; default: ppo_clip, or tis in modes without stale tokens"),
     ] = None
     learning_rate: LearningRate = 1e-6
     scale_learning_rate_by_ess: Annotated[
@@ -125,7 +129,7 @@ class LearnerSettings(LearnerFlags):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    off_policy_correction: OffPolicyCorrection = "decoupled"  # a learner has no mode to choose it by
+    off_policy_correction: OffPolicyCorrection = "ppo_clip"  # a learner has no mode to choose it by
     ratio_level: RatioLevel = "token"
     # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
     importance_cap: Annotated[
@@ -215,7 +219,9 @@ class LearnerSettings(LearnerFlags):
 def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> LearnerSettings:
     """The learner's settings for a schedule's mode. `derived` fields have no flag."""
     given: dict[str, Any] = {name: getattr(flags, name) for name in LearnerFlags.model_fields}
-    given["off_policy_correction"] = flags.off_policy_correction or off_policy_correction_for(mode)
+    given["off_policy_correction"] = flags.off_policy_correction or off_policy_correction_for(
+        mode, flags.steps_per_update
+    )
     return LearnerSettings(**given, **derived)
 
 
