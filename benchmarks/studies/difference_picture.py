@@ -63,9 +63,8 @@ def picture(comparison: Comparison) -> str:
     rows = [row for row in comparison.contrasts if row.contrast.outcome == outcome and row.difference is not None]
     seeds = [seed_differences(comparison, row) for row in rows]
     ends = [value for of_row in seeds for value in of_row]
-    ends += [
-        end for row in rows if row.difference for end in (row.difference.t_interval.low, row.difference.t_interval.high)
-    ]
+    intervals = [row.difference.t_interval for row in rows if row.difference is not None]  # None: one seed
+    ends += [end for interval in intervals if interval is not None for end in (interval.low, interval.high)]
     low, high = min(0.0, *ends), max(0.0, *ends)
     margin = 0.04 * (high - low or 1.0)
     low, high = low - margin, high + margin
@@ -91,12 +90,12 @@ def picture(comparison: Comparison) -> str:
         f'<text class="soft" text-anchor="middle" x="{LABELS + WIDTH / 2}" y="{bottom + 33}">'
         f"difference in {outcome.replace('_', ' ')}</text>"
     )
-    for place, (row, values) in enumerate(zip(rows, seeds, strict=True)):
+    for place, (row, values, interval) in enumerate(zip(rows, seeds, intervals, strict=True)):
         assert row.difference is not None
         y = TOP + ROW * place + ROW / 2
-        interval = row.difference.t_interval
         parts.append(f'<text class="ink" text-anchor="end" x="{LABELS - 12}" y="{y + 4}">{escape(label(row))}</text>')
-        parts.append(f'<path class="bar" stroke-width="3" d="M{x(interval.low):.1f} {y}H{x(interval.high):.1f}"/>')
+        if interval is not None:
+            parts.append(f'<path class="bar" stroke-width="3" d="M{x(interval.low):.1f} {y}H{x(interval.high):.1f}"/>')
         parts += [f'<circle class="seed" cx="{x(value):.1f}" cy="{y}" r="2.5"/>' for value in values]
         parts.append(f'<circle class="mean" cx="{x(row.difference.mean):.1f}" cy="{y}" r="5"/>')
     width = LABELS + WIDTH + RIGHT
