@@ -34,6 +34,7 @@ from sortedrl.observe.report.folds import quantile, slot_grid, slot_time, stalen
 from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
 from sortedrl.observe.report.series import Series, series_of
+from sortedrl.observe.report.text import timeline_lead
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.settings.base import as_json
 from sortedrl.studies.workload import Workload
@@ -275,6 +276,19 @@ def test_a_run_without_an_update_changes_no_mean(tmp_path: Path) -> None:
     curves, others = (report_charts.bubble_per_harvest(some).views for some in (series, expected))
     assert sorted(map(str, curves[""]["data"])) == sorted(map(str, others[""]["data"]))
     assert [run.name for run in runs if any("No update was made" in notice for notice in run.notices)] == ["a-killed"]
+
+
+def test_the_lead_of_an_aggregated_timeline_is_about_a_run_with_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sortedrl.observe.report.runs.MOST_SLICES", 10)
+    monkeypatch.setattr("sortedrl.observe.report.runs.EXCERPT_SLICES", 5)
+    simulated_log(tmp_path / "partial/events.jsonl")
+    killed = simulated_log(tmp_path / "a-killed/events.jsonl", seed=1)
+    killed.write_text("".join(killed.read_text().splitlines(keepends=True)[:6]))
+    (series,) = series_of(read_runs([tmp_path]))
+    assert [bool(run.timeline.grid) for run in series.runs] == [False, True]
+    assert "Aggregated" in timeline_lead([series])
 
 
 def test_a_run_without_an_update_has_no_conclusion(tmp_path: Path) -> None:

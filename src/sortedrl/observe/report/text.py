@@ -179,7 +179,7 @@ def timeline_lead(series: Sequence[Series]) -> str:
     merged = [one for one in series if one.measured[0].timeline.grid]
     if merged:
         counts = ", ".join(f"{one.label}: {one.measured[0].timeline.slice_count:,}" for one in merged)
-        bins = len(merged[0].runs[0].timeline.grid[0])
+        bins = len(merged[0].measured[0].timeline.grid[0])
         text += (
             f" Aggregated where there are too many bars to draw one by one ({counts}): the whole run is a grid with "
             f"{bins:,} time bins per slot, and each cell shows the outcome that took the longest."
