@@ -261,10 +261,8 @@ class Runner:
                         self.progress.ended(ended)
                     works = any(process.made_an_update for process in self._running)
                     if failures.are_everywhere(waiting) and (works or not self._running):
-                        again = [] if has_paused else list(failures.at_start)
-                        if not works:
-                            self._pause(again) if again else self._give_up(failures, len(waiting))
-                        waiting = deque([*again, *waiting] if again or works else [])
+                        again = [] if has_paused else failures.at_start
+                        waiting = self._after_failures(failures, deque([*again, *waiting]), again, works=works)
                         has_paused = True
                         failures.clear()
                     self.progress.tick()
@@ -287,17 +285,24 @@ class Runner:
                 self._running.remove(process)
                 yield Ended(process.run, error_of(process.run, exit_code)), process
 
-    def _pause(self, again: Sequence[Run]) -> None:
-        text = f"{len(again)} runs failed before their first update, one after another"
-        self.progress.note(f"{text}: they are tried again in {self.pause_seconds:.0f} s")
-        time.sleep(self.pause_seconds)
-
-    def _give_up(self, failures: _FailuresInARow, left: int) -> None:
-        if left:
+    def _after_failures(
+        self, failures: _FailuresInARow, waiting: deque[Run], again: Sequence[Run], *, works: bool
+    ) -> deque[Run]:
+        """The runs to start now, those that are tried again among them; none if it stops."""
+        if works:  # another run makes updates
+            return waiting
+        if again:
+            text = f"{len(again)} runs failed before their first update, one after another"
+            self.progress.note(f"{text}: they are tried again in {self.pause_seconds:.0f} s")
+            time.sleep(self.pause_seconds)
+            return waiting
+        if waiting:
             self.progress.note(
-                f"STOPPED: {len(failures.runs)} runs of all arms failed one after another, so {left} others are not "
-                f"started. Fix the cause ({failures.runs[-1].log} has the last error); the same command continues."
+                f"STOPPED: {len(failures.runs)} runs of all arms failed one after another, so {len(waiting)} others "
+                f"are not started. Fix the cause ({failures.runs[-1].log} has the last error); the same command "
+                "continues."
             )
+        return deque()
 
     def _stop(self) -> None:
         """Every run saves. A second interrupt ends the wait."""
