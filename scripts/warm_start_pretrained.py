@@ -13,20 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from sortedrl.learner.models import TokenScorer
 from sortedrl.tasks.encode import prompt_tokens
 from sortedrl.tasks.knights_and_knaves import SMALL_CHARACTERS, compact_text, warm_start_puzzle
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.worked_reasoning import SEARCH_TOO_FAR, Flaws, worked_response
 
+NO_TARGET = -100
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 FLAWS = {"guesses": Flaws(guess=0.5, overlook=0.08, give_up=0.03), "searches": SEARCH_TOO_FAR}
 
 
@@ -43,18 +46,39 @@ def examples(
 
 
 def batch_of(source: Iterator[tuple[list[int], list[int]]], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and targets that are -100 outside of responses; about `tokens` of them, including padding."""
+    """Tokens, and targets that are NO_TARGET outside of responses; about `tokens` of them, including padding."""
     rows: list[tuple[list[int], list[int]]] = []
     width = 0
     while len(rows) * width < tokens:
         rows.append(next(source))
         width = max(width, len(rows[-1][0]) + len(rows[-1][1]))
-    inputs, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), -100)
+    inputs, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), NO_TARGET)
     for row, (prompt, response) in enumerate(rows):
         end = len(prompt) + len(response)
         inputs[row, :end] = torch.tensor(prompt + response)
         targets[row, len(prompt) : end] = torch.tensor(response)
     return inputs, targets
+
+
+class Loss:
+    """Mean cross-entropy of the targets. No other position gets logits: with a large vocabulary they fill the GPU."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._scorer = TokenScorer(model, temperature=1.0)
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows, places = (targets != NO_TARGET).nonzero(as_tuple=True)
+        return -self._scorer.at(inputs, rows, places)[0].mean()
+
+
+def let_segments_grow() -> None:
+    """Sets the allocator to segments that can grow: batches have many shapes, which fragments fixed ones.
+
+    PyTorch reads the variable when it first uses CUDA. The names with CUDA and HIP are the older ones, which it still
+    reads; the user's setting under any of the names stays.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -80,6 +104,7 @@ def main() -> None:
     parser.add_argument("--errors", choices=FLAWS, default="guesses")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    let_segments_grow()
     source, extra = arguments.model, {}
     if arguments.gguf:
         source, extra = str(arguments.gguf.parent), {"gguf_file": arguments.gguf.name}
@@ -87,6 +112,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     model = plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)).to(device)
+    loss_of = Loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     data = examples(tokenizer, arguments.seed, arguments.characters, FLAWS[arguments.errors])
     began = time.monotonic()
@@ -96,8 +122,7 @@ def main() -> None:
             group["lr"] = arguments.learning_rate * share
         inputs, targets = (tensor.to(device) for tensor in batch_of(data, arguments.tokens_per_step))
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):  # emulated on most CPUs
-            logits = model(input_ids=inputs, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
+            loss = loss_of(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

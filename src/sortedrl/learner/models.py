@@ -60,18 +60,20 @@ class TokenScorer:
     def __call__(self, batch: UpdateBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, both [rollouts, response tokens] and 0 outside the mask."""
         row_n, place_n = batch.trained_positions()
-        if self._head is not None:
-            head, features_btf = self._head, self._hidden(batch.tokens_bt)
-        else:
-            head, features_btf = nn.Identity(), self._model(input_ids=batch.tokens_bt, use_cache=False).logits
-        logprobs_n, entropy_n = selected_logprobs(
-            features_btf[row_n, place_n - 1],
-            batch.tokens_bt[row_n, place_n],
-            head,
-            self._temperature,
-            entropy_gradient,
-        )
+        logprobs_n, entropy_n = self.at(batch.tokens_bt, row_n, place_n, entropy_gradient)
         return scattered(logprobs_n, batch.mask_br), scattered(entropy_n, batch.mask_br)
+
+    def at(
+        self, tokens_bt: Tensor, row_n: Tensor, place_n: Tensor, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the tokens at these places, none of them the first of its row, and entropies."""
+        if self._head is not None:
+            head, features_btf = self._head, self._hidden(tokens_bt)
+        else:
+            head, features_btf = nn.Identity(), self._model(input_ids=tokens_bt, use_cache=False).logits
+        return selected_logprobs(
+            features_btf[row_n, place_n - 1], tokens_bt[row_n, place_n], head, self._temperature, entropy_gradient
+        )
 
 
 class ValueModel(nn.Module):

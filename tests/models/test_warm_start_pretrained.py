@@ -1,0 +1,104 @@
+"""The warm start of pretrained models: its loss, which positions get logits, and its allocator settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sortedrl.models import BUILT_IN_MODEL
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from small_models import VOCABULARY, model_of  # noqa: E402
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "warm_start_pretrained.py"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("warm_start_pretrained", SCRIPT)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def random_batch(script: ModuleType) -> tuple[Any, Any]:
+    """Five rows: prompts of 4 to 12 tokens, responses of 1 to 5, padding after them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(low: int, high: int) -> list[int]:
+        count = int(torch.randint(low, high + 1, (), generator=generator))
+        return torch.randint(1, VOCABULARY, (count,), generator=generator).tolist()
+
+    rows = [(tokens(4, 12), tokens(1, 5)) for _ in range(5)]
+    width = max(len(prompt) + len(response) for prompt, response in rows)
+    inputs, targets = script.batch_of(iter(rows), 5 * width - width // 2)
+    assert len(inputs) == 5
+    return inputs, targets
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Gemma2"])  # Gemma2 caps its logits
+def test_the_loss_and_its_gradient_are_those_of_all_logits(script: ModuleType, family: str) -> None:
+    model = model_of(family)
+    inputs, targets = random_batch(script)
+    loss = script.Loss(model)(inputs, targets)
+    loss.backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    logits = model(input_ids=inputs, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_only_positions_with_a_target_get_logits(script: ModuleType) -> None:
+    model = model_of("Llama")
+    loss_of = script.Loss(model)
+    inputs, targets = random_batch(script)
+    rows = 0
+
+    def count(_: Any, arguments: tuple[Any, ...], __: Any) -> None:
+        nonlocal rows
+        rows += arguments[0].numel() // arguments[0].shape[-1]
+
+    model.get_output_embeddings().register_forward_hook(count)
+    loss_of(inputs, targets)
+    assert 0 < rows <= int((targets != -100).sum()) + 1 < inputs.numel() // 2
+
+
+@pytest.mark.parametrize("variable", [None, *ALLOCATOR_VARIABLES])
+def test_segments_of_gpu_memory_can_grow_unless_the_user_has_set_the_allocator(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    script.let_segments_grow()
+    found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert found == (
+        {variable: "max_split_size_mb:64"} if variable else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
+
+
+def test_it_trains_a_model_from_a_folder(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["--model", str(BUILT_IN_MODEL), "--out", str(tmp_path), "--steps", "2", "--tokens-per-step", "600"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    script.main()
+    before = transformers.AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.bfloat16).state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], weight) for name, weight in before.items())
