@@ -20,11 +20,12 @@ from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.conduct import conduct
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY
-from sortedrl.studies.compare.results import append, read_results
+from sortedrl.studies.compare.results import append, packages_of, read_results
 from sortedrl.studies.compare.runs import runs_of
-from sortedrl.studies.compare.study import parsed_study
+from sortedrl.studies.compare.study import parsed_study, read_study
 
 SEEDS = 8
+STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
 STUDY = """
 question = "Is <b>fast</b> faster?"
 seeds = 8
@@ -159,6 +160,71 @@ def test_a_metric_that_no_run_has_is_reported(folder: Path) -> None:
 def test_runs_of_different_machines_are_reported(folder: Path) -> None:
     append(folder / "results.jsonl", line("slow", 0) | {"device": "NVIDIA B200"})
     assert any("NVIDIA B200; NVIDIA H200" in notice for notice in compared(folder).notices)
+
+
+def with_settings(arm: str, seed: int, settings: dict[str, Any], **versions: str) -> dict[str, Any]:
+    found = line(arm, seed)
+    return found | {"settings": found["settings"] | settings, "versions": found["versions"] | versions}
+
+
+def differing_versions(folder: Path) -> list[str]:
+    return [notice for notice in compared(folder).notices if "different versions" in notice]
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"),
+    [
+        ({"engine": "vllm"}, "vllm"),
+        ({"engine": "vllm-server"}, "vllm"),
+        ({"engine": "sglang"}, "sglang"),
+        ({"engine": "mine:factory"}, "vllm"),  # it may be built on any engine
+        ({"lora_rank": 8}, "peft"),
+        ({"task": "math:gsm8k"}, "math-verify"),
+        ({}, "torch"),
+    ],
+)
+def test_two_versions_of_a_package_that_runs_use_are_reported(
+    folder: Path, settings: dict[str, Any], package: str
+) -> None:
+    append(folder / "results.jsonl", with_settings("slow", 0, settings, **{package: "0.24"}))
+    append(folder / "results.jsonl", with_settings("slow", 1, settings, **{package: "0.25"}))
+    (notice,) = differing_versions(folder)
+    assert notice.startswith(f"runs have different versions: {package} 0.24") and "0.25" in notice
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "embedded", "lora_rank": 0}])
+def test_versions_of_packages_that_no_run_uses_do_not_count(folder: Path, settings: dict[str, Any]) -> None:
+    """Lines of earlier versions have vLLM's whenever it was installed."""
+    append(folder / "results.jsonl", with_settings("slow", 0, settings, vllm="0.24", peft="0.17"))
+    append(folder / "results.jsonl", with_settings("slow", 1, settings, vllm="0.25"))
+    assert differing_versions(folder) == []
+
+
+def test_arms_with_different_engines_do_not_have_different_versions(folder: Path) -> None:
+    append(folder / "results.jsonl", with_settings("slow", 0, {"engine": "vllm"}, vllm="0.25"))
+    assert differing_versions(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({}, set()),
+        ({"engine": "vllm", "lora_rank": 8}, {"vllm", "peft"}),
+        ({"engine": "sglang", "task": "reasoning_gym:leg_counting"}, {"sglang", "reasoning-gym"}),
+        ({"task": "verifiers:gsm8k", "lora_rank": 0}, {"verifiers"}),
+        ({"engine": "mine:factory", "task": "mine:task"}, {"vllm", "sglang"}),
+    ],
+)
+def test_a_line_has_the_versions_of_what_its_run_uses(settings: dict[str, Any], used: set[str]) -> None:
+    assert set(packages_of(settings)) == {"torch", "transformers"} | used
+
+
+def test_the_stored_study_whose_machines_differed_in_an_unused_vllm_has_no_notice() -> None:
+    study, results = (STUDIES / f"correction_and_rate.{suffix}" for suffix in ("toml", "jsonl"))
+    lines = read_results(results)
+    assert len({"vllm" in line["versions"] for line in lines.values()}) == 2
+    found = compare(read_study(study), lines)
+    assert not any("different versions" in notice for notice in found.notices)
 
 
 def test_seconds_of_a_pair_on_two_devices_are_not_compared(folder: Path) -> None:

@@ -24,7 +24,7 @@ from sortedrl.studies.compare.paired import (
     median_time,
     threshold_difference,
 )
-from sortedrl.studies.compare.results import Key, Line
+from sortedrl.studies.compare.results import Key, Line, versions_used
 from sortedrl.studies.compare.study import Contrast, Study
 
 
@@ -160,7 +160,7 @@ def _finished(line: Line, study: Study) -> Finished:
         name: reached(curve, study.threshold, axis) for name, axis in NEEDS_THRESHOLD.items()
     }  # fmt: skip
     outcomes = outcomes_of(line, study.threshold, study.metrics, study.cohort_rollouts(line["arm"]))
-    return Finished(line["arm"], line["seed"], tuple(curve), outcomes, times, line["device"], line["versions"])
+    return Finished(line["arm"], line["seed"], tuple(curve), outcomes, times, line["device"], versions_used(line))
 
 
 def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *, resample: bool = True) -> Compared:
@@ -208,16 +208,24 @@ def _summaries(study: Study, runs: Sequence[Finished]) -> dict[str, Summary]:
     return found
 
 
+def _differing_versions(finished: Iterable[Finished]) -> list[str]:
+    """Packages of which runs use two versions. One that only some runs use is a matter of their settings."""
+    found: dict[str, set[str]] = {}
+    for run in finished:
+        for name, version in run.versions.items():
+            found.setdefault(name, set()).add(version)
+    return [f"{name} {' and '.join(sorted(versions))}" for name, versions in found.items() if len(versions) > 1]
+
+
 def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, Line]) -> Iterable[str]:
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
             yield f"no run has the metric {name} in its metrics.jsonl"
-    for what, values in (
-        ("devices", {run.device for run in finished}),
-        ("versions", {", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in finished}),
-    ):
-        if len(values) > 1:
-            yield f"runs have different {what}: {'; '.join(sorted(values))}"
+    devices = sorted({run.device for run in finished})
+    if len(devices) > 1:
+        yield f"runs have different devices: {'; '.join(devices)}"
+    if differing := _differing_versions(finished):
+        yield f"runs have different versions: {'; '.join(differing)}"
     by_key = {(run.arm, run.seed): run for run in finished}
     for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
         if apart := _on_two_devices(arm, minus, by_key):

@@ -21,12 +21,16 @@ from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcome
 from sortedrl.studies.compare.runs import Run
 from sortedrl.studies.compare.study import Study
 from sortedrl.studies.doctor import gpus, version_of
+from sortedrl.training.settings import TrainSettings
 
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
 RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the line of a finished run
 MACHINE = ("device", "versions")
-PACKAGES = ("torch", "transformers", "vllm")
+PACKAGES = ("torch", "transformers")  # of every run
+ENGINE_PACKAGES = {"embedded": (), "vllm": ("vllm",), "vllm-server": ("vllm",), "sglang": ("sglang",)}
+ANY_ENGINE = tuple(dict.fromkeys(name for names in ENGINE_PACKAGES.values() for name in names))
+TASK_PACKAGES = {"math": ("math-verify",), "reasoning_gym": ("reasoning-gym",), "verifiers": ("verifiers",)}
 
 
 def finished_line(study: Study, run: Run, before: Line | None = None) -> Line:
@@ -44,16 +48,36 @@ def failed_line(study: Study, run: Run, error: str) -> Line:
     return _line(study, run, {"error": error})
 
 
+def versions_used(line: Line) -> dict[str, str]:
+    """Without packages that were installed but not used: earlier versions stored vLLM's with every run."""
+    used = {"sortedrl", "python", *packages_of(line["settings"])}
+    return {name: version for name, version in line["versions"].items() if name in used}
+
+
+def packages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The packages that runs with these settings use. An engine of your own may be built on any engine."""
+    engine, task, lora_rank = (
+        settings.get(name, TrainSettings.model_fields[name].default) for name in ("engine", "task", "lora_rank")
+    )
+    return (
+        *PACKAGES,
+        *ENGINE_PACKAGES.get(engine, ANY_ENGINE),
+        *TASK_PACKAGES.get(task.partition(":")[0], ()),
+        *(("peft",) if lora_rank else ()),
+    )
+
+
 def _line(study: Study, run: Run, found: Mapping[str, Any]) -> Line:
     settings = study.settings_of(run.arm)
-    return {"arm": run.arm, "seed": run.seed, "settings": settings, **found, **_machine(settings.get("device", "auto"))}
+    machine = _machine(settings.get("device", "auto"), packages_of(settings))
+    return {"arm": run.arm, "seed": run.seed, "settings": settings, **found, **machine}
 
 
 @cache
-def _machine(device: str) -> dict[str, Any]:
+def _machine(device: str, packages: tuple[str, ...]) -> dict[str, Any]:
     cards = list(gpus()) if device != "cpu" else []
     versions = {"sortedrl": __version__, "python": platform.python_version()}
-    versions |= {name: version for name in PACKAGES if (version := version_of(name)) is not None}
+    versions |= {name: version for name in packages if (version := version_of(name)) is not None}
     return {
         "device": cards[0].name if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores",
         "versions": versions,
