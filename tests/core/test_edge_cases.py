@@ -64,6 +64,20 @@ def test_a_turn_without_a_token_is_a_failure_of_the_engine(empty: int) -> None:
     assert [rollout.mask for rollout in trained] == ([[1, 1, 0, 1, 1]] if empty <= ONE.max_retries else [])
 
 
+@pytest.mark.parametrize("empty", [1, 3])
+def test_a_response_without_a_token_is_a_failure_of_the_engine(empty: int) -> None:
+    """The learner has nothing to train on: it would raise an error and end the run."""
+    log: list[Any] = []
+    prompts = Prompts([Prompt("p", [1])])
+    controller = Controller(
+        SaysNothing(empty), prompts, ScoreAtOnce(lambda rollout: 1.0), ONE, log=EventLog(log.append)
+    )
+    trained = [rollout for batch in controller for rollout in batch]
+    failures = [event.reason for event in log if isinstance(event, events.Failed)]
+    assert len(failures) == empty and all("without a token" in reason for reason in failures)
+    assert [len(rollout) for rollout in trained] == ([2] if empty <= ONE.max_retries else [])
+
+
 def test_an_empty_response_that_is_regenerated_is_another_attempt() -> None:
     """Its late score must not count for the new response."""
     buffer = Buffer()

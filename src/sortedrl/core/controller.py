@@ -346,11 +346,13 @@ class Controller:
         self._collect()
 
     def _response_ended(self, rollout: Rollout, at: float, truncated: bool) -> None:
+        has_nothing = not rollout.segments
+        if has_nothing or not (truncated or rollout.ends_with_policy_token):
+            # A learner cannot train on nothing, and an environment has nothing to answer.
+            self._moves.fail(rollout, at, f"the engine ended a {'response' if has_nothing else 'turn'} without a token")
+            return
         if self._turns is not None and not truncated:
-            if rollout.ends_with_policy_token:
-                self._turns.end_turn(rollout, at)
-            else:
-                self._moves.fail(rollout, at, "the engine ended a turn without a token")
+            self._turns.end_turn(rollout, at)
             return
         if truncated:
             rollout.ended_by = self.schedule.limit_of_cut(rollout)

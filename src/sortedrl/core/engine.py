@@ -14,7 +14,7 @@ refills a freed slot immediately. It reports `Change`s in time order:
 Rules for every engine (testing/engine_contract.py checks them):
 - every submitted request ends in exactly one of Finished, Failed, or an `abort` that names it;
 - `abort` returns undelivered tokens and leaves nothing of the request behind;
-- a request never yields more than `max_new_tokens`, its prefix not counted;
+- a request never yields more than `max_new_tokens`, its prefix not counted, and a finished one yields at least 1;
 - a segment's version is the version of the weights that sampled it;
 - all calls come from one thread;
 - an engine that has died raises `EngineDied` from then on. Changes delivered before stay valid. If it can, it delivers
