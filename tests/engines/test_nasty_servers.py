@@ -155,6 +155,21 @@ async def silent(server: NastyServer, request: web.Request, body: dict[str, Any]
     return response
 
 
+def busy_then_silent(count: int) -> Setup:
+    """Refuses the first four requests and accepts the next `count`, but generates nothing for them."""
+
+    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if server.asked <= 4:
+            return await status(429)()
+        if server.asked > 4 + count:
+            return None
+        response = await server.stream(request, [])
+        await asyncio.sleep(2 * DEADLINE_SECONDS)
+        return response
+
+    return lambda server: setattr(server, "act", act)
+
+
 async def drips_comments(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     response = await server.stream(request, server.lines(body)[:1])
     for _ in range(400):
@@ -318,6 +333,8 @@ FAULTS: dict[str, Fault] = {
     "504 now and then": Fault(every(4, status(504)), LOSSLESS),
     "429 now and then": Fault(every(3, status(429)), LOSSLESS),
     "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
+    "429, then accepted and silent for a while": Fault(busy_then_silent(3), LOSSLESS),
+    "429, then accepted and silent for ever": Fault(busy_then_silent(10**9), DIES, "no token for"),
     "not there for a while": Fault(vanishes(6, 0.4), LOSSLESS),
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),

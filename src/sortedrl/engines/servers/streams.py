@@ -9,8 +9,8 @@
 - **Limits**: a response is cut at its `max_new_tokens`, even if the server sends more. A stream without a token for
   `silence_seconds` on a healthy server fails its request.
 - **Outage**: a server that is busy, unhealthy or unreachable does not fail its requests. They wait here with the tokens
-  generated so far (reported as Preempted) until the server accepts work again (outage.py). After
-  `unavailable_seconds` it is dead.
+  generated so far (reported as Preempted) until the server generates again (outage.py): a request that it accepts and
+  leaves without a token for `silence_seconds` counts as refused. After `unavailable_seconds` it is dead.
 - **Identity**: a restarted server has other weights. A restart breaks open streams. So after a broken connection, and
   after a time without streams, the server must first confirm that it is the same process with the same weights; until
   then the tokens of new streams are held back. If it is not, they are dropped and the engine is dead.
@@ -378,10 +378,11 @@ class ServerStreams(ServerDialect):
 
     def _cut_silent(self) -> None:
         """Fail requests without a token for too long. Preempted ones may wait while others produce tokens."""
-        if self._outage.is_on or not self._sent:
+        if self._outage.is_on:
+            self._turn_away_silent_probe()
             return
         longest_ago = self.now() - self._silence_seconds
-        all_are_silent = max(sent.heard_at for sent in self._sent.values()) < longest_ago
+        all_are_silent = all(sent.heard_at < longest_ago for sent in self._sent.values())
         silent = [s for s in self._sent.values() if s.heard_at < longest_ago and (s.in_slot or all_are_silent)]
         for sent in silent:
             self._fail(
@@ -391,6 +392,16 @@ class ServerStreams(ServerDialect):
                 sent.task.cancel()
         if silent:
             self._spawn(self._aborts([sent.name for sent in silent]))
+
+    def _turn_away_silent_probe(self) -> None:
+        """A probe that was accepted and generates nothing is refused, too: every other request waits for it."""
+        probe = self._probe
+        if probe is None or probe.heard_at >= self.now() - self._silence_seconds:
+            return
+        self._turn_away(probe, f"no token for {self._silence_seconds:g} s after it was busy")
+        if probe.task is not None:
+            probe.task.cancel()
+        self._spawn(self._aborts([probe.name]))
 
     async def _is_alive(self) -> bool:
         if self._outbox.death is not None:
