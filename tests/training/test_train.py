@@ -150,6 +150,26 @@ def test_resume_refuses_other_problems(model: Path, tmp_path: Path) -> None:
     assert len(logged_updates(run)) == 2
 
 
+def test_resume_refuses_rows_that_were_edited_under_their_ids(model: Path, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", tmp_path / "rows.txt"
+    rows = "".join([*(f"train q{i % 40} a\n" for i in range(64)), *(f"held-out q{i} a\n" for i in range(8))])
+    data.write_text(rows)
+    trained(model, run, "--updates", "1", "--task", "toy:RowsInFile", "--data", str(data))
+    for old, new, which, first in (
+        ("train q5 a", "train q5 b", "2 of 64 problems to train on", "train-5"),
+        ("train q30 a", "train q6 a", "1 of 64 problems to train on", "train-30"),
+        ("held-out q3 a", "held-out q3 b", "1 of 8 held-out problems", "held-out-3"),
+    ):
+        data.write_text(rows.replace(old, new))
+        done = sortedrl("train", "--resume", str(run), "--updates", "2", check=False)
+        assert done.returncode == 2, done.stderr
+        assert f"{which} changed since the run started, the first is {first!r}" in done.stderr
+        assert "Restore the data of the run" in done.stderr and "Traceback" not in done.stderr
+    data.write_text(rows)
+    sortedrl("train", "--resume", str(run), "--updates", "2")
+    assert len(logged_updates(run)) == 2
+
+
 def test_interrupt_saves_exits_130_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     running = Command(["train", "--model", str(model), "--out", str(run), *SMALL, "--updates", "500"])

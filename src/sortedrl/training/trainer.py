@@ -25,7 +25,7 @@ from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Rollout
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.streaming import Accumulate, StreamedLearner
@@ -51,6 +51,7 @@ from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
 from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder, cannot_write
+from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
 from sortedrl.training.shuffled_rewards import shuffled
 from sortedrl.training.signals import Interrupted, interruptible
@@ -94,6 +95,8 @@ class TrainingRun:
             stream_to=self._streamed_learner(),
         )
         self.rejections = self._rejection_watch()
+        train, held_out = map(problem_digests, (resources.train, self._held_out()))
+        self.problem_digests = {"train": train, "held_out": held_out}
         self.before: Evaluation | None = None
         self.evaluated: tuple[int, Evaluation] | None = None  # the last time, after how many updates
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
@@ -161,7 +164,9 @@ class TrainingRun:
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint: later events stay in the log behind a mark, and no metric counts them."""
         state, log = saved.controller, self.console.log
-        self._require_same_problems(saved)
+        if (reason := why_other_problems(saved, self.resources.train, self._held_out())) is not None:
+            fix = "Restore the data of the run, or start a new one."
+            raise ConfigurationError("resume", str(self.folder.path), reason, fix)
         mark = CheckpointMark.of(state)
         recovered = self.folder.recover_events(mark, self.controller.first_event(), log)
         self.learner.load_state_dict(saved.learner)
@@ -180,20 +185,6 @@ class TrainingRun:
         self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
         self.seconds_before = saved.notes["seconds"]
         self.saved = self._progress()
-
-    def _require_same_problems(self, saved: checkpoint.Checkpoint) -> None:
-        """With others, the rest of the data and the gain over the first evaluation would not be those of the run."""
-        problems, before = len(self.resources.train), saved.controller["prompts"]["size"]
-        held_out = [prompt.id for prompt in self.resources.held_out[: self.settings.eval_problems]]
-        reason = None
-        if problems != before:
-            reason = f"the task has {problems} problems to train on, but had {before} when the run started"
-        elif held_out != saved.notes["before_ids"]:
-            reason = "the task's held-out problems are not those of the run's first evaluation"
-        if reason is not None:
-            raise ConfigurationError(
-                "resume", str(self.folder.path), reason, "Restore the data of the run, or start a new one."
-            )
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
@@ -319,11 +310,14 @@ class TrainingRun:
     def _seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began
 
+    def _held_out(self) -> tuple[Prompt, ...]:
+        return self.resources.held_out[: self.settings.eval_problems]
+
     def _evaluate(self, done: int) -> Evaluation:
         """Held-out score of the weights after `done` updates; the engine gets them first."""
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
-        held_out = self.resources.held_out[: self.settings.eval_problems]
+        held_out = self._held_out()
         watch = self._rejection_watch()
         found = evaluate(
             self.engine,
@@ -429,6 +423,7 @@ class TrainingRun:
         notes = {
             "before": self.before.correct,
             "before_ids": self.before.problem_ids,
+            "problems": self.problem_digests,
             "best": self.best,
             "seconds": self._seconds(),
             "settings": as_json(self.settings),  # config.json may be damaged
