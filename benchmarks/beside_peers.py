@@ -85,6 +85,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     options, rest = own.parse_known_args(given)
     sizes = ["--rollouts-per-update", "128", "--max-response-tokens", "1024", "--slots", "128", "--updates", "30"]
     shared = parsed_arguments([*sizes, *rest], own.format_help())
+    if shared.model != "built-in" and not Path(shared.model).is_dir():
+        own.error(f"--model {shared.model}: there is no such folder")  # each contender would start first and then fail
     return argparse.Namespace(**(vars(shared) | vars(options)))
 
 
