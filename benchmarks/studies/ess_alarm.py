@@ -3,12 +3,17 @@
     python benchmarks/studies/ess_alarm.py benchmarks/studies/partial_collapse.jsonl MORE.jsonl ...
 
 A run *falls* at the first cohort whose training responses are correct less often, by more than `FALL`, than those of
-its best cohort before; small cohorts are joined. For the falls, the smallest ess_rollout_fraction of the `WINDOW`
-updates before that cohort is compared with that of runs of the same study that never fall, in the same updates:
+its best cohort before; small cohorts are joined. A run is *steady* if it never falls and its held-out score ends at
+most `FALL` below its best. Runs that are neither are only counted: the training responses of a cohort that is sampled
+at once do not show a fall while it is trained on.
 
-- AUC: the probability that it is smaller in the falling run; 0.5 is chance.
-- The alarm "below `ALARM`": how many falls it precedes, by how many updates (median), and how many of the runs that
-  never fall it hits at any time.
+For the falls, the smallest ess_rollout_fraction of the `WINDOW` updates before that cohort is compared with that of
+steady runs of the same study, in the same updates:
+
+- AUC: the probability that it is smaller in the falling run; 0.5 is chance. Over all pairs, which also compares
+  settings, and over pairs of the same arm.
+- The alarm "below `ALARM`": how many falls it precedes, by how many updates (median), and how many of the steady runs
+  it hits at any time.
 """
 
 from __future__ import annotations
@@ -61,19 +66,34 @@ def lead(run: Mapping[str, Any], before: int) -> int | None:
     return next((before - place for place in window if sizes(run)[place] < ALARM), None)
 
 
+def ends_below_its_best(run: Mapping[str, Any]) -> bool:
+    scores = run["curve"]["score"]
+    return bool(scores[-1] < max(scores) - FALL)
+
+
+def auc(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The probability that the first of a pair is smaller; ties count as half."""
+    return fmean((low < other) + 0.5 * (low == other) for low, other in pairs) if pairs else None
+
+
 def answer(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """For the runs of one study."""
     falls = [(run, fall(run["series"]["correct"], part_updates(run["settings"]))) for run in runs]
     fallen = [(run, at) for run, at in falls if at is not None]
-    steady = [run for run, at in falls if at is None]
-    pairs = [(lowest(run, at), lowest(other, at)) for run, at in fallen for other in steady]
+    never = [run for run, at in falls if at is None]
+    steady = [run for run in never if not ends_below_its_best(run)]
+    compared = [(run, other, (lowest(run, at), lowest(other, at))) for run, at in fallen for other in steady]
     leads = [found for found in (lead(run, at) for run, at in fallen) if found is not None]
     return {
         "runs": len(runs),
         "falls": len(fallen),
-        "auc": fmean((low < other) + 0.5 * (low == other) for low, other in pairs) if pairs else None,
+        "falls_in_held_out_score_too": sum(ends_below_its_best(run) for run, _ in fallen),
+        "falls_in_held_out_score_only": len(never) - len(steady),
+        "auc": auc([pair for _, _, pair in compared]),
+        "auc_same_arm": auc([pair for run, other, pair in compared if run["arm"] == other["arm"]]),
         "falls_after_an_alarm": len(leads),
         "lead_in_updates": median(leads) if leads else None,
+        "steady": len(steady),
         "steady_runs_with_an_alarm": sum(min(sizes(run)) < ALARM for run in steady),
     }
 

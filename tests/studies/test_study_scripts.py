@@ -34,8 +34,11 @@ def test_the_figure_is_the_one_that_its_command_makes(name: str) -> None:
     assert marks.count("seed") == sum(len(row.seeds) for row in rows)
 
 
-def run_of(correct: list[float], ess: list[float]) -> dict[str, Any]:
-    return {"settings": {}, "series": {"correct": correct, "ess_rollout_fraction": ess}}
+def run_of(
+    correct: list[float], ess: list[float], held_out: tuple[float, ...] = (0.5,), arm: str = "a"
+) -> dict[str, Any]:
+    series = {"correct": correct, "ess_rollout_fraction": ess}
+    return {"arm": arm, "settings": {}, "curve": {"score": held_out}, "series": series}
 
 
 def test_an_alarm_counts_only_before_the_fall() -> None:
@@ -47,12 +50,30 @@ def test_an_alarm_counts_only_before_the_fall() -> None:
     assert answer == {
         "runs": 3,
         "falls": 2,
+        "falls_in_held_out_score_too": 0,
+        "falls_in_held_out_score_only": 0,
         "auc": 0.75,  # one lower than the steady run, one equal
+        "auc_same_arm": 0.75,
         "falls_after_an_alarm": 1,
         "lead_in_updates": 3,
+        "steady": 1,
         "steady_runs_with_an_alarm": 0,
     }
     assert ALARM["answer"]([run_of(rising, too_late)])["steady_runs_with_an_alarm"] == 1
+
+
+def test_a_run_that_falls_in_its_held_out_score_only_is_not_steady() -> None:
+    rising, alarm = [0.5] * 4 + [0.7] * 8, [0.1] * 12
+    answer = ALARM["answer"]([run_of(rising, alarm, (0.4, 0.8, 0.6)), run_of(rising, alarm, (0.4, 0.8, 0.75))])
+    assert (answer["falls"], answer["falls_in_held_out_score_only"]) == (0, 1)
+    assert (answer["steady"], answer["steady_runs_with_an_alarm"]) == (1, 1)
+
+
+def test_the_auc_of_one_arm_leaves_out_pairs_of_two() -> None:
+    rising, falling = [0.5] * 4 + [0.7] * 8, [0.5] * 4 + [0.7] * 4 + [0.5] * 4
+    runs = [run_of(falling, [0.5] * 12), run_of(rising, [0.4] * 12), run_of(rising, [0.9] * 12, arm="b")]
+    answer = ALARM["answer"](runs)
+    assert (answer["auc"], answer["auc_same_arm"]) == (0.5, 0.0)
 
 
 @pytest.mark.slow

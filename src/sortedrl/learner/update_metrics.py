@@ -111,10 +111,10 @@ def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:
 def mismatch_by_age(gap_n: Tensor, staleness_n: Tensor, context_age_n: Tensor) -> dict[str, float]:
     """The mismatch of tokens of the learner's own version, by the age of the rollout that they continue.
 
-    A token sampled with the current weights in a rollout that started a versions ago follows tokens of age a. An engine
-    that recomputes the KV cache after a weight update has the same mismatch at every age. One that reuses it computes
-    this token from stale KV, and the mismatch grows with age. Empty if no rollout has stale tokens; bins without tokens
-    are left out.
+    A token sampled with the current weights in a rollout that started a versions ago follows tokens of age a. With an
+    engine that recomputes the KV cache after a weight update, the mismatch is rounding at every age. One that reuses it
+    computes this token from stale KV, and the mismatch grows with age. Empty if no rollout has stale tokens; bins
+    without tokens are left out.
     """
     if not bool((context_age_n > 0).any()):
         return {}
