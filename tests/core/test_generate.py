@@ -72,6 +72,22 @@ def test_responses_come_in_the_order_of_the_requests_and_each_ends_once() -> Non
     assert sorted(response.request.id for response in ended) == [0, 1, 2] and ended[-1].request.id == 1
 
 
+class SaysNothing(Flaky):
+    """Ends the first request of each id without a token."""
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        changes = super().poll(until)
+        silent = [id for id, left in self.failures.items() if left < 0]
+        self.failures = {}
+        return [change for change in changes if change.id not in silent or not isinstance(change, Tokens)]
+
+
+def test_a_response_without_a_token_is_a_failure() -> None:
+    """An environment has nothing to answer: an evaluation with environments ended with an error."""
+    responses = generate(SaysNothing({1: -1}), requests(3))
+    assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]]
+
+
 def test_a_request_that_always_fails_is_reported_with_its_reason() -> None:
     engine = Flaky({1: 100})
     ended: list[Response] = []

@@ -186,16 +186,17 @@ def test_an_evaluation_closes_the_environments_of_lost_rollouts(
 ) -> None:
     """The next evaluation has rollouts with the same ids, and must not meet the instances of this one."""
     monkeypatch.setattr(generating, "RETRY_SECONDS", 0.0)
-    log, tokenizer = tmp_path / "log", chat_tokenizer()
+    log, tokenizer, watch = tmp_path / "log", chat_tokenizer(), RejectionWatch(64)
     task = CountingTask(str(log))
     with closing(LocalHost(task.environment, limit_seconds=30.0)) as host:
         environments = TaskEnvironments(tokenizer, host)
         prompts = [Prompt(problem.id, [3, 4], problem) for problem in task.held_out()[:2]]
         engine = LosesSecondTurns([*tokenizer("one")["input_ids"], tokenizer.eos_token_id])
         limits = Schedule(max_response_tokens=64)
-        options: dict[str, Any] = {"samples": 1, "limits": limits, "sampling": Sampling(), "seed": 0}
+        options: dict[str, Any] = {"samples": 1, "limits": limits, "sampling": Sampling(), "seed": 0, "watch": watch}
         found = evaluate(engine, prompts, environments.ends, environments=environments, **options)
     assert found.correct == ((False,), (False,))
+    assert watch.rejected == 2 and "lost" in watch.most_frequent(), "a score of 0 must not hide a broken engine"
     assert sorted(log.read_text().splitlines()) == sorted(
         f"{problem} {what}" for problem in ("h0", "h1") for what in ("reset", "step one", "close")
     )

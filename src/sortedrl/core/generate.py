@@ -47,8 +47,9 @@ def generate(
 ) -> list[Response]:
     """One response per request, in their order. The engine must hold no other request.
 
-    The policy on failures, for all callers: a failed request is sent again from its start, up to `ATTEMPTS` times in
-    all, after the others have ended. Then its response has a `failure`, and the caller decides what that means.
+    The policy on failures, for all callers: a request that failed or ended without a token is sent again from its
+    start, up to `ATTEMPTS` times in all, after the others have ended. Then its response has a `failure`, and the caller
+    decides what that means.
     `on_end` is called once per request, when its response is final. `limit_seconds` is on the engine's clock.
     """
     responses = {request.id: Response(request) for request in requests}
@@ -82,11 +83,11 @@ def _attempt(
                 continue
             if isinstance(change, Tokens):
                 awaited[change.id].segments.append(change.segment)
-            elif isinstance(change, Finished):
+            elif isinstance(change, Finished) and any(map(len, awaited[change.id].segments)):
                 ended = awaited.pop(change.id)
                 ended.truncated = change.truncated
                 on_end(ended)
-            elif isinstance(change, Failed):
+            elif isinstance(change, Finished | Failed):
                 failed.append(awaited.pop(change.id))
-                failed[-1].failure = change.reason
+                failed[-1].failure = change.reason if isinstance(change, Failed) else "it ended without a token"
     return failed

@@ -46,8 +46,8 @@ def evaluate(
 ) -> Evaluation:
     """Samples every problem, with the same noise at every call: two evaluations can be paired.
 
-    A response without a score counts as wrong, one that the engine could not generate too. `watch` counts responses
-    without a score, and raises if they are too many.
+    A response without a score counts as wrong, one that the engine could not generate too. `watch` counts both, and
+    raises if they are too many.
     """
     rollouts = {
         i * samples + j: Rollout(i * samples + j, prompt, j, 0, derive_seed(seed, i, j), 0)
@@ -107,8 +107,9 @@ class _Turns:
         for segment in response.segments:
             rollout.append(segment)
         if response.failure is not None:
-            self._scores.end()
             self._cancel(rollout)
+            self._scores.end()
+            self._scores.fail(f"the engine did not generate it: {response.failure}")
         elif self._environments is not None and not response.truncated:
             self._environments.submit(rollout, rollout.observations)
         else:
