@@ -249,7 +249,7 @@ def first_difference(expected: Any, found: Any, where: str) -> str | None:
 
 
 def require_consistent_log(run: Path) -> None:
-    log, damage = read_intact(run / "events.jsonl")
+    log, damage, earlier_runs = read_intact(run / "events.jsonl")
     times = [event.at for event in log]
     trained = Counter(id for event in log if isinstance(event, events.Updated) for id in event.rollouts)
     loaded = {event.first + i for event in log if isinstance(event, events.Loaded) for i in range(event.rollouts)}
@@ -257,6 +257,7 @@ def require_consistent_log(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     checks = {
         "each line is an event": not damage,
+        "the log has one run": not earlier_runs,
         "times never go back": times == sorted(times),
         "no rollout is trained on twice": max(trained.values()) == 1,
         "only loaded rollouts are trained on": trained.keys() <= loaded,

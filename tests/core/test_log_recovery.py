@@ -103,7 +103,8 @@ def test_whatever_the_damage_a_run_can_go_on(
     path.write_text(written([*found.events, RolledBack(found.last_time, found.void), *tail]))
     again = recover(path, mark, FIRST)
     assert again.events == found.events or not found.is_damaged
-    intact, damage = read_intact(path)
+    intact, damage, earlier_runs = read_intact(path)
+    assert not earlier_runs
     assert not damage or not found.is_damaged
     assert not any(isinstance(event, Lost) for event in intact)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scenarios import Run, run, scenario
+from sortedrl.core.event_format import SeveralRuns
 from sortedrl.core.events import (
     Aborted,
     Event,
@@ -462,8 +463,19 @@ def test_no_metric_counts_what_was_rolled_back_nor_its_time(clock_goes_back: boo
     last_time = saved_at if clock_goes_back else first.engine.now()
     second = Run(plan, state=state, last_time=last_time).to_end()
     mark = RolledBack(last_time, len(first.events) - counted)
-    log = without_rolled_back([*first.events, mark, *second.events])
-    assert_same_figures(Metrics().fold(log).run_metrics(), undisturbed.run_metrics)
+    raw = [*first.events, mark, *second.events]
+    for log in (raw, without_rolled_back(raw)):
+        assert_same_figures(Metrics().fold(log).run_metrics(), undisturbed.run_metrics)
+
+
+def test_two_runs_in_one_log_have_no_metrics_together() -> None:
+    """Neither from a file, nor in a loop that uses one EventLog for both."""
+    log = run("partial", [3, 1, 2, 5], rollouts_per_update=2).events
+    with pytest.raises(SeveralRuns, match="events of 2 runs"):
+        Metrics().fold([*log, *log])
+    metrics = Metrics().fold(log)
+    with pytest.raises(SeveralRuns, match="give each run an EventLog of its own"):
+        metrics(log[0])
 
 
 def assert_same_figures(got: RunMetrics, expected: RunMetrics) -> None:

@@ -220,7 +220,7 @@ def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
         '"segments":[[[0,2]]],"waited":[0]}',
     ]
     path.write_text("\n".join([good, *bad, good]) + "\n")
-    read, damage = read_intact(path)
+    read, damage, _ = read_intact(path)
     assert len(read) == 2
     assert [d.line for d in damage] == list(range(2, 2 + len(bad)))
 
@@ -229,9 +229,20 @@ def test_a_damaged_line_counts_for_the_roll_back_after_it(tmp_path: Path) -> Non
     path = tmp_path / "log.jsonl"
     phase = '{"event":"Phase","at":%s,"phase":"harvest"}'
     path.write_text("\n".join([phase % 1.0, phase % 2.0, "#", '{"event":"RolledBack","at":3.0,"events":2}']) + "\n")
-    read, damage = read_intact(path)
+    read, damage, _ = read_intact(path)
     assert [event.at for event in read] == [1.0]
     assert damage == [], "what is void may be damaged"
+
+
+def test_of_two_runs_in_one_log_the_last_one_is_shown_with_a_notice(tmp_path: Path) -> None:
+    first, second = (simulated_log(tmp_path / f"{mode}.jsonl", mode) for mode in ("baseline", "partial"))
+    both = tmp_path / "both.jsonl"
+    both.write_text(first.read_text() + second.read_text())
+    (shown,) = read_runs([both])
+    (alone,) = read_runs([second])
+    assert (shown.run_metrics, shown.points, shown.began) == (alone.run_metrics, alone.points, alone.began)
+    notice = "Event log: it has the events of 2 runs, of which only the last one counts."
+    assert shown.notices == (notice, *alone.notices)
 
 
 # Several runs

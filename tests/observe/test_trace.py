@@ -227,6 +227,17 @@ def test_the_command_writes_the_trace_into_the_run_folder(run_folder: Path, caps
     assert written["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
 
 
+def test_of_two_runs_in_one_log_the_last_one_is_traced_with_a_notice(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run_folder / "events.jsonl"
+    log.write_text(log.read_text() * 2)
+    assert main(["trace", str(run_folder)]) == 0
+    assert "events of 2 runs, of which only the last one counts" in capsys.readouterr().err
+    found = json.loads((run_folder / "trace.json").read_text())
+    assert found["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
+
+
 def test_without_a_name_the_newest_run_is_traced(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

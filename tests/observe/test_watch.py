@@ -16,8 +16,9 @@ import pytest
 import forked
 import toy
 from forked import Command, Done
+from scenarios import run as simulated
 from sortedrl.cli import main
-from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.core.events import read_events, without_rolled_back, written
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
 from sortedrl.observe.metrics import Metrics
@@ -144,6 +145,23 @@ def test_ctrl_c_ends_watching_without_a_word(killed: Path) -> None:
     done = command.wait(30)
     assert done.returncode == 130
     assert printed.startswith("update ") and (done.stdout, done.stderr) == (printed, "")
+
+
+@pytest.mark.parametrize("size", [2_000, 10_000_000])
+def test_of_two_runs_in_one_log_the_last_one_is_shown_with_a_notice(size: int, tmp_path: Path) -> None:
+    """As a loop of your own may append them, and however much of them is read at a time."""
+    first, second = (simulated(mode, [7, 1, 12, 2, 5, 5], rollouts_per_update=2) for mode in ("baseline", "partial"))
+    shown: list[str] = []
+    console = PlainConsole(shown.append)
+    (tmp_path / "events.jsonl").touch()
+    follower = Follower(tmp_path, console)
+    text = written([*first.events, *second.events])
+    for start in range(0, len(text), size):
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write(text[start : start + size])
+        follower.catch_up()
+    assert console.state.metrics.run_metrics() == second.run_metrics
+    assert shown == [f"{tmp_path}/events.jsonl: it has the events of 2 runs, of which only the last one counts"]
 
 
 def test_a_log_that_grows_byte_by_byte_and_is_rolled_back_gives_the_view_of_the_whole(

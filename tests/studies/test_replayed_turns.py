@@ -121,6 +121,13 @@ def test_an_incomplete_log_is_refused(tmp_path: Path, events: list[dict[str, obj
 SMALL = {"slots": 16, "rollouts_per_update": 16, "prompts_per_cohort": 16, "rollouts_per_prompt": 4, "cohorts": 2}
 
 
+def test_a_log_of_two_runs_is_refused(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "run", workload()) / "events.jsonl"
+    log.write_text(log.read_text() * 2)
+    with pytest.raises(ValueError, match=r"events of 2 runs, .*; give each run a log of its own"):
+        read_episodes(log)
+
+
 def test_simulate_takes_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = log_of(tmp_path / "run", workload())
     settings = SimulateSettings(lengths=folder, modes=("partial+elevator",), **SMALL)

@@ -59,7 +59,7 @@ def resume(run: Path, updates: int) -> Done:
 
 
 def updates_of(run: Path) -> list[int]:
-    log, _ = read_intact(run / "events.jsonl")
+    log = read_intact(run / "events.jsonl").events
     return [event.update for event in log if isinstance(event, events.Updated)]
 
 

@@ -60,12 +60,14 @@ def _intact_log(source: Path) -> tuple[list[Event], int]:
     """The readable events of a log, and the number of unreadable lines."""
     fix = "Name a run folder, as in runs/NAME, or an event log."
     try:
-        intact, damage = read_intact(source)
+        read = read_intact(source)
     except OSError as error:
         raise ConfigurationError("run", str(source), f"{error.strerror}", fix) from None
-    if not intact:
+    if not read.events:
         raise ConfigurationError("run", str(source), "it has no events", fix)
-    return repaired(intact).log, len(damage)
+    if read.notice:
+        print(f"sortedrl: {source}: {read.notice}", file=sys.stderr)
+    return repaired(read.events).log, len(read.damage)
 
 
 def _write_trace(log: list[Event], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The format version of an event log, and the refusal of a log of another version."""
+"""The format version of an event log, and why a log is refused: another version wrote it, or several runs did."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ FORMAT = 2  # changes with any change of the events; 1 was that of sortedrl 0.1
 
 class UnknownFormat(UserError, RuntimeError):
     """The log was written by another version of sortedrl."""
+
+
+class SeveralRuns(UserError, ValueError):
+    """A log has the events of several runs: metrics of all of them together would be wrong."""
 
 
 def require_known_format(path: Path) -> None:

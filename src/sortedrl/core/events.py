@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
 
-from sortedrl.core.event_format import FORMAT, require_known_format
+from sortedrl.core.event_format import FORMAT, SeveralRuns, require_known_format
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -342,17 +342,36 @@ def read_events(path: Path) -> Iterator[Event]:
 def without_rolled_back(events: Iterable[Event]) -> list[Event]:
     """The events that count, without void events, the `RolledBack` marks and the void time.
 
-    Events after a mark move back in time by the gap between the last event that counts and the mark.
+    Events after a mark move back in time by the gap between the last event that counts and the mark. Raises
+    `SeveralRuns`.
     """
-    kept: list[Event] = []
+    kept, earlier_runs = last_run(events)
+    if earlier_runs:
+        raise SeveralRuns(
+            f"the event log has the events of {earlier_runs + 1} runs: give each run a log of its own. "
+            "`sortedrl report` shows the last one"
+        )
+    return [event for event in kept if not isinstance(event, Damage)]
+
+
+def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int]:
+    """What counts of the last run, and how many runs before it are in the log and were not rolled back."""
+    kept: list[Event | Damage] = []
+    earlier_runs = 0
     void = VoidTime()
-    for event in events:
-        if isinstance(event, RolledBack):
-            del kept[max(0, len(kept) - event.events) :]  # a damaged log may have fewer
-            void = VoidTime.between(kept, event)
-        else:
-            kept.append(void.taken_from(event))
-    return kept
+    for line in lines:
+        if isinstance(line, RolledBack):
+            del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
+            void = VoidTime.between(kept, line)
+            continue
+        if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
+            kept.clear()
+            void = VoidTime()
+            earlier_runs += 1
+        elif isinstance(line, HarvestBegan):
+            _drop_what_a_lost_mark_made_void(kept, line.harvest)
+        kept.append(line if isinstance(line, Damage) else void.taken_from(line))
+    return kept, earlier_runs
 
 
 class VoidTime(NamedTuple):
@@ -379,37 +398,40 @@ class Damage(NamedTuple):
     is_torn: bool = False  # the log ends within it, as that of a killed run may
 
 
-def read_intact(path: Path) -> tuple[list[Event], list[Damage]]:
-    """The readable part of a damaged log: the events that count, and the unreadable lines among them.
+class IntactLog(NamedTuple):
+    """Of the last run in a log: the events that count, and the unreadable lines. Earlier runs are only counted."""
+
+    events: list[Event]
+    damage: list[Damage]
+    earlier_runs: int
+
+    @property
+    def notice(self) -> str:
+        """Empty if the log has one run."""
+        several = f"it has the events of {self.earlier_runs + 1} runs, of which only the last one counts"
+        return several if self.earlier_runs else ""
+
+
+def read_intact(path: Path) -> IntactLog:
+    """The readable part of a damaged log.
 
     An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
     """
-    intact: list[Event] = []
-    damage: list[Damage] = []
-    for line in counting_lines(path):
-        if isinstance(line, Damage):
-            damage.append(line)
-        elif not isinstance(line, Lost):
-            intact.append(line)
-    return intact, damage
+    kept, earlier_runs = last_run(_lines(path))
+    intact: list[Event] = [line for line in kept if not isinstance(line, Damage | Lost)]
+    return IntactLog(intact, [line for line in kept if isinstance(line, Damage)], earlier_runs)
 
 
 def counting_lines(path: Path) -> list[Event | Damage]:
-    """The log without void events; unreadable lines keep their places."""
+    """The last run in the log without void events; unreadable lines keep their places."""
+    return last_run(_lines(path))[0]
+
+
+def _lines(path: Path) -> Iterator[Event | Damage]:
     require_known_format(path)
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        lines = (decoded_or_damage(number, line) for number, line in enumerate(file, start=1))
-        kept: list[Event | Damage] = []
-        void = VoidTime()
-        for line in lines:
-            if isinstance(line, RolledBack):
-                del kept[max(0, len(kept) - line.events) :]
-                void = VoidTime.between(kept, line)
-                continue
-            if isinstance(line, HarvestBegan):
-                _drop_what_a_lost_mark_made_void(kept, line.harvest)
-            kept.append(line if isinstance(line, Damage) else void.taken_from(line))
-    return kept
+        for number, line in enumerate(file, start=1):
+            yield decoded_or_damage(number, line)
 
 
 def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:

@@ -74,6 +74,7 @@ def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
         return RecoveredLog(log[: mark.events], len(log) - mark.events, is_damaged=False)
     log = _with_lost(_fitted(lines, mark))
     if log and not isinstance(log[0], RunBegan):
+        log = [Lost(event.at) if isinstance(event, RunBegan) else event for event in log]  # behind lines of damage
         log[0] = first._replace(at=log[0].at)
     _load_again(log, mark.loaded)
     return RecoveredLog(log, 0, is_damaged=True)

@@ -135,12 +135,14 @@ def event_log_at(path: Path) -> Path | None:
 
 def read_episodes(path: Path) -> ReplayedEpisodes:
     """Every finished response of an event log. A regenerated one counts once, as it ended."""
-    log, damage = read_intact(path)
-    for line in damage:
+    read = read_intact(path)
+    if read.notice:
+        raise ValueError(f"{path}: {read.notice}; give each run a log of its own")
+    for line in read.damage:
         if not line.is_torn:
             raise ValueError(f"{path}, line {line.line} cannot be read: {line.why}")
     recorder = _Recorder()
-    for event in log:
+    for event in read.events:
         try:
             recorder(event)
         except (ArithmeticError, LookupError) as error:

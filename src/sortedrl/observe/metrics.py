@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from sortedrl.core import events
-from sortedrl.core.events import Event
+from sortedrl.core.event_format import SeveralRuns
+from sortedrl.core.events import Event, without_rolled_back
 from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.observe.sortedness import UpdateLengths, rank_correlation, sortedness
@@ -163,7 +164,8 @@ class Metrics:
             handler(event)
 
     def fold(self, log: Iterable[Event]) -> Metrics:
-        for event in log:
+        """All events that count; events that were rolled back do not."""
+        for event in without_rolled_back(log):
             self(event)
         return self
 
@@ -204,6 +206,8 @@ class Metrics:
         return Moment(self._time, (sum(self._empty.values()) - in_environments) / slots, in_environments / slots)
 
     def _on_run(self, event: events.RunBegan) -> None:
+        if self.slots:
+            raise SeveralRuns("a second run starts in the same event log: give each run an EventLog of its own")
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
         self._wall_clock.begin(self._now())

@@ -7,7 +7,8 @@ already, and by a summary. If the run was interrupted, only a checkpoint follows
 writes nothing more, and neither does a run that is busy without an event, so watching continues until the silence is
 unusually long.
 
-Invariants: only complete lines are read; rolled-back lines are dropped, in both files; nothing is written.
+Invariants: only complete lines are read; rolled-back lines are dropped, in both files, and so are events of earlier
+runs in the same log; nothing is written.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from sortedrl.core.event_format import require_known_format
 from sortedrl.core.events import (
     Damage,
     Event,
+    IntactLog,
     RolledBack,
+    RunBegan,
     Sink,
     VoidTime,
     decoded_or_damage,
+    last_run,
     without_rolled_back,
 )
 from sortedrl.observe.console import PlainConsole, RunConsole
@@ -139,6 +143,7 @@ class Follower:
         self._console = console
         self._event_file = GrowingFile(folder / "events.jsonl")
         self._metrics_file = GrowingFile(folder / "metrics.jsonl")
+        self._earlier_runs = 0
         self._read_all(announce_newest=True)
 
     def catch_up(self) -> None:
@@ -149,7 +154,8 @@ class Follower:
             self._read_all()
             return
         log = self._decoded(new_events, first_line)
-        if any(isinstance(event, RolledBack) for event in log):
+        runs = (self._last_at is not None) + sum(isinstance(event, RunBegan) for event in log)
+        if runs > 1 or any(isinstance(event, RolledBack) for event in log):
             self._read_all()
             return
         self._feed(log)
@@ -171,7 +177,7 @@ class Follower:
         self._updates_in_all: int | None = None
         self._last_at: float | None = None
         self._longest_silence = 0.0
-        log = self._decoded(self._event_file.all(), 1)
+        log = self._of_last_run(self._decoded(self._event_file.all(), 1))
         resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
         self._void_time = VoidTime()  # of the latest roll-back
         self._feed(consistent(counted := without_rolled_back(log[:resumed])))
@@ -186,6 +192,15 @@ class Follower:
         for place, line in enumerate(lines):
             self._show(line, old=place != newest or not announce_newest)
         self._console.look(self._seen_at())
+
+    def _of_last_run(self, log: list[Event]) -> list[Event]:
+        """Other loops may append a run to the log of another one, whose events do not count."""
+        _, earlier_runs = last_run(log)
+        if earlier_runs > self._earlier_runs:
+            notice = IntactLog([], [], earlier_runs).notice
+            self._console.log(f"{self._event_file.path}: {notice}")
+        self._earlier_runs = earlier_runs
+        return log[max((place for place, event in enumerate(log) if isinstance(event, RunBegan)), default=0) :]
 
     def _feed(self, log: Sequence[Event]) -> None:
         for event in map(self._void_time.taken_from, log):

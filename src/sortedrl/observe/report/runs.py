@@ -129,10 +129,10 @@ def _names(logs: Sequence[Path]) -> list[str]:
 
 def _read_run(path: Path, name: str) -> Run:
     try:
-        intact, damage = read_intact(path)
+        read = read_intact(path)
     except OSError as error:
         raise ConfigurationError("runs", str(path), f"{error.strerror}", _FIX) from None
-    repair = repaired(intact)
+    repair = repaired(read.events)
     log = repair.log
     if not log:
         raise ConfigurationError("runs", str(path), "it contains no valid event", _FIX)
@@ -143,7 +143,8 @@ def _read_run(path: Path, name: str) -> Run:
     responses, lost_responses = _lines(folder, "rollouts.jsonl")
     settings, configuration = _settings(folder, log)
     notices = [
-        *_damage_notices(damage, repair.put_back, repair.left_out),
+        *([f"Event log: {read.notice}."] if read.notice else []),
+        *_damage_notices(read.damage, repair.put_back, repair.left_out),
         *_ending_notices(log, folder),
         *_no_update(run_metrics),
         *_lost_lines("metrics.jsonl", lost_metrics),
