@@ -144,6 +144,19 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 # --- the gradient -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_an_update_in_which_every_group_has_lost_its_other_members_does_not_end_the_run(algorithm: str) -> None:
+    """Their rewards failed, for example. A first update of single rollouts is a wrong setting."""
+    learner = Learner(tiny_model(), LearnerSettings(algorithm=algorithm, learning_rate=1e-3))
+    rollouts = random_rollouts(prompts=2, siblings=2)
+    alone = [rollouts[0], rollouts[3]]
+    with pytest.raises(ValueError, match="each of the 2 in this update is alone"):
+        learner.step(alone, 0)
+    learner.step(rollouts, 0)
+    metrics = learner.step(alone, 0)
+    assert metrics["grad_norm"] == 0.0 and metrics["rollouts_trained"] == 2
+
+
 def test_gradient_is_the_formula_computed_from_full_logits() -> None:
     """GRPO with plain clipping, a constant normalizer, KL and entropy, at a temperature, with a token masked
     out."""

@@ -202,7 +202,7 @@ def has_groups(group_b: Tensor) -> bool:
 
 
 def require_groups(group_b: Tensor, algorithm: Algorithm) -> None:
-    """Raise a ValueError if no two rollouts of an update are of one group: there is nothing to compare."""
+    """Raise a ValueError if no two rollouts of the first update are of one group: there is nothing to compare."""
     if not has_groups(group_b):
         raise ValueError(
             f"{algorithm} compares the rollouts of a group, but each of the {len(group_b)} in this update is alone: "

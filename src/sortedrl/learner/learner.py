@@ -341,7 +341,7 @@ class Learner:
     def _update(self, so_far: UpdateSoFar, found: Assessment, harvest_index: int) -> dict[str, float]:
         """Optimizer steps, statistics and metrics of an update that is complete."""
         settings = self.settings
-        if settings.resolved_advantage_baseline == "group":
+        if settings.resolved_advantage_baseline == "group" and not self.updates:  # later ones may have lost members
             require_groups(group_indices([rollout.group for rollout in so_far.rollouts]), settings.algorithm)
         rows = found.trains_b.nonzero()[:, 0].tolist()
         metrics = dict(found.metrics)
