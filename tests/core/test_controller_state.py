@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful, run, scenario
-from sortedrl.core import STRATEGIES, Batch, events
+from sortedrl.core import (
+    STRATEGIES,
+    Batch,
+    ConfigurationError,
+    Controller,
+    Prompt,
+    Prompts,
+    Schedule,
+    ScoreAtOnce,
+    events,
+)
 from sortedrl.core.strategies.base import Sweep
 
 MODES = sorted(set(STRATEGIES) - {"async-pool"})
@@ -215,3 +227,58 @@ def test_a_checkpoint_can_be_restored_more_than_once(mode: str) -> None:
     again = [Run(plan, state=state, last_time=first.engine.now()).to_end() for _ in range(2)]
     assert state == saved
     assert what_was_trained_on(again[0].batches) == what_was_trained_on(again[1].batches)
+
+
+class Recorded(Sequence[Prompt]):
+    """A dataset that tokenizes a prompt when it is read, as TRL's does; `read` has the rows."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, row: Any) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        self.read.append(row)
+        return Prompt(self._names[row], [1, 2])
+
+
+def controller_on(dataset: Sequence[Prompt], rollouts_per_prompt: int) -> Controller:
+    schedule = Schedule(
+        mode="april", rollouts_per_update=4, prompts_per_cohort=4, rollouts_per_prompt=rollouts_per_prompt
+    )
+    engine = PacedEngine(slots=3, length_of=lambda request: 1 + request.id % 5)
+    return Controller(engine, Prompts(dataset, epochs=3, seed=4), ScoreAtOnce(lambda rollout: 1.0), schedule)
+
+
+@pytest.mark.parametrize("rollouts_per_prompt", [1, 3])
+@pytest.mark.parametrize("updates", [1, 4, 7])
+def test_a_restored_run_reads_the_prompts_of_its_rollouts_only(updates: int, rollouts_per_prompt: int) -> None:
+    """To read a prompt may take long: it is tokenized, and an environment may be reset for it."""
+    names = [f"p{i}" for i in range(10)]
+    first = controller_on(Recorded(names), rollouts_per_prompt)
+    for _ in zip(range(updates), first, strict=False):
+        first.publish()
+    first.update_engine()
+    state, live = json.loads(json.dumps(first.state())), dict(first.live)
+    dataset = Recorded(names)
+    second = controller_on(dataset, rollouts_per_prompt)
+    second.restore(state)
+    assert {id: r.prompt for id, r in second.live.items()} == {id: r.prompt for id, r in live.items()}
+    assert sorted({names[row] for row in dataset.read}) == sorted({rollout.prompt.id for rollout in live.values()})
+    assert len(dataset.read) <= len({rollout.group for rollout in live.values()})
+
+
+def test_data_in_another_order_is_refused() -> None:
+    """The rest of an epoch would hold prompts that were trained on, and leave others out."""
+    names = [f"p{i}" for i in range(10)]
+    first = controller_on(Recorded(names), 1)
+    for _ in zip(range(1), first, strict=False):
+        first.publish()
+    first.update_engine()
+    assert first.live
+    with pytest.raises(ConfigurationError, match=r"prompts = 'p\d': number \d .* was 'p\d' when"):
+        controller_on(Recorded(names[::-1]), 1).restore(first.state())

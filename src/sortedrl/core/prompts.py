@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from sortedrl.core.rollout import Prompt
@@ -28,7 +28,7 @@ class Prompts:
         self.position = 0
         self.remaining = epochs * len(dataset)
         self._size = len(dataset)
-        self._order = self._permutation()
+        self._order = self._permutation(self.epoch)
 
     @property
     def remaining_in_epoch(self) -> int:
@@ -37,6 +37,11 @@ class Prompts:
     def is_in_last_epoch(self, place: int) -> bool:
         """Whether the prompt that was taken as number `place` (from 0) belongs to the last epoch."""
         return place >= (self.epochs - 1) * self._size
+
+    def taken_at(self, places: Collection[int]) -> dict[int, Prompt]:
+        """The prompts that were taken as these numbers (from 0). No other one is read."""
+        orders = {epoch: self._permutation(epoch) for epoch in {place // self._size for place in places}}
+        return {place: self.dataset[orders[place // self._size][place % self._size]] for place in places}
 
     def take(self, count: int, *, within_epoch: bool) -> list[Prompt]:
         """The next prompts: at most `count`, fewer if the data (or the epoch) ends."""
@@ -47,17 +52,17 @@ class Prompts:
                     break
                 self.epoch += 1
                 self.position = 0
-                self._order = self._permutation()
+                self._order = self._permutation(self.epoch)
             step = min(count - len(taken), self.remaining_in_epoch)
             taken += [self.dataset[i] for i in self._order[self.position : self.position + step]]
             self.position += step
             self.remaining -= step
         return taken
 
-    def _permutation(self) -> array[int]:
+    def _permutation(self, epoch: int) -> array[int]:
         order = array("q", range(len(self.dataset)))
         if self.shuffle:
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
     def state(self) -> dict[str, Any]:
@@ -72,7 +77,7 @@ class Prompts:
         self.epoch, self.position = state["epoch"], state["position"]
         epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
         self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
-        self._order = self._permutation()
+        self._order = self._permutation(self.epoch)
 
 
 def require_unique_ids(what: str, ids: Iterable[str]) -> None:
