@@ -118,6 +118,18 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path:
     assert times == sorted(times)
 
 
+def test_a_resumed_run_with_shuffled_rewards_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:
+    """They are drawn from recent ones, which a resumed run must have."""
+    shuffles = config_file(tmp_path, shuffle_rewards=True)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(model, whole, *shuffles, "--updates", "4")
+    trained(model, parts, *shuffles, "--updates", "2")
+    sortedrl("train", "--resume", str(parts), "--updates", "4")
+    first, second = logged_updates(whole), logged_updates(parts)
+    assert [update.rewards for update in first] == [update.rewards for update in second]
+    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+
+
 def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(model, run, "--updates", "1")

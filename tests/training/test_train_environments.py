@@ -20,6 +20,7 @@ import pytest
 import forked
 import toy
 from chat_tokenizer import chat_tokenizer
+from config_file import config_file
 from counting_task import CountingTask
 from processes import PATIENCE_SECONDS, wait_for_end
 from sortedrl.core import events
@@ -78,6 +79,18 @@ def test_a_run_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path, 
     assert all(1 <= line["held_out_parts"]["turns"] <= 3 for line in lines if "held_out" in line)
     rollout = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
     assert rollout["detail"]["parts"]["turns"] >= 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path, shuffle: bool) -> None:
+    flags = ["--mode", "partial+elevator", "--scoring", "at-once", *config_file(tmp_path, shuffle_rewards=shuffle)]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(model, whole, *flags, updates=4)
+    trained(model, parts, *flags, updates=2)
+    done = forked.run(["train", "--resume", str(parts), "--updates", "4"], tmp_path / "output")
+    assert done.returncode == 0, done.stderr
+    first, second = ([update._replace(at=0.0) for update in updates_of(run)] for run in (whole, parts))
+    assert first == second
 
 
 def test_lora_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path) -> None:

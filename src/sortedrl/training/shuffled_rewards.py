@@ -13,8 +13,7 @@ from sortedrl.training.rewards import RewardSource
 POOL = 256  # recent rewards to draw from
 
 
-def shuffled(source: RewardSource, seed: int) -> RewardSource:
-    rewards = _Pool(seed)
+def shuffled(source: RewardSource, rewards: RewardPool) -> RewardSource:
     environments = source.environments
     return RewardSource(
         ShuffledRewards(source.scorer, rewards),
@@ -22,19 +21,21 @@ def shuffled(source: RewardSource, seed: int) -> RewardSource:
     )
 
 
-class _Pool:
+class RewardPool:
+    """`recent`: rewards in the order in which they came, for checkpoints."""
+
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._seen: list[float] = []
+        self.recent: list[float] = []
 
     def other(self, rollout_id: int, attempt: int, reward: float) -> float:
         """A reward that was seen recently, this one included, in place of this one."""
-        self._seen = [*self._seen[-POOL:], reward]
-        return self._seen[derive_seed(self._seed, rollout_id, attempt) % len(self._seen)]
+        self.recent = [*self.recent[-POOL:], reward]
+        return self.recent[derive_seed(self._seed, rollout_id, attempt) % len(self.recent)]
 
 
 class ShuffledRewards:
-    def __init__(self, scorer: Scorer, rewards: _Pool) -> None:
+    def __init__(self, scorer: Scorer, rewards: RewardPool) -> None:
         self._scorer = scorer
         self._rewards = rewards
 
@@ -60,29 +61,33 @@ class ShuffledRewards:
 class _ShuffledAnswers:
     """Environments whose final rewards are shuffled."""
 
-    def __init__(self, environments: Environments, rewards: _Pool) -> None:
+    def __init__(self, environments: Environments, rewards: RewardPool) -> None:
         self._environments = environments
         self._rewards = rewards
+        self._attempts: dict[int, int] = {}  # by rollout id: numbers of calls start again when a run is resumed
 
     @property
     def pending(self) -> int:
         return self._environments.pending
 
     def submit(self, rollout: Rollout, call: int) -> None:
+        self._attempts[rollout.id] = rollout.attempt
         self._environments.submit(rollout, call)
 
     def collect(self) -> list[Answer]:
-        return [
-            answer
-            if answer.reward is None
-            else answer._replace(reward=self._rewards.other(answer.rollout_id, answer.call, answer.reward))
-            for answer in self._environments.collect()
-        ]
+        return [self._shuffled(answer) for answer in self._environments.collect()]
+
+    def _shuffled(self, answer: Answer) -> Answer:
+        if answer.reward is None:
+            return answer
+        attempt = self._attempts.get(answer.rollout_id, 0)  # none if it was canceled: then the answer does not count
+        return answer._replace(reward=self._rewards.other(answer.rollout_id, attempt, answer.reward))
 
     def wait(self, timeout_seconds: float) -> None:
         self._environments.wait(timeout_seconds)
 
     def cancel(self, rollout_id: int) -> None:
+        self._attempts.pop(rollout_id, None)
         self._environments.cancel(rollout_id)
 
     def state(self, rollout_id: int) -> Any:

@@ -53,7 +53,7 @@ from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder, cannot_write
 from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
-from sortedrl.training.shuffled_rewards import shuffled
+from sortedrl.training.shuffled_rewards import RewardPool, shuffled
 from sortedrl.training.signals import Interrupted, interruptible
 
 
@@ -79,6 +79,7 @@ class TrainingRun:
         self.checked = self._checked(engine)
         self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()
+        self.reward_pool = RewardPool(settings.seed)  # for `shuffle_rewards`
         self.training_rewards = self._training_rewards()
         self.evaluation_rewards = self.rewards.source()
         self.batched = Batched(self.metrics)
@@ -152,7 +153,7 @@ class TrainingRun:
 
     def _training_rewards(self) -> RewardSource:
         source = self.rewards.source()
-        return shuffled(source, self.settings.seed) if self.settings.shuffle_rewards else source
+        return shuffled(source, self.reward_pool) if self.settings.shuffle_rewards else source
 
     def _rejection_watch(self) -> RejectionWatch:
         return RejectionWatch(
@@ -184,6 +185,7 @@ class TrainingRun:
         self.before = Evaluation(tuple(saved.notes["before_ids"]), tuple(map(tuple, saved.notes["before"])))
         self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
         self.seconds_before = saved.notes["seconds"]
+        self.reward_pool.recent = saved.notes.get("recent_rewards", [])  # older versions did not save them
         self.saved = self._progress()
 
     def run(self) -> dict[str, Any]:
@@ -424,6 +426,7 @@ class TrainingRun:
             "before": self.before.correct,
             "before_ids": self.before.problem_ids,
             "problems": self.problem_digests,
+            "recent_rewards": self.reward_pool.recent,
             "best": self.best,
             "seconds": self._seconds(),
             "settings": as_json(self.settings),  # config.json may be damaged
