@@ -84,6 +84,7 @@ class Shape:
     profile: Path | None = None
 
 
+MODES = ("partial+elevator:reuse", "partial+elevator", "baseline=1")
 SHAPES = {
     "8b": Shape("llama-3.1-8b", kv_gib=80.0, profile=HERE / "measured" / "h200-8b" / "profile_second.json"),
     "tiny": Shape(
@@ -120,7 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--modes",
         nargs="+",
-        default=["partial+elevator:reuse", "partial+elevator", "baseline=1"],
+        default=MODES,
         metavar="MODE",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of lengths, observations, prompts and latencies")
@@ -209,13 +210,19 @@ def summary(found: Sequence[RunMetrics]) -> dict[str, Any]:
 
 
 def predicted(
-    shape: Shape, mode: Mode, known: profile_file.Profile, kv_tokens: int | None, options: argparse.Namespace
+    shape: Shape,
+    mode: Mode,
+    known: profile_file.Profile,
+    kv_tokens: int | None,
+    options: argparse.Namespace,
+    workload: Workload | None = None,
 ) -> list[RunMetrics]:
-    """The simulator's marks for the same lengths and latencies."""
-    schedule, workload = schedule_of(shape, mode, options), workload_of(shape, mode, options)
+    """The simulator's marks, by default for the same lengths and latencies."""
     marks = Marks()
-    timed = replace(workload, step_time=known.step_time(), kv_tokens=kv_tokens)
-    simulated.run(timed, schedule, marks, max_updates=mode.updates)
+    timed = replace(
+        workload or workload_of(shape, mode, options), step_time=known.step_time(), kv_tokens=kv_tokens
+    )  # fmt: skip
+    simulated.run(timed, schedule_of(shape, mode, options), marks, max_updates=mode.updates)
     return marks.found
 
 
@@ -290,6 +297,7 @@ class Bench:
             weight_update_seconds=None,
             machine=machine(),
             prefill_step_seconds=per_return,
+            prefill_step_tokens=observed,
         )
         known.write(self.options.out / "profile.json")
         self.log(
@@ -373,14 +381,23 @@ def shown(name: str, found: dict[str, Any]) -> str:
     return text
 
 
-def repredict(folder: Path, return_seconds: float | None) -> None:
-    """The modes of a measurement next to the prediction from its own profile."""
+def measurement(
+    folder: Path, return_seconds: float | None = None
+) -> tuple[profile_file.Profile, dict[str, Any], argparse.Namespace]:
+    """Its profile, its results and its settings."""
     known = profile_file.read(folder / "profile.json")
-    if return_seconds is not None:
-        known = replace(known, prefill_step_seconds=return_seconds)
     written = json.loads((folder / "turns.json").read_text(encoding="utf-8"))
     options = argparse.Namespace(**written["settings"])
+    if return_seconds is not None:
+        observed = round(128 * options.scale)
+        known = replace(known, prefill_step_seconds=return_seconds, prefill_step_tokens=observed)
     print(f"a step that also prefills costs {1e3 * known.prefill_step_seconds:.2f} ms more")
+    return known, written, options
+
+
+def repredict(folder: Path, return_seconds: float | None) -> None:
+    """The modes of a measurement next to the prediction from its own profile."""
+    known, written, options = measurement(folder, return_seconds)
     for text in options.modes:
         mode, shape = Mode.parsed(text, options.updates), SHAPES[options.shape]
         measured = written["modes"].get(mode.name)

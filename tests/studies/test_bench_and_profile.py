@@ -18,6 +18,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.studies import bench, profile
 from sortedrl.studies.bench import BenchSettings, bench_workload
@@ -68,6 +69,22 @@ def test_a_profile_finds_the_step_time_that_an_engine_has() -> None:
     assert found.fit_error() < 0.02
 
 
+def test_the_costs_of_prefills_in_steps_that_decode_are_found() -> None:
+    """From a profile of large prefills and of single returns: neither of them is counted twice."""
+    few, per_step, per_token = 32, 0.006, 1.5e-5
+    true = replace(STEP_TIME, per_prefill_token=per_token, per_prefill_step=per_step, prefill_tokens_per_step=512)
+    engine = ChunkedPrefillEngine(slots=32, step_time=true, length_of=lambda request: ENDLESS)
+    cells = profile.measure(engine, profile.cells_for(32, 2048, math.inf), 1000, steps=40, repeats=1)
+    bulk = profile.prefill_of(cells)
+    assert bulk > 1.5 * per_token
+    per_return = per_step + few * (per_token - bulk)
+    found = Profile("simulated", "", 32, tuple(cells), bulk, 512, None, None, "here", per_return, few).step_time()
+    assert found.has_chunked_prefill
+    assert found.per_prefill_step == pytest.approx(per_step, rel=0.05)
+    assert found.per_prefill_token == pytest.approx(per_token, rel=0.05)
+    assert found.at(31) == pytest.approx(STEP_TIME.at(31), rel=0.02)
+
+
 class SlowToSubmit(SimulatedEngine):
     """A request reaches the engine after 10 ms, while the others go on decoding."""
 
@@ -91,9 +108,10 @@ def test_what_a_return_costs_is_found(seconds: float, engine_type: type[Simulate
     assert found == pytest.approx(seconds, abs=2e-4)  # a decode step takes 6 ms
 
 
-def test_each_step_that_prefills_costs_its_fixed_time() -> None:
-    step_time = replace(STEP_TIME, per_prefill_token=1e-5, per_prefill_step=0.004, prefill_tokens_per_step=100)
-    assert [step_time.prefill(tokens) for tokens in (0, 1, 100, 101)] == pytest.approx([0, 0.00401, 0.005, 0.00901])
+def test_a_return_costs_the_same_in_an_engine_with_chunked_prefill() -> None:
+    step_time = replace(STEP_TIME, per_prefill_token=0.0, per_prefill_step=0.004, prefill_tokens_per_step=512)
+    engine = ChunkedPrefillEngine(slots=16, step_time=step_time, length_of=lambda request: ENDLESS)
+    assert profile.prefill_step_seconds(engine, 100, 16, 1000, 0.0) == pytest.approx(0.004, abs=2e-4)
 
 
 def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, capsys: Any) -> None:
@@ -103,7 +121,7 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     found.write(path)
     assert read(path) == found
     assert read(path).step_time().prefill_tokens_per_step == 2048
-    assert read(path).step_time().per_prefill_step == 0.003
+    assert read(path).step_time().has_chunked_prefill
     arguments = ["simulate", "--step-time", str(path), "--slots", "8", "--rollouts-per-update", "8"]
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0

@@ -30,13 +30,14 @@ from sortedrl.engines.step_time import StepTime
 WATERMARK = 0.01  # fraction of KV cache memory that stays free when a request is admitted, as in vLLM
 
 
-class _Run:
+class Run:
     """A request in the engine."""
 
-    __slots__ = ("began_step", "first", "made", "request", "size", "to_make", "truncated")
+    __slots__ = ("arrived", "began_step", "first", "made", "request", "size", "to_make", "truncated")
 
-    def __init__(self, request: Request, first: int, to_make: int, truncated: bool) -> None:
+    def __init__(self, request: Request, first: int, to_make: int, truncated: bool, arrived: float) -> None:
         self.request = request
+        self.arrived = arrived  # time of its submission
         self.to_make = to_make  # tokens still to generate when it last started
         self.truncated = truncated
         self.made = 0  # tokens generated before it last started
@@ -77,10 +78,10 @@ class SimulatedEngine(EngineBase):
         self._now = 0.0  # may be within a step
         self._step = 0
         self._cached = 0  # sum of the running contexts
-        self._running: dict[int, _Run] = {}
-        self._ends: list[tuple[int, int, _Run]] = []  # (step, start, run); entries of runs that left earlier are stale
+        self._running: dict[int, Run] = {}
+        self._ends: list[tuple[int, int, Run]] = []  # (step, start, run); entries of runs that left earlier are stale
         self._starts = 0
-        self._queue: deque[_Run] = deque()
+        self._queue: deque[Run] = deque()
         self._undelivered: list[Change] = []
         self._has_ended = False  # an undelivered change is an end or a failure
         self._alarms: list[float] = []
@@ -97,17 +98,16 @@ class SimulatedEngine(EngineBase):
         return self._now if self._now > self._clock else self._clock
 
     def submit(self, requests: Sequence[Request]) -> None:
+        now = self.now()
         for request in requests:
             first, max_new_tokens = request.prefix_length, request.max_new_tokens
             wanted = max(1, self._length_of(request) - first)
             lost = self._lost_after(request) if self._lost_after else None
             if max_new_tokens < 1 or lost == 0:
-                self._fail(
-                    request.id, self.now(), "max_new_tokens is 0" if max_new_tokens < 1 else "lost by the engine"
-                )
+                self._fail(request.id, now, "max_new_tokens is 0" if max_new_tokens < 1 else "lost by the engine")
                 continue
             to_make = min(wanted, max_new_tokens) if lost is None else min(wanted, max_new_tokens, lost)
-            self._queue.append(_Run(request, first, to_make, truncated=wanted >= max_new_tokens))
+            self._queue.append(Run(request, first, to_make, truncated=wanted >= max_new_tokens, arrived=now))
         self._admit()
 
     def poll(self, until: float | None = None) -> list[Change]:
@@ -115,7 +115,7 @@ class SimulatedEngine(EngineBase):
             limit = math.inf if until is None else until
             if self._alarms:
                 limit = min(limit, self._next_alarm())
-            if not self._running:
+            if not self._has_work():
                 if limit < math.inf:
                     self._clock = self._now = max(self.now(), limit)
                 break
@@ -142,12 +142,15 @@ class SimulatedEngine(EngineBase):
         return changes
 
     def update_weights(self, weights: Any, version: int) -> None:
-        if self._running or self._queue:
+        if self._has_work():
             raise RuntimeError("weight update while requests are in the engine: abort them first")
         self._version = version
         if not self._reuse_kv_cache:
             self._turns.clear()
         self.pass_time(self._weight_update_seconds)
+
+    def _has_work(self) -> bool:
+        return bool(self._running or self._queue)
 
     def _handed_over(self) -> list[Change]:
         changes, self._undelivered, self._has_ended = self._undelivered, [], False
@@ -175,12 +178,9 @@ class SimulatedEngine(EngineBase):
 
     def _advance(self, limit: float) -> bool:
         """Run to the next event; False if `limit` came first."""
-        running = len(self._running)
-        while self._ends and not self._is_current(self._ends[0]):
-            heapq.heappop(self._ends)
-        steps = self._ends[0][0] - self._step
+        steps = self._steps_ahead()
         if self._kv_tokens is not None:
-            room = (self._kv_tokens - self._cached - self._turns.tokens) // running
+            room = (self._kv_tokens - self._cached - self._turns.tokens) // max(1, self._growing())
             if room < steps:
                 if room == 0:
                     if not self._turns.evict_oldest():
@@ -198,6 +198,16 @@ class SimulatedEngine(EngineBase):
         self._pass_steps(steps)
         self._finish_due()
         return True
+
+    def _steps_ahead(self) -> int:
+        """Steps until the first running request ends."""
+        while self._ends and not self._is_current(self._ends[0]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0] - self._step
+
+    def _growing(self) -> int:
+        """Requests that get a token in the next step."""
+        return len(self._running)
 
     def _seconds(self, steps: int) -> float:
         """Duration of the next `steps` steps, while the running requests stay the same."""
@@ -225,11 +235,11 @@ class SimulatedEngine(EngineBase):
 
     # Requests
 
-    def _is_current(self, end: tuple[int, int, _Run]) -> bool:
+    def _is_current(self, end: tuple[int, int, Run]) -> bool:
         step, _, run = end
         return self._running.get(run.request.id) is run and step == run.began_step + run.to_make
 
-    def _made(self, run: _Run) -> int:
+    def _made(self, run: Run) -> int:
         return run.made + self._step - run.began_step
 
     def _admit(self) -> None:
@@ -259,7 +269,7 @@ class SimulatedEngine(EngineBase):
             return 0.0
         return self._step_time.prefill(ahead // at_once * at_once)
 
-    def _uncached(self, run: _Run, context: int) -> int:
+    def _uncached(self, run: Run, context: int) -> int:
         """Tokens to prefill when the run starts."""
         if not self._prefix_cache:
             return 0 if self._reuse_kv_cache and run.first and not run.made else context  # made: it was preempted
@@ -272,9 +282,9 @@ class SimulatedEngine(EngineBase):
             return 0
         return context - cached
 
-    def _makes_room_for(self, run: _Run, kv_tokens: int) -> bool:
+    def _makes_room_for(self, run: Run, kv_tokens: int) -> bool:
         """Whether the run fits into memory, if need be after dropping cached turns of others."""
-        spare = kv_tokens * WATERMARK if self._running else 0
+        spare = kv_tokens * WATERMARK if self.running else 0
         needed = self._cached + run.size + run.made + 1 + spare
         while needed + self._turns.tokens - self._turns.of(run.request.id) > kv_tokens:
             if not self._turns.evict_oldest(but=run.request.id):
@@ -284,13 +294,16 @@ class SimulatedEngine(EngineBase):
     def _too_large(self, context: int) -> str:
         return f"a context of {context} tokens does not fit into the KV cache of {self._kv_tokens} tokens"
 
-    def _start(self, run: _Run, at: float) -> None:
+    def _start(self, run: Run, at: float) -> None:
+        self._decode_from_now_on(run)
+        self._undelivered.append(Started(run.request.id, at))
+
+    def _decode_from_now_on(self, run: Run) -> None:
         run.began_step = self._step
         self._running[run.request.id] = run
         self._cached += run.size + run.made
         self._starts += 1
         heapq.heappush(self._ends, (self._step + run.to_make, self._starts, run))
-        self._undelivered.append(Started(run.request.id, at))
 
     def _make_room(self) -> None:
         """Preempt the request that started last."""
@@ -335,7 +348,7 @@ class SimulatedEngine(EngineBase):
         self._undelivered.append(Failed(id, at, reason))
         self._has_ended = True
 
-    def _deliver(self, run: _Run, made: int, at: float, changes: list[Change]) -> None:
+    def _deliver(self, run: Run, made: int, at: float, changes: list[Change]) -> None:
         first = run.first
         if made:
             tokens, logprobs = range(first, first + made), range(-first - 1, -first - made - 1, -1)

@@ -3,7 +3,9 @@
     seconds = step(running) + per_cached_token x (sum of contexts)
     prefill = per_prefill_step for each step that prefills + per_prefill_token x tokens
 
-`step` is given at a few batch sizes and interpolated between them.
+`step` is given at a few batch sizes and interpolated between them. Without a `per_prefill_step`, `per_prefill_token` is
+that of a whole prefill, and no request decodes meanwhile. With both `per_prefill_step` and `prefill_tokens_per_step`,
+it is what a token adds to a step in which other requests decode (simulated_chunked_prefill.py).
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ class StepTime:
         return self._memo[running]
 
     def prefill(self, tokens: int) -> float:
-        """Seconds to prefill so many tokens, beyond the decode steps that they share."""
-        if not tokens:
-            return 0.0
-        steps = -(-tokens // self.prefill_tokens_per_step) if self.prefill_tokens_per_step else 1
-        return steps * self.per_prefill_step + tokens * self.per_prefill_token
+        """Seconds to prefill so many tokens, beyond the decode step that they share."""
+        return self.per_prefill_step + tokens * self.per_prefill_token if tokens else 0.0
+
+    @property
+    def has_chunked_prefill(self) -> bool:
+        """Whether the cost of a step with a prefill has been measured apart from that of the tokens."""
+        return self.prefill_tokens_per_step is not None and self.per_prefill_step > 0
 
     def scaled(self, *, per_prefill_token: float) -> StepTime:
         return replace(self, per_prefill_token=per_prefill_token)

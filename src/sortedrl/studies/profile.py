@@ -27,7 +27,7 @@ from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.models import model_named
 from sortedrl.settings.base import Settings
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
-from sortedrl.studies.profile_file import Cell, Profile
+from sortedrl.studies.profile_file import Cell, Profile, heaviest
 from sortedrl.training.engine import bare_engine
 
 _LEAD_TOKENS = 8  # until the batch is in steady state
@@ -205,15 +205,15 @@ def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: in
 
 
 def prefill_of(cells: Sequence[Cell]) -> float:
-    """From the cells with the most prefill tokens: in the others, fixed costs dominate."""
-    heaviest = sorted(cells, key=lambda cell: -cell.running * cell.context)[:3]
-    return median(cell.prefill_seconds_per_token for cell in heaviest)
+    return median(cell.prefill_seconds_per_token for cell in heaviest(cells))
 
 
 def prefill_step_seconds(
     engine: Engine, context: int, observed: int, vocabulary: int, prefill_seconds_per_token: float, steps: int = 64
 ) -> float:
     """How much longer a decode step of all slots takes if a request also returns with `observed` new tokens.
+
+    What these tokens cost at the rate of a large prefill is not included.
 
     One slot is the clock: a request that decodes `steps` tokens. One slot is for the returns. The others decode all the
     time. In the first interval of the clock the second slot decodes, too; in the next, requests of two tokens follow

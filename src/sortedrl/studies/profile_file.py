@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sortedrl.core.atomic_write import write_atomically
@@ -35,17 +37,41 @@ class Profile:
     weight_update_seconds: float | None
     machine: str
     prefill_step_seconds: float = 0.0  # measured for rollouts of several turns only
+    prefill_step_tokens: int = 128  # with requests of so many new tokens
 
     def step_time(self) -> StepTime:
         points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in self.cells]
         fitted = fit_levels(
             points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}"
         )
+        per_step, per_token = self._prefill_costs(fitted)
         return replace(
             fitted,
             prefill_tokens_per_step=self.prefill_tokens_per_step,
-            per_prefill_step=self.prefill_step_seconds,
+            per_prefill_step=per_step,
+            per_prefill_token=per_token,
         )
+
+    def _prefill_costs(self, decode: StepTime) -> tuple[float, float]:
+        """Seconds that a step with a prefill takes longer than its decode: in any case, and per prefilled token.
+
+        They are a line through two measurements: a step with few tokens, for one request that returns, and the mean
+        step of a cell, filled with tokens. In the latter, the requests that are prefilled first decode already.
+        """
+        few, at_once = self.prefill_step_tokens, self.prefill_tokens_per_step
+        if at_once is None or not self.prefill_step_seconds:
+            return self.prefill_step_seconds, self.prefill_seconds_per_token
+        seconds_of_few = self.prefill_step_seconds + few * self.prefill_seconds_per_token
+        slopes = []
+        for cell in heaviest(self.cells):
+            decoding = cell.running / 2 if (cell.running + 1) * cell.context > at_once else 0
+            tokens = min(at_once - decoding, (cell.running + 1) * cell.context)
+            decode_seconds = decode.at(round(decoding)) + decode.per_cached_token * decoding * cell.context
+            seconds_of_many = tokens * cell.prefill_seconds_per_token - decode_seconds
+            if tokens > few:
+                slopes.append(max(0.0, (seconds_of_many - seconds_of_few) / (tokens - few)))
+        per_token = median(slopes) if slopes else self.prefill_seconds_per_token
+        return max(0.0, seconds_of_few - few * per_token), per_token
 
     def fit_error(self) -> float:
         """The largest relative error of the fitted step time over the measured cells."""
@@ -59,6 +85,11 @@ class Profile:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
+def heaviest(cells: Sequence[Cell]) -> list[Cell]:
+    """The three with the most prefill tokens: in the others, fixed costs dominate."""
+    return sorted(cells, key=lambda cell: -cell.running * cell.context)[:3]
+
+
 def read(path: Path) -> Profile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -67,6 +98,7 @@ def read(path: Path) -> Profile:
             all(0 < cell.step_seconds < math.inf for cell in found.cells)
             and 0 <= found.prefill_seconds_per_token < math.inf
             and 0 <= found.prefill_step_seconds < math.inf
+            and found.prefill_step_tokens >= 0
             and 0 <= (found.weight_update_seconds or 0.0) < math.inf
         )
         if not (found.kv_tokens is None or found.kv_tokens > 0):

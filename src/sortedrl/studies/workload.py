@@ -20,6 +20,7 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_environments import simulated_environments
 from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
 from sortedrl.engines.step_time import PRESETS, StepTime
@@ -120,7 +121,8 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
 
 def simulated_engine(workload: Workload) -> SimulatedEngine:
     episodes = workload.episodes
-    return SimulatedEngine(
+    engine = ChunkedPrefillEngine if workload.step_time.has_chunked_prefill else SimulatedEngine
+    return engine(
         slots=workload.slots,
         step_time=workload.step_time,
         length_of=length_of_request(workload.lengths) if episodes is None else end_of_turn(episodes),
