@@ -387,6 +387,14 @@ def test_stop_strings_end_with_the_token_that_completes_one() -> None:
     assert not ledger.finished[cut_from]
 
 
+def test_a_stop_string_that_is_completed_at_the_limit_is_no_truncation() -> None:
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    free = completed(engine_of(model), [request(0, [1, 2, 3], 6, seed=3)])
+    stops = request(0, [1, 2, 3], 6, seed=3, stop_strings=(tokenizer.decode(free.tokens(0)),))
+    ledger = completed(engine_of(model, tokenizer=tokenizer), [stops])
+    assert ledger.tokens(0) == free.tokens(0) and (free.finished, ledger.finished) == ({0: True}, {0: False})
+
+
 def test_a_stop_string_may_begin_in_kept_tokens() -> None:
     model, tokenizer = model_of("Llama"), letters_tokenizer()
     asked = request(0, [1, 2, 3], 40, seed=3)

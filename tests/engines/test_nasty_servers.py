@@ -307,6 +307,9 @@ FAULTS: dict[str, Fault] = {
     "done twice": Fault(altered(lambda s, lines: [*lines, b"[DONE]"]), LOSSLESS),
     "the last event twice": Fault(altered(lambda s, lines: [*lines[:-1], lines[-2], b"[DONE]"]), LOSSLESS),
     "tokens after the end": Fault(altered(lambda s, lines: [*lines[:-1], s.event([9], [-1], 9), *lines]), LOSSLESS),
+    "an end token that is called the limit": Fault(
+        altered(lambda s, lines: [line.replace(b'"stop"', b'"length"') for line in lines]), LOSSLESS
+    ),
     "no limit to a response": Fault(ignore_budget, LOSSLESS),
     # Streams and HTTP
     "a reset in mid-line": Fault(every(4, reset_mid_line), says="connection broke"),

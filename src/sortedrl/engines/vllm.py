@@ -282,7 +282,8 @@ class VllmEngine(EngineBase):
 
     def _end(self, output: Any) -> None:
         inside = self._inside[output.request_id]
-        reason = str(output.finish_reason) if output.finish_reason is not None else "stop"
+        has_stopped = inside.stop_strings is not None and inside.ends_with_stop_string()  # maybe at its limit
+        reason = "stop" if has_stopped else str(output.finish_reason)
         self._deliver(inside)
         self._remove([inside], abort=output.finish_reason is None)
         if reason in ("stop", "length"):

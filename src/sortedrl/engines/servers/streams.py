@@ -202,8 +202,8 @@ class ServerStreams(ServerDialect):
         """Report the delta; returns whether it was the last."""
         tokens, own_end = self._up_to_its_end(sent, list(delta.tokens))
         end = delta.end
-        if own_end is not None and (end not in ("stop", "length") or len(tokens) < len(delta.tokens)):
-            end = own_end  # aborted in the step of its last token, for example, or the server continues after the end
+        if own_end is not None and (own_end == "stop" or end != "stop" or len(tokens) < len(delta.tokens)):
+            end = own_end  # aborted in the step of its last token, or a stop string is completed at the limit
         if end in ("stop", "length") and not sent.tokens:
             raise Malformed(f"the response ended ({end}) without a token")
         now = self.now()
