@@ -44,6 +44,7 @@ class ChunkedPrefillEngine(SimulatedEngine):
         for prefill in [self._prefills.pop(id) for id in ids if id in self._prefills]:
             self._cached -= prefill.context
             self._deliver(prefill.run, prefill.run.made, self._clock, changes)
+        self._preempted_at = None  # the step is lost
         return changes
 
     def _has_work(self) -> bool:
@@ -139,7 +140,7 @@ class ChunkedPrefillEngine(SimulatedEngine):
     def _make_room(self) -> None:
         """Preempt the request that started last: one that is still in its prefill, if there is any."""
         self._preempted_at = self._step
-        if not self._prefills or self.running == 1:
+        if not self._prefills:
             super()._make_room()
             return
         id, prefill = self._prefills.popitem()
