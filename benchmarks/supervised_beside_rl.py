@@ -34,7 +34,7 @@ from sortedrl.tasks.scoring import DirectScorer, reward_function
 from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
 from sortedrl.training.engine import engine_of
 from sortedrl.training.evaluate import evaluate
-from sortedrl.training.resources import Resources, eos_token_ids, read_resources
+from sortedrl.training.resources import Resources, read_resources
 from sortedrl.training.settings import TrainSettings, limits_of
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
@@ -132,7 +132,7 @@ def score(resources: Resources, settings: TrainSettings) -> Evaluation:
             settings,
             resources.model,
             resources.tokenizer,
-            eos_token_ids(resources.model, resources.tokenizer),
+            resources.eos_token_ids,
             dtype="float32",
         ),
         resources.held_out[: settings.eval_problems],

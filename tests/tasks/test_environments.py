@@ -25,6 +25,7 @@ from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment
+from sortedrl.tasks.turns import turns_of
 from sortedrl.tasks.workers import WorkerError
 
 TOKENIZER = chat_tokenizer()
@@ -308,6 +309,14 @@ def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
         assert environments.ends.pending == environments.pending == 0
     assert "p0 finish max_response_tokens" in notes(log)
     assert notes(log).count("p0 reset") == 1 + (instance != "is there")
+
+
+@pytest.mark.parametrize(("last", "is_cut"), [(2, False), (6, False), (5, True)])
+def test_a_last_turn_that_ends_with_no_eos_token_counts_as_cut(last: int, is_cut: bool) -> None:
+    rollout = rollout_of()
+    rollout.append(Segment([3, 4, last], [-0.5] * 3, 0))
+    assert [turn.is_cut for turn in turns_of(rollout, {2, 6})] == [is_cut]
+    assert [turn.is_cut for turn in turns_of(rollout)] == [False], "it is not the end of the rollout"
 
 
 def test_calls_are_parsed_with_the_parser_of_the_chat_template() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from sortedrl.core.events import read_events, without_rolled_back
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
-from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import Schedule
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
 from sortedrl.observe.metrics import Metrics
@@ -38,6 +39,9 @@ from sortedrl.tasks.environment_host import LocalHost
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.training.evaluate import evaluate
+from sortedrl.training.resources import read_resources
+from sortedrl.training.rewards import Rewards
+from sortedrl.training.settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 SMALL_FLAGS = "--slots 8 --max-response-tokens 40 --max-prompt-tokens 16 --max-context-tokens 80 --eval-problems 10"
@@ -91,6 +95,35 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     first, second = ([update._replace(at=0.0) for update in updates_of(run)] for run in (whole, parts))
     assert first == second
+
+
+def test_a_resumed_run_counts_a_turn_that_any_eos_token_ended(model: Path, tmp_path: Path) -> None:
+    """Its last turn ended with the second of two EOS tokens, and a limit left no room for another one."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [2, toy.WORDS.index("d")]}))
+    settings = TrainSettings(model=str(copy), task="toy:Talk", task_options={"remembers": "False"}, scoring="at-once")
+    resources = read_resources(settings, lambda line: None)
+    prompt = resources.train[0]
+    rollout = Rollout(0, prompt, 0, 0, 0, 0)
+    with closing(Rewards(settings, resources, "at-once")) as rewards:
+        environments = rewards.source().environments
+        assert environments is not None
+        for call, said in enumerate(("a b b d", "a a a a d")):
+            rollout.append(Segment([toy.WORDS.index(word) for word in said.split()], [-0.5] * len(said.split()), 0))
+            environments.submit(rollout, call)
+            (answer,) = environments.collect()
+            assert answer.observation is not None
+            if call == 0:
+                rollout.observe(list(answer.observation))
+        rollout.truncated, rollout.ended_by, rollout.state = True, "max_context_tokens", State.FINISHED
+        state = environments.state(rollout.id)
+    with closing(Rewards(settings, resources, "at-once")) as rewards:  # a resumed run
+        scorer, environments = rewards.source()
+        assert environments is not None and environments.restore(rollout, state)
+        scorer.submit(rollout)
+        (scored,) = scorer.collect()
+    assert scored.reward == pytest.approx(5 / 9), "of the words of both turns"
 
 
 def test_lora_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ class Game:
 def playing(tokenizer: Any, *, limit_seconds: float = 60.0, workers: int = 1, **options: Any) -> Iterator[Game]:
     task = VerifiersTask("word-game", problems=8, held_out_problems=2, **{**HARNESS, **options})
     task.prompt(task.train()[0], tokenizer)
-    with closing(task.serve(tokenizer, workers=workers, limit_seconds=limit_seconds)) as served:
+    eos = {tokenizer.eos_token_id}
+    with closing(task.serve(tokenizer, eos_token_ids=eos, workers=workers, limit_seconds=limit_seconds)) as served:
         yield Game(task, tokenizer, served)
         processes = served.process_ids()
     wait_for_end(*processes)

@@ -5,7 +5,7 @@ The same object is the scorer of rollouts that a limit ended: `finish` of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -41,7 +41,8 @@ class ObservationTokens(Protocol):
 
 
 class TaskEnvironments(EnvironmentCalls[_Pending]):
-    """Instances of a task's environments in a host."""
+    """Instances of a task's environments in a host. `eos_token_ids`: all tokens that end a turn; default: the
+    tokenizer's."""
 
     def __init__(
         self,
@@ -49,10 +50,12 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         host: Host,
         tools: Sequence[Callable[..., Any]] = (),
         *,
+        eos_token_ids: Collection[int] | None = None,
         chat: ObservationTokens | None = None,
     ) -> None:
         super().__init__()
         self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
         self._tools = tools
         self._chat = chat or ChatTurns(tokenizer)
         self._host = host
@@ -96,7 +99,7 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
     def _whole_turns(self, rollout: Rollout, turns: Sequence[Turn]) -> int:
         """The turns of a rollout that a limit ended, without one that the limit cut."""
         last = turns[-1]
-        ends_itself = rollout.ended_by == "max_turns" or last.response[-1] == self._tokenizer.eos_token_id
+        ends_itself = rollout.ended_by == "max_turns" or last.response[-1] in self._eos_token_ids
         return len(turns) if last.observation is not None or ends_itself else len(turns) - 1
 
     def _start(

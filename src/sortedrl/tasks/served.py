@@ -3,7 +3,7 @@ rewards, in processes of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sortedrl.core.environment import Environments
@@ -34,5 +34,7 @@ class ServedTask(Protocol):
     def prompt(self, problem: Problem, tokenizer: Any) -> Sequence[int]:
         """The tokens that an episode of this problem starts with."""
 
-    def serve(self, tokenizer: Any, *, workers: int, limit_seconds: float) -> ServedEnvironments:
-        """Start to play, without waiting. `limit_seconds`: for one turn."""
+    def serve(
+        self, tokenizer: Any, *, eos_token_ids: Collection[int], workers: int, limit_seconds: float
+    ) -> ServedEnvironments:
+        """Start to play, without waiting. `eos_token_ids` end a turn. `limit_seconds`: for one turn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sortedrl.core.rollout import Rollout
@@ -19,8 +19,8 @@ class Turn:
     is_cut: bool = False
 
 
-def turns_of(rollout: Rollout, eos_token_id: int | None = None) -> list[Turn]:
-    """With an EOS token, a last turn without it counts as cut."""
+def turns_of(rollout: Rollout, eos_token_ids: Collection[int] | None = None) -> list[Turn]:
+    """With EOS tokens, a last turn that ends with none of them counts as cut."""
     turns: list[Turn] = []
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -32,5 +32,5 @@ def turns_of(rollout: Rollout, eos_token_id: int | None = None) -> list[Turn]:
             tokens = [*tokens, *segment.tokens]
             logprobs = [*logprobs, *segment.logprobs]
     if tokens:
-        turns.append(Turn(tokens, logprobs, None, eos_token_id is not None and tokens[-1] != eos_token_id))
+        turns.append(Turn(tokens, logprobs, None, eos_token_ids is not None and tokens[-1] not in eos_token_ids))
     return turns

@@ -23,7 +23,7 @@ from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at
 from sortedrl.tasks.task import Reward
 from sortedrl.training.build import dtype_of, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
-from sortedrl.training.resources import Log, eos_token_ids, read_resources
+from sortedrl.training.resources import Log, read_resources
 from sortedrl.training.rewards import Rewards
 from sortedrl.training.settings import EvalSettings, limits_of
 
@@ -214,7 +214,7 @@ def evaluate_model(
             settings,
             resources.model,
             resources.tokenizer,
-            eos_token_ids(resources.model, resources.tokenizer),
+            resources.eos_token_ids,
             dtype=str(dtype_of(settings)).removeprefix("torch."),
         )
         to_close.enter_context(closing(engine))

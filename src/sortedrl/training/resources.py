@@ -33,6 +33,13 @@ class Resources:
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """All tokens that end a response: a model may have others than its tokenizer."""
+        named = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = named if isinstance(named, list) else [named]
+        return frozenset(int(token) for token in (*ids, self.tokenizer.eos_token_id) if token is not None)
+
 
 def read_resources(settings: ModelSettings, log: Log) -> Resources:
     tokenizer, model = read_model(model_named(settings.model, settings.task), settings)
@@ -83,9 +90,3 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
             "Set eos_token in its tokenizer_config.json.",
         )  # fmt: skip
     return tokenizer, model.to(device_of(settings)).eval()
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    named = getattr(model.generation_config, "eos_token_id", None)
-    ids = named if isinstance(named, list) else [named]
-    return frozenset(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None)

@@ -62,7 +62,12 @@ class Rewards:
 
     def _serve(self, task: ServedTask) -> ServedEnvironments:
         workers, limit_seconds = max(self._settings.reward_workers, 1), self._settings.score_limit_seconds
-        return task.serve(self._resources.tokenizer, workers=workers, limit_seconds=limit_seconds)
+        return task.serve(
+            self._resources.tokenizer,
+            eos_token_ids=self._resources.eos_token_ids,
+            workers=workers,
+            limit_seconds=limit_seconds,
+        )
 
     def _started_pool(self, task: Task) -> WorkerPool:
         settings = self._settings
@@ -113,7 +118,9 @@ class Rewards:
         if not isinstance(task, EnvironmentTask):
             return RewardSource(self._scorer())
         tools = tuple(getattr(task.environment(), "tools", ()))
-        environments = TaskEnvironments(self._resources.tokenizer, self._host(task), tools)
+        environments = TaskEnvironments(
+            self._resources.tokenizer, self._host(task), tools, eos_token_ids=self._resources.eos_token_ids
+        )
         return RewardSource(environments.ends, environments)
 
     def _host(self, task: EnvironmentTask) -> Host:

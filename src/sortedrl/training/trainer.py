@@ -48,7 +48,7 @@ from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, paired_
 from sortedrl.training.build import dtype_of, learner_settings_of, learning_rate_notice, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.evaluate import evaluate, unscored_notice
-from sortedrl.training.resources import Log, Resources, eos_token_ids, read_resources
+from sortedrl.training.resources import Log, Resources, read_resources
 from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder, cannot_write
 from sortedrl.training.same_problems import problem_digests, why_other_problems
@@ -117,7 +117,7 @@ class TrainingRun:
             settings,
             self.plain_model,
             resources.tokenizer,
-            eos_token_ids(resources.model, resources.tokenizer),
+            resources.eos_token_ids,
             dtype=str(dtype_of(settings)).removeprefix("torch."),
             seed=settings.seed,
             beside_learner=True,

@@ -40,7 +40,7 @@ class TrlEnvironments(TaskEnvironments):
     keeps_scored = True  # reward functions run when the update is complete
 
     def __init__(self, trainer: Any, box: ToolBox, host: Host) -> None:
-        super().__init__(trainer._tokenizer, host, chat=ToolSuffix(trainer))
+        super().__init__(trainer._tokenizer, host, eos_token_ids=trainer.eos_token_ids, chat=ToolSuffix(trainer))
         self._trainer = trainer
         self._box = box
         self._parsed: dict[int, tuple[int, list[Response]]] = {}  # by rollout id: its attempt, its turns so far

@@ -5,6 +5,7 @@ The same object is the scorer of rollouts that a limit ended: verifiers scores w
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -26,10 +27,10 @@ class _Pending(Pending):
 class VerifiersEnvironments(EnvironmentCalls[_Pending]):
     """Episodes that a service plays."""
 
-    def __init__(self, service: Service, eos_token_id: int) -> None:
+    def __init__(self, service: Service, eos_token_ids: Collection[int]) -> None:
         super().__init__()
         self._service = service
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
         self._reports: Inbox[Report] = Inbox()
         self._episodes: dict[int, tuple[int, int]] = {}  # by rollout id: its attempt, and the number of its episode
         self._numbers = count()
@@ -54,7 +55,7 @@ class VerifiersEnvironments(EnvironmentCalls[_Pending]):
 
     def _ask(self, rollout: Rollout, call: int | None) -> None:
         number = next(self._numbers)
-        turns = turns_of(rollout, self._eos_token_id if call is None else None)
+        turns = turns_of(rollout, self._eos_token_ids if call is None else None)
         self._pending[number] = _Pending(rollout.id, rollout.attempt, call, len(turns))
         limit = "" if call is not None else rollout.ended_by or "the rollout ended"
         data = rollout.prompt.payload.answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -65,12 +65,12 @@ class VerifiersTask:
             self._prompts[path] = self._read_prompts(tokenizer)
         return self._prompts[path][problem.id]
 
-    def serve(self, tokenizer: Any, *, workers: int, limit_seconds: float) -> Served:
+    def serve(self, tokenizer: Any, *, eos_token_ids: Collection[int], workers: int, limit_seconds: float) -> Served:
         services = [self._started(tokenizer), self._new_service(tokenizer)]
         del self._services[tokenizer.name_or_path]  # it belongs to the run now
         for service in services:
             service.resize(workers, limit_seconds)
-        return Served(services, tokenizer.eos_token_id)
+        return Served(services, eos_token_ids)
 
     def _read_prompts(self, tokenizer: Any) -> dict[str, Sequence[int]]:
         problems, renderer = self._problems, self._renderer(tokenizer)
@@ -124,16 +124,16 @@ class Served:
     """The episodes of a run (tasks/served.py). Training and evaluation have processes of their own: an evaluation must
     not wait for the episodes of training."""
 
-    def __init__(self, services: Sequence[Service], eos_token_id: int) -> None:
+    def __init__(self, services: Sequence[Service], eos_token_ids: Collection[int]) -> None:
         self._services = services
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
         self._next = iter(services)
 
     def wait_until_ready(self) -> None:
         self._services[0].wait_until_ready()
 
     def source(self) -> tuple[Scorer, Environments]:
-        environments = VerifiersEnvironments(next(self._next), self._eos_token_id)
+        environments = VerifiersEnvironments(next(self._next), self._eos_token_ids)
         return environments.ends, environments
 
     def process_ids(self) -> list[int]:
