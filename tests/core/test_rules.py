@@ -21,6 +21,7 @@ from sortedrl.core import (
     events,
     strategy_named,
 )
+from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.engines.step_time import linear
 
 MODES = sorted(set(STRATEGIES) - {"async-pool"})
@@ -30,6 +31,28 @@ GATED = [mode for mode in MODES if STRATEGIES[mode].gated]
 def known_lengths(lengths: list[int]) -> SensedLengths:
     """An expectation that is right about every prompt."""
     return SensedLengths({f"p{i}": float(length) for i, length in enumerate(lengths)})
+
+
+@pytest.mark.parametrize("mode", ["baseline", "cohort-at-once", "partial", "partial+lookahead", "partial+elevator"])
+@pytest.mark.parametrize(
+    ("prompts", "cohort", "per_prompt", "whole_groups", "per_update"),
+    [(20, None, 1, False, 8), (20, 9, 1, False, 4), (17, 5, 2, False, 4), (21, 6, 3, True, 7), (11, 11, 2, True, 22)],
+)
+def test_the_number_of_updates_is_known_before_the_run(
+    mode: str, prompts: int, cohort: int | None, per_prompt: int, whole_groups: bool, per_update: int
+) -> None:
+    """Cohorts and epochs end with updates of other sizes, and whole groups make updates larger."""
+    plan = scenario(
+        mode,
+        [1 + i * 5 % 7 for i in range(prompts)],
+        slots=4,
+        epochs=2,
+        prompts_per_cohort=cohort,
+        rollouts_per_prompt=per_prompt,
+        whole_groups=whole_groups,
+        rollouts_per_update=per_update,
+    )
+    assert updates_in_all(STRATEGIES[mode], plan.schedule, prompts, 2) == len(Run(plan).to_end().batches)
 
 
 def start_order(run: Run) -> list[int]:

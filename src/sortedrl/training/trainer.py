@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +28,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
-from sortedrl.core.strategies.base import updates_left
+from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import copy_weights
@@ -149,7 +150,7 @@ class TrainingRun:
 
     def show(self) -> None:
         """From now on the console shows the run. Its folder must be there: before that its name may change."""
-        self.batched.sinks.append(self.console.begin(self.metrics, str(self.folder.path), self.total_updates()))
+        self.batched.sinks.append(self.console.begin(self.metrics, str(self.folder.path), self.updates_in_all))
 
     def _training_rewards(self) -> RewardSource:
         source = self.rewards.source()
@@ -361,7 +362,7 @@ class TrainingRun:
         rewards = [rollout.reward or 0.0 for rollout in batch]
         line = {
             "update": done,
-            "updates_in_all": self.total_updates(),
+            "updates_in_all": self.updates_in_all,
             "seconds": self._seconds(),
             "version": batch.version,
             "rollouts": len(batch),
@@ -408,10 +409,11 @@ class TrainingRun:
         inner = accumulate(map(len, rollout.segments[:-1]))
         return [*(len(self.resources.tokenizer.decode(rollout.tokens[:end])) for end in inner), len(response)]
 
-    def total_updates(self) -> int:
-        rollouts = len(self.resources.train) * self.settings.epochs * self.settings.rollouts_per_prompt
-        possible = updates_left(rollouts, self.settings.rollouts_per_update)
-        return possible if self.settings.updates is None else min(possible, self.settings.updates)
+    @cached_property
+    def updates_in_all(self) -> int:
+        controller, settings = self.controller, self.settings
+        possible = updates_in_all(controller.strategy, controller.schedule, len(self.resources.train), settings.epochs)
+        return possible if settings.updates is None else min(possible, settings.updates)
 
     def _save(self, done: int) -> None:
         """Write a checkpoint, unless the newest one holds the same state."""
@@ -475,7 +477,7 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         folder.create(settings, log)
     run.show()
     log(f"run folder {folder.path}")
-    log(f"{len(resources.train)} problems, {_updates(run.total_updates())}, mode {settings.mode}")
+    log(f"{len(resources.train)} problems, {_updates(run.updates_in_all)}, mode {settings.mode}")
     if notice := learning_rate_notice(settings, resources.model.num_parameters()):
         log(notice)
     if resumed is not None:

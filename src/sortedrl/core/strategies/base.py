@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Buffer, Group, Key
-from sortedrl.core.expectation import Expectation, expected_length
+from sortedrl.core.expectation import Expectation, SensedLengths, expected_length
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -241,6 +241,21 @@ def updates_left(left: int, per_update: int) -> int:
         left -= update_size(left, per_update)
         count += 1
     return count
+
+
+def updates_in_all(strategy: Strategy, schedule: Schedule, prompts: int, epochs: int) -> int:
+    """Updates of a whole run. Fewer come if rollouts are rejected, or if updates have more rollouts than they need,
+    as in on-policy modes and under a staleness bound."""
+    per_prompt = schedule.rollouts_per_prompt
+    if not strategy.gated:
+        return updates_left(prompts * epochs * per_prompt, schedule.rollouts_needed)
+    epoch: Any = Prompts(range(prompts), shuffle=False)  # type: ignore[arg-type]  # none of them is read
+    nothing_loaded = SchedulerState(schedule, 1, Buffer(), epoch, SensedLengths())
+    updates = 0
+    while epoch.remaining:
+        cohort = epoch.take(strategy.to_load(nothing_loaded), within_epoch=True)
+        updates += updates_left(len(cohort) * per_prompt, schedule.rollouts_needed)
+    return epochs * updates
 
 
 def cohort_prompts(s: SchedulerState) -> int:
