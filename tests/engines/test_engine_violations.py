@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from paced import PacedEngine
 from scenarios import Run, scenario
@@ -62,8 +64,56 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
     "NaN": (after(Started, lambda c: tokens(c, [float("nan")])), "log-probability"),
     "infinity": (after(Started, lambda c: tokens(c, [float("-inf")])), "log-probability"),
     "null": (after(Started, lambda c: tokens(c, [None])), "log-probability"),
+    "NaN in a tuple": (
+        after(Started, lambda c: Tokens(c.id, c.at, Segment((7,), (float("nan"),), 0))),
+        "log-probability",
+    ),
+    "half a token": (after(Started, lambda c: Tokens(c.id, c.at, Segment(["7"], [-1.0], 0))), "token id"),
     "more than certain": (after(Started, lambda c: tokens(c, [0.7])), "log-probability"),
 }
+
+
+class OfArrays(PacedEngine):
+    """Delivers tokens and log-probabilities in sequences of this kind."""
+
+    def __init__(self, kind: Callable[[list[Any]], Any]) -> None:
+        super().__init__(slots=2, length_of=lambda request: 2 + request.id % 6)
+        self._kind = kind
+
+    def _report(self) -> list[Change]:
+        return [self._in_arrays(change) for change in super()._report()]
+
+    def _in_arrays(self, change: Change) -> Change:
+        if not isinstance(change, Tokens):
+            return change
+        count, version = len(change.segment), change.segment.version
+        made, logprobs = self._kind(list(range(5, 5 + count))), self._kind([-0.5] * count)
+        return change._replace(segment=Segment(made, logprobs, version))
+
+
+KINDS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "array": numpy.array,
+    "list of numbers of numpy": lambda values: list(numpy.array(values)),
+    "tensor": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_may_come_in_any_kind_of_sequence(kind: str) -> None:
+    """A checkpoint is JSON: a run must not find out at its first checkpoint that it cannot be written."""
+    schedule = Schedule(mode="partial", rollouts_per_update=3, prompts_per_cohort=9, max_response_tokens=MOST)
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(9)])
+    controller = Controller(OfArrays(KINDS[kind]), prompts, ScoreAtOnce(len), schedule)
+    trained = []
+    for batch in controller:
+        trained += batch
+        controller.publish()
+        json.dumps(controller.state())
+    assert len(trained) == 9
+    for rollout in trained:
+        assert {type(token) for token in rollout.tokens} == {int}
+        assert {type(value) for value in rollout.logprobs} == {float}
 
 
 @pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial"])

@@ -10,7 +10,7 @@ from sortedrl.core import events
 from sortedrl.core.engine import Change, Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.moves import RolloutMoves
-from sortedrl.core.rollout import Rollout, Segment
+from sortedrl.core.rollout import Rollout, Segment, plain
 from sortedrl.core.slot_clock import SlotClock
 
 _log = logging.getLogger(__name__)
@@ -60,10 +60,14 @@ class EngineReports:
         """Returns what is wrong with the change; None: it was applied or ignored."""
         rollout = self._running[change.id]
         if isinstance(change, engine_changes.Tokens):
-            fault = self._fault_of(rollout, change.segment)
+            try:
+                segment = plain(change.segment)
+            except TypeError as error:
+                return str(error)
+            fault = self._fault_of(rollout, segment)
             if fault is not None:
                 return fault
-            rollout.append(change.segment)
+            rollout.append(segment)
         elif isinstance(change, engine_changes.Started):
             return self._start(rollout, change, at)
         elif isinstance(change, engine_changes.Finished):

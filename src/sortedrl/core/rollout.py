@@ -16,12 +16,14 @@ position), so that simulation has no cost per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import index
 from typing import Any
 
 HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
+NO_LOGPROB = "a log-probability is not a finite number up to 0"
 ENVIRONMENT = -1  # in place of a version: the tokens were not sampled
 
 
@@ -92,7 +94,31 @@ class Segment:
             is_valid = False
         if is_valid:
             return None
-        return "a log-probability is not a finite number up to 0"
+        return NO_LOGPROB
+
+
+def plain(segment: Segment) -> Segment:
+    """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
+
+    Raises a TypeError for anything but integers as tokens and numbers as log-probabilities.
+    """
+    tokens, logprobs, mask = segment.tokens, segment.logprobs, segment.mask
+    if type(tokens) is range:
+        return segment
+    if type(tokens) is not list or set(map(type, tokens)) - {int}:
+        tokens = _numbers(tokens, index, "a token id is not an integer")
+    if type(logprobs) is not list or set(map(type, logprobs)) - {float, int}:
+        logprobs = _numbers(logprobs, float, NO_LOGPROB)
+    if mask is not None and type(mask) is not list:
+        mask = _numbers(mask, int, "a mask is not made of 0 and 1")
+    return Segment(tokens, logprobs, segment.version, mask)
+
+
+def _numbers(values: Sequence[Any], convert: Callable[[Any], Any], fault: str) -> list[Any]:
+    try:
+        return [convert(value) for value in values]
+    except (TypeError, ValueError):
+        raise TypeError(fault) from None
 
 
 @dataclass(slots=True, eq=False)
