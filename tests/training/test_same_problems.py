@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.core.rollout import Prompt
+from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.tasks.task import Problem
-from sortedrl.training.same_problems import DIGITS, problem_digests
+from sortedrl.training.same_problems import DIGITS, problem_digests, why_other_problems
 
 
 class Color(Enum):
@@ -83,6 +85,34 @@ def test_an_answer_that_contains_itself_is_left_out() -> None:
     ring = Node("ring")
     ring.below.append(ring)
     assert digest(ring) != digest(ring, question="What was it?") and len(digest(ring)) == DIGITS
+
+
+def prompts_of(*answers: Any) -> list[Prompt]:
+    return [Prompt(str(answer), [1], Problem(str(answer), "What is it?", answer)) for answer in answers]
+
+
+def saved(train: list[Prompt], held_out: list[Prompt]) -> Checkpoint:
+    digests = {"train": problem_digests(train), "held_out": problem_digests(held_out)}
+    notes = {"before_ids": [prompt.id for prompt in held_out], "problems": digests}
+    return Checkpoint(Path(), {}, {"prompts": {"size": len(train)}}, notes)
+
+
+def test_another_order_is_another_reason_than_an_edit() -> None:
+    """Such as that of a set: the rest of the epoch would not be that of the run."""
+    train, held_out = prompts_of(1, 2, 3), prompts_of(4)
+    checkpoint = saved(train, held_out)
+    assert why_other_problems(checkpoint, train, held_out) is None
+    reason = why_other_problems(checkpoint, train[::-1], held_out)
+    assert reason == "the problems to train on are in another order than when the run started"
+    reason = why_other_problems(checkpoint, prompts_of(1, 2, 5), held_out)
+    assert reason == "1 of 3 problems to train on changed since the run started, the first is '5'"
+
+
+def test_a_checkpoint_of_an_older_version_has_no_digests() -> None:
+    train, held_out = prompts_of(1, 2, 3), prompts_of(4)
+    checkpoint = saved(train, held_out)
+    del checkpoint.notes["problems"]
+    assert why_other_problems(checkpoint, prompts_of(1, 2, 5), held_out) is None
 
 
 def test_numbers_of_numpy_count_by_value() -> None:

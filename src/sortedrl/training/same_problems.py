@@ -44,10 +44,13 @@ def why_other_problems(saved: Checkpoint, train: Sequence[Prompt], held_out: Seq
 
 
 def _changed(prompts: Sequence[Prompt], before: str, what: str) -> str | None:
-    parts = (before[place : place + DIGITS] for place in range(0, len(before), DIGITS))
-    changed = [prompt.id for prompt, digest in zip(prompts, parts, strict=True) if _digest(prompt.payload) != digest]
+    old = [before[place : place + DIGITS] for place in range(0, len(before), DIGITS)]
+    new = [_digest(prompt.payload) for prompt in prompts]
+    changed = [prompt.id for prompt, was, now in zip(prompts, old, new, strict=True) if was != now]
     if not changed:
         return None
+    if sorted(old) == sorted(new):
+        return f"the {what} are in another order than when the run started"
     return f"{len(changed)} of {len(prompts)} {what} changed since the run started, the first is {changed[0]!r}"
 
 
