@@ -318,6 +318,14 @@ BAD_INPUT = {
     "a server without its address": (["train", "--engine", "vllm-server"], ["engine_urls", "http://127.0.0.1:8000"]),
     "a list without values": (["simulate", "--modes"], ["modes = ()", "it needs at least one value"]),
     "a profile that does not fit": (["profile", "--max-context-tokens", "128"], ["max_context_tokens = 128"]),
+    "returns to an engine without a prefix cache": (
+        ["profile", "--observation-tokens", "16"],
+        ["observation_tokens = 16", "no prefix cache"],
+    ),
+    "observations that do not fit": (
+        ["profile", "--engine", "vllm", "--observation-tokens", "400"],
+        ["observation_tokens = 400", "room for 128"],
+    ),
     "no study": (["compare"], ["study", "sortedrl compare STUDY.toml"]),
     "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "No such file"]),
     "results that are not there": (["compare", "--from", "nowhere"], ["nowhere", "study.toml"]),

@@ -224,6 +224,45 @@ def test_a_wrong_case_is_refused(text: str, why: str) -> None:
         bench.Case.parsed(text)
 
 
+ENGINE_WITH_RETURNS = """
+from sortedrl.core.engine_base import EngineInfo
+from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
+from sortedrl.engines.step_time import StepTime
+
+LEVELS = ((1, 0.004), (8, 0.005), (31, 0.009))
+# Prefilled tokens are free: a simulated engine has no prefix cache for the context of a return.
+STEP_TIME = StepTime(LEVELS, 3e-8, 0.0, per_prefill_step=0.006, prefill_tokens_per_step=512)
+
+class Measured(ChunkedPrefillEngine):
+    def info(self):
+        return EngineInfo(prefill_tokens_per_step=512)
+
+def engine(spec):
+    return Measured(slots=spec.slots, step_time=STEP_TIME, length_of=lambda request: 1 << 30)
+"""
+
+
+def test_a_profile_times_returns_for_responses_of_several_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "engine_with_returns.py").write_text(ENGINE_WITH_RETURNS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = ["--slots", "32", "--max-context-tokens", "2048", "--repeats", "1"]
+
+    def profiled(*more: str) -> Profile:
+        out = tmp_path / "profile.json"
+        words = ["profile", "--engine", "engine_with_returns:engine", *sizes, *more, "--out", str(out)]
+        assert main(words) == 0
+        return read(out)
+
+    assert not profiled().step_time().has_chunked_prefill
+    found = profiled("--observation-tokens", "64")
+    assert "a return with 64 tokens" in capsys.readouterr().out
+    assert found.prefill_step_tokens == 64
+    assert found.step_time().per_prefill_step == pytest.approx(0.006, rel=0.1)
+    assert found.step_time().per_prefill_token == pytest.approx(0, abs=1e-6)
+
+
 def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "profile.json"
     assert main(["profile", "--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--out", str(out)]) == 0

@@ -84,13 +84,16 @@ def _out_of_memory() -> None:
     raise RuntimeError("CUDA out of memory")
 
 
-def test_a_profile_times_the_load_of_weights(tmp_path: Path) -> None:
+def test_a_profile_times_the_load_of_weights_and_returns(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     options = ["--engine-options", "enforce_eager", "True", "gpu_memory_utilization", "0.1", "load_format", "dummy"]
+    options += ["dtype", "float32"]  # bfloat16 needs a newer CPU
     sizes = ["--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--repeats", "1"]
-    assert main(["profile", "--engine", "vllm", *options, *sizes, "--out", str(out)]) == 0
+    returns = ["--observation-tokens", "16"]
+    assert main(["profile", "--engine", "vllm", *options, *sizes, *returns, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["weight_update_seconds"] > 0.001 and found["kv_tokens"] > 1000
+    assert found["prefill_step_tokens"] == 16 and 0 <= found["prefill_step_seconds"] < 1
 
 
 def test_held_out_scores_are_those_of_the_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

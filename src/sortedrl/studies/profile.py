@@ -34,6 +34,8 @@ _LEAD_TOKENS = 8  # until the batch is in steady state
 _TOKENS_AFTER_RETURN = 2
 _SMALLEST_PREFILL_STEP = 512  # tokens that every engine can prefill in one step
 SHORT_CONTEXT = 32
+_CONTEXTS_OF_A_RETURN = 8  # context and new tokens of a measured return fit so many times in the longest context
+FIRST_PLACE_OF_RETURNS = 1_000_000  # no place of the warm-up or of a cell: no prefix cache hits
 
 
 class ProfileSettings(Settings, EngineSettings):
@@ -47,6 +49,13 @@ class ProfileSettings(Settings, EngineSettings):
     max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt plus response, in tokens")] = 1024
     steps: Annotated[int, Field(ge=1, description="decode steps per measurement")] = 48
     repeats: Annotated[int, Field(ge=1, description="repeats of each measurement; the median is used")] = 3
+    observation_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="for responses of several turns: also time a response that returns with this many new tokens",
+        ),
+    ] = 0
     out: Annotated[Path, Field(description="file to write")] = Path("profile.json")
 
     def check(self) -> None:
@@ -59,6 +68,24 @@ class ProfileSettings(Settings, EngineSettings):
                 self.max_context_tokens,
                 f"measurements of {self.steps} steps at two context lengths and two batch sizes do not fit in it",
                 "Set it higher, or --steps or --slots lower.",
+            )
+        self._check_observation_tokens()
+
+    def _check_observation_tokens(self) -> None:
+        if self.observation_tokens and self.engine == "embedded":
+            raise ConfigurationError(
+                "observation_tokens",
+                self.observation_tokens,
+                "the embedded engine has no prefix cache: a return is an ordinary prefill, which is always measured",
+                "Leave it out, or choose another --engine.",
+            )
+        most = self.max_context_tokens // _CONTEXTS_OF_A_RETURN
+        if self.observation_tokens > most:
+            raise ConfigurationError(
+                "observation_tokens",
+                self.observation_tokens,
+                f"of max_context_tokens = {self.max_context_tokens} it has room for {most}",
+                "Set it lower, or --max-context-tokens higher.",
             )
 
 
@@ -80,17 +107,21 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
             f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us per token"
         ),
     )
+    per_token = prefill_of(cells)
+    per_return = _measured_return(engine, settings, vocabulary, room, per_token, log)
     weight_update_seconds = _measured_weight_update(engine, settings, log)
     found = Profile(
         engine=settings.engine,
         model=settings.model,
         slots=engine.slots,
         cells=tuple(cells),
-        prefill_seconds_per_token=prefill_of(cells),
+        prefill_seconds_per_token=per_token,
         prefill_tokens_per_step=engine.info().prefill_tokens_per_step,
         kv_tokens=kv_tokens,
         weight_update_seconds=weight_update_seconds,
         machine=machine(),
+        prefill_step_seconds=per_return,
+        prefill_step_tokens=settings.observation_tokens,
     )
     found.write(settings.out)
     fitted = found.step_time()
@@ -98,6 +129,28 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         f"fit: {1e3 * fitted.at(1):.3f} ms with 1 running, {1e3 * fitted.at(engine.slots):.3f} ms with all, "
         f"{1e9 * fitted.per_cached_token:.3g} ns per cached token, worst error {found.fit_error():.1%}"
     )
+    return found
+
+
+def _measured_return(
+    engine: Engine, settings: ProfileSettings, vocabulary: int, room: int, per_token: float, log: Log
+) -> float:
+    if not settings.observation_tokens:
+        return 0.0
+    longest = min(settings.max_context_tokens, room // engine.slots)  # all slots fit in memory
+    found = median(
+        prefill_step_seconds(
+            engine,
+            longest // _CONTEXTS_OF_A_RETURN,
+            settings.observation_tokens,
+            vocabulary,
+            per_token,
+            steps=max(8, min(128, longest // 16)),
+            first_place=(2 + repeat) * FIRST_PLACE_OF_RETURNS,
+        )
+        for repeat in range(settings.repeats)
+    )
+    log(f"a return with {settings.observation_tokens} tokens makes a decode step {1e3 * found:.3f} ms longer")
     return found
 
 
@@ -209,7 +262,14 @@ def prefill_of(cells: Sequence[Cell]) -> float:
 
 
 def prefill_step_seconds(
-    engine: Engine, context: int, observed: int, vocabulary: int, prefill_seconds_per_token: float, steps: int = 64
+    engine: Engine,
+    context: int,
+    observed: int,
+    vocabulary: int,
+    prefill_seconds_per_token: float,
+    *,
+    steps: int = 64,
+    first_place: int = FIRST_PLACE_OF_RETURNS,
 ) -> float:
     """How much longer a decode step of all slots takes if a request also returns with `observed` new tokens.
 
@@ -222,7 +282,6 @@ def prefill_step_seconds(
     clock's steps go on without it.
     """
     others = engine.slots - 2
-    first_place = 1_000_000  # no place of the warm-up or of a cell: no prefix cache hits
     *prompts, shared = random_prompts(range(first_place, first_place + others + 1), context, vocabulary)
     new = random_prompts(range(first_place - steps, first_place), observed, vocabulary)
     longest = 4 * steps + context * engine.slots // _SMALLEST_PREFILL_STEP
