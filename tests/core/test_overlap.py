@@ -95,6 +95,7 @@ def test_an_interrupt_during_a_step_leaves_a_state_to_go_on_from() -> None:
         first.carry_on_during(first.interrupt)
         first.publish()
     assert 0 < len(trained) < 40
+    second.engine.update_weights(None, first.version)
     second.restore(json.loads(json.dumps(first.state())))
     for batch in second:
         trained += [rollout.id for rollout in batch]

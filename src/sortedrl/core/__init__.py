@@ -15,8 +15,10 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.environment import Answer, Environments
+from sortedrl.core.event_file import EventFile, recover_file
 from sortedrl.core.events import Event, EventLog, JsonLines, read_events
 from sortedrl.core.expectation import Expectation, SensedLengths
+from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
@@ -30,6 +32,7 @@ __all__ = [
     "Answer",
     "Batch",
     "Change",
+    "CheckpointMark",
     "ConfigurationError",
     "Controller",
     "Engine",
@@ -37,6 +40,7 @@ __all__ = [
     "EngineSpec",
     "Environments",
     "Event",
+    "EventFile",
     "EventLog",
     "Expectation",
     "Failed",
@@ -63,5 +67,6 @@ __all__ = [
     "Tokens",
     "TooManyRejected",
     "read_events",
+    "recover_file",
     "strategy_named",
 ]

@@ -448,11 +448,13 @@ class Controller:
     def restore(self, state: dict[str, Any], *, last_time: float = 0.0) -> None:
         """Continue from `state`, in a log whose last event that counts has the time `last_time`.
 
-        The engine must hold the weights of `state["version"]`, under that version.
+        The engine must hold the weights of `state["version"]`: call `engine.update_weights(weights, state["version"])`
+        before. Else the first tokens raise a ConfigurationError.
         """
         if state["mode"] != self.strategy.name:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
         self._clock.continue_from(last_time)
+        self._reports.restored_version = state["version"]
         self.log.count = state["events"]
         self._has_started = True
         self._loader.restore(state)

@@ -11,6 +11,7 @@ from sortedrl.core.engine import Change, Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.rollout import Rollout, Segment, plain
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.slot_clock import SlotClock
 
 _log = logging.getLogger(__name__)
@@ -20,7 +21,8 @@ class EngineReports:
     """Applies changes to the running rollouts. `ended(rollout, at, truncated)` takes those that the engine ended.
 
     A change that breaks the protocol costs its rollout, not the run: the request is aborted, and the rollout fails
-    without its tokens. A change about a request that is not running is ignored and counted.
+    without its tokens. A change about a request that is not running is ignored and counted. Only tokens of weights from
+    before a restored checkpoint end the run: the caller forgot to update the engine, and every rollout would fail.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class EngineReports:
         self._running = moves.state.buffer.running
         self._max_tokens = moves.state.schedule.max_response_tokens
         self.ignored = 0
+        self.restored_version = 0  # of the checkpoint: no new token is older
 
     def apply(self, changes: Sequence[Change]) -> None:
         broken: dict[int, str] = {}  # by rollout id: what is wrong
@@ -64,6 +67,7 @@ class EngineReports:
                 segment = plain(change.segment)
             except TypeError as error:
                 return str(error)
+            self._require_restored_weights(segment)
             fault = self._fault_of(rollout, segment)
             if fault is not None:
                 return fault
@@ -91,6 +95,16 @@ class EngineReports:
             return f"a start, and all {self._engine.slots} slots are taken"
         self._event_log.append(events.Started(at, rollout.id, slot))
         return None
+
+    def _require_restored_weights(self, segment: Segment) -> None:
+        if 0 <= segment.version < self.restored_version:
+            raise ConfigurationError(
+                "version",
+                segment.version,
+                f"the engine samples with weights of this version, but the checkpoint has version "
+                f"{self.restored_version}",
+                f"Call engine.update_weights(weights, {self.restored_version}) before controller.restore(state).",
+            )
 
     def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
         """Why this segment cannot be part of this rollout; None if it can."""

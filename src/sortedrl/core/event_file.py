@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from sortedrl.core.atomic_write import write_atomically
-from sortedrl.core.events import Event, JsonLines, RolledBack, RunBegan, counting_lines, written
+from sortedrl.core.events import Event, JsonLines, Phase, RolledBack, RunBegan, counting_lines, written
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
 
 
 class EventFile:
-    """A sink that appends events to a file."""
+    """A sink that appends events to a file. Readers see all events up to the last phase change."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -37,6 +37,8 @@ class EventFile:
 
     def __call__(self, event: Event) -> None:
         self._write(event)
+        if type(event) is Phase:
+            self.flush()
 
     def roll_back(self, recovered: RecoveredLog) -> None:
         """Mark the events after `recovered` as void."""

@@ -1,0 +1,116 @@
+"""The loop of docs/my_loop.md, as a user would copy it: a run is interrupted and resumed, and its log is whole."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.core import ConfigurationError, read_events
+from sortedrl.core.events import Published, RunBegan, without_rolled_back
+from sortedrl.observe.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = 640
+LOOP = "for batch in controller:"
+
+
+class CountingLearner:
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.steps = 0
+        self.trained: list[str] = []
+        self.interrupt_at = interrupt_at
+
+    def step(self, batch: Any) -> None:
+        self.steps += 1
+        self.trained += [rollout.prompt.id for rollout in batch]
+        if self.steps == self.interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+
+    def weights(self) -> int:
+        return self.steps
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "trained": self.trained}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.steps, self.trained = state["steps"], list(state["trained"])
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    yield tmp_path
+    signal.signal(signal.SIGINT, before)
+
+
+def blocks() -> tuple[str, str, str]:
+    """The set-up, the loop that saves, and the lines that resume."""
+    page = (ROOT / "docs" / "my_loop.md").read_text(encoding="utf-8")
+    first, saving, resuming, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return first[: first.index(LOOP)].replace("epochs=3", "epochs=1"), saving, resuming
+
+
+def names_of_a_user(learner: CountingLearner) -> dict[str, Any]:
+    engine = runpy.run_path(str(ROOT / "examples" / "bring_your_own_engine.py"))["LetterEngine"](slots=64)
+    return {
+        "engine": engine,
+        "learner": learner,
+        "dataset": [(f"p{number}", [0, 1, 2], "e") for number in range(PROMPTS)],
+        "my_reward": lambda tokens, answer: float("abcdefghijklmnopqrstuvwxyz".index(answer) in tokens),
+    }
+
+
+def interrupted_run() -> CountingLearner:
+    learner = CountingLearner(interrupt_at=2)
+    made = names_of_a_user(learner)
+    set_up, saving, _ = blocks()
+    exec(set_up + saving, made)
+    made["events"].close()
+    assert learner.steps == 2
+    return learner
+
+
+def test_a_run_is_interrupted_and_resumed_as_documented(in_folder: Path) -> None:
+    interrupted_run()
+    set_up, saving, resuming = blocks()
+    learner = CountingLearner()
+    made = names_of_a_user(learner)
+    new_log = [line for line in set_up.splitlines() if "EventFile.open" not in line]
+    exec("\n".join(new_log).replace("EventLog(events, ", "EventLog(") + "\n" + resuming + saving, made)
+    made["events"].close()
+    assert made["notice"] == ""
+    assert sorted(learner.trained) == sorted(f"p{number}" for number in range(PROMPTS))
+    log = without_rolled_back(read_events(in_folder / "my_run" / "events.jsonl"))
+    assert [type(event) for event in log].count(RunBegan) == 1
+    assert [event.version for event in log if isinstance(event, Published)] == list(range(1, learner.steps + 1))
+    metrics = Metrics()
+    metrics.fold(log)
+    assert metrics.run_metrics().updates == learner.steps
+
+
+def test_an_engine_with_the_weights_of_before_the_checkpoint_is_named(in_folder: Path) -> None:
+    interrupted_run()
+    set_up, _, resuming = blocks()
+    forgetful = "\n".join(line for line in resuming.splitlines() if "update_weights" not in line)
+    made = names_of_a_user(CountingLearner())
+    exec(set_up.replace("my_run", "other") + forgetful, made)
+    with pytest.raises(ConfigurationError, match=r"version = 0: .*Call engine.update_weights\(weights, 2\) before"):
+        next(iter(made["controller"]))
+    made["events"].close()
+
+
+def test_another_process_sees_the_log_up_to_the_last_phase(in_folder: Path) -> None:
+    made = names_of_a_user(CountingLearner())
+    set_up, _, _ = blocks()
+    exec(set_up, made)
+    next(iter(made["controller"]))
+    *_, last = read_events(in_folder / "my_run" / "events.jsonl")
+    assert last.phase == "learner"  # type: ignore[union-attr]
+    made["events"].close()
