@@ -127,7 +127,7 @@ def test_a_freed_slot_is_refilled_without_the_caller() -> None:
 def test_a_request_twice_is_refused() -> None:
     pool = pool_of(paced(1))
     pool.submit(requests(50))
-    with pytest.raises(ValueError, match="request 0 is already in the pool"):
+    with pytest.raises(ValueError, match="request 0 is already in the engine"):
         pool.submit(requests(50))
 
 
@@ -254,7 +254,7 @@ def test_all_members_get_the_weights() -> None:
 def test_load_while_requests_run_is_refused() -> None:
     pool = pool_of(paced(1))
     pool.submit(requests(500))
-    with pytest.raises(RuntimeError, match="weight update to version 3 while 1 requests are in the pool"):
+    with pytest.raises(RuntimeError, match="weight update to version 3 while 1 requests are in the engine"):
         pool.update_weights(None, 3)
 
 

@@ -42,6 +42,7 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.refusals import require_empty, require_new
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
 _CLOSE_SECONDS = 5.0
@@ -152,11 +153,7 @@ class Pool(EngineBase):
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:
-            inside = set(self._entries)
-            for request in requests:
-                if request.id in inside:
-                    raise ValueError(f"request {request.id} is already in the pool: abort it first")
-                inside.add(request.id)
+            require_new(requests, self._entries)
             for request in requests:
                 entry = _Entry(request, self._submitted)
                 self._submitted += 1
@@ -205,11 +202,7 @@ class Pool(EngineBase):
             weights = list(weights)  # an iterator would be exhausted by the first member
         began = self.now()
         with self._lock:
-            if self._entries:
-                raise RuntimeError(
-                    f"weight update to version {version} while {len(self._entries)} requests are in the pool: "
-                    "abort them first"
-                )
+            require_empty(len(self._entries), version)
             self._version, self._has_loaded = version, True
             loading = [member for member in self._members if member.lost is None]
             calls = [_Call(_weight_update_of(weights, version), loses_on_any_error=True) for _ in loading]

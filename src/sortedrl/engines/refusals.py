@@ -1,8 +1,27 @@
-"""Requests that an engine refuses immediately because they could never run, with the numbers in the reason."""
+"""What engines refuse: requests that could never run, with the numbers in the reason, and calls at the wrong time."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 from sortedrl.core.engine import Request
+
+
+def require_new(requests: Sequence[Request], inside: Container[int]) -> None:
+    """Raise a ValueError if one of these requests is in the engine, or comes twice. `inside`: the ids in the engine."""
+    seen: set[int] = set()
+    for request in requests:
+        if request.id in inside or request.id in seen:
+            raise ValueError(f"request {request.id} is already in the engine: abort it first")
+        seen.add(request.id)
+
+
+def require_empty(inside: int, version: int) -> None:
+    """Raise a RuntimeError if so many requests are in the engine at a weight update: their KV is of the old weights."""
+    if inside:
+        raise RuntimeError(
+            f"weight update to version {version} while {inside} requests are in the engine: abort them first"
+        )
 
 
 def refusal(request: Request, max_length: int, vocabulary: int) -> str | None:

@@ -36,7 +36,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
-from sortedrl.engines.refusals import refusal
+from sortedrl.engines.refusals import refusal, require_empty, require_new
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 OLDEST_VLLM = (0, 25)
@@ -118,11 +118,8 @@ class VllmEngine(EngineBase):
         return time.perf_counter()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        inside = set(self._name_of)
+        require_new(requests, self._name_of)
         for request in requests:
-            if request.id in inside:
-                raise ValueError(f"request {request.id} is already in the engine: abort it first")
-            inside.add(request.id)
             self._stop_watches.of(request)  # an error must not leave half of the requests in the engine
         self._wake()
         for request in requests:
@@ -148,11 +145,7 @@ class VllmEngine(EngineBase):
 
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
         """Copy the weights into vLLM's model. None: only the version has changed."""
-        if self._inside:
-            raise RuntimeError(
-                f"weight update to version {version} while {len(self._inside)} requests are in the engine: "
-                "abort them first"
-            )
+        require_empty(len(self._inside), version)
         began = self.now()
         self._drain()
         self._wake(weights_only=weights is not None)

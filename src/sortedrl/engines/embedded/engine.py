@@ -28,7 +28,7 @@ from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tok
 from sortedrl.core.engine_base import EngineBase, EngineInfo
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
-from sortedrl.engines.refusals import refusal
+from sortedrl.engines.refusals import refusal, require_empty, require_new
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 _PREFILL_TOKENS = 4096  # per forward pass, including padding
@@ -161,11 +161,8 @@ class EmbeddedEngine(EngineBase):
         return time.perf_counter()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        inside = {request.id for request in self._queue} | self._running.keys()
+        require_new(requests, {request.id for request in self._queue} | self._running.keys())
         for request in requests:
-            if request.id in inside:
-                raise ValueError(f"request {request.id} is already in the engine: abort it first")
-            inside.add(request.id)
             self._check_sampling(request)
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)
@@ -195,11 +192,7 @@ class EmbeddedEngine(EngineBase):
 
     def update_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Copy the weights into the model. None: it is the learner's module and already has them."""
-        if self._queue or self._running:
-            raise RuntimeError(
-                f"weight update to version {version} while {len(self._running)} requests are running and "
-                f"{len(self._queue)} waiting: abort them first, their KV cache belongs to the old weights"
-            )
+        require_empty(len(self._running) + len(self._queue), version)
         if weights is not None:
             copy_weights(self._model, dict(weights))
         self._decoder.follow_weights()

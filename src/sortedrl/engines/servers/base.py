@@ -27,6 +27,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
+from sortedrl.engines.refusals import require_empty, require_new
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.dialect import Source
@@ -114,13 +115,10 @@ class HttpEngine(ServerStreams, EngineBase):
     def submit(self, requests: Sequence[Request]) -> None:
         self._raise_if_dead()
         with self._outbox.news:
-            inside = set(self._outbox.inside)
+            require_new(requests, self._outbox.inside)
             for request in requests:
-                if request.id in inside:
-                    raise ValueError(f"request {request.id} is already in the engine: abort it first")
-                inside.add(request.id)
                 self._stop_watches.of(request)
-            self._outbox.inside = inside
+            self._outbox.inside |= {request.id for request in requests}
         self._loop.call_soon_threadsafe(self._enqueue, list(requests))
 
     def poll(self, until: float | None = None) -> list[Change]:
@@ -148,11 +146,7 @@ class HttpEngine(ServerStreams, EngineBase):
         so that a benchmark pays for resumes as a run does.
         """
         self._raise_if_dead()
-        if self._outbox.inside:
-            raise RuntimeError(
-                f"weight update to version {version} while {len(self._outbox.inside)} requests are in the engine: "
-                "abort them first"
-            )
+        require_empty(len(self._outbox.inside), version)
         began = self.now()
         if weights is None or isinstance(weights, Path):
             self._update_from(weights, version)
