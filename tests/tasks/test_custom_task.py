@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -75,6 +76,14 @@ def test_a_reward_function_scores_prompts_from_a_file(folder: Path) -> None:
     assert problem.question == f"say {problem.answer}"
     assert task.score(problem, problem.answer) == Reward(1.0, True)
     assert task.score(problem, "nothing") == Reward(0.0, False)
+
+
+@pytest.mark.parametrize(("name", "answers"), [("answer", {"1", "2"}), ("notes", {None})])
+def test_columns_called_question_and_answer_need_no_option(folder: Path, name: str, answers: set[str | None]) -> None:
+    rows = [{"question": f"say {n}", name: n} for n in "12"]
+    (folder / "plain.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = task_by_name("my_rewards:exact", data="plain.jsonl")
+    assert {problem.answer for problem in [*task.train(), *task.held_out()]} == answers
 
 
 def test_bools_and_verdicts_are_taken_as_they_are(folder: Path) -> None:

@@ -27,8 +27,8 @@ TASK_MEMBERS = ("train", "held_out")  # and score, or environment
 class CustomReward:
     """Prompts from a file or the hub, scored by your function.
 
-    The function receives the problem with its `question` and, as `answer`, the value of `answer_column` (None if not
-    set).
+    The function receives the problem with its `question` and, as `answer`, the value of `answer_column`; if that is not
+    set, of a column `answer`, or None if there is none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CustomReward:
         self._reward = _two_argument_function(import_object(reward), reward)
         self._data = Source(os.fspath(data))
         self._held_out_data = Source(os.fspath(held_out_data)) if held_out_data else None
-        self._columns = Columns((question_column,), (answer_column,) if answer_column else ())
+        self._columns = Columns((question_column,), (answer_column or "answer",), answer_is_optional=not answer_column)
         self._system = system
         self._held_out_fraction = held_out_fraction
         self._seed = seed

@@ -36,6 +36,7 @@ class Columns:
 
     question: tuple[str, ...]
     answer: tuple[str, ...]
+    answer_is_optional: bool = False  # None for a row without one
 
 
 def read_rows(source: Source) -> Iterator[Row]:
@@ -56,8 +57,13 @@ def read_problems(
     """One problem per distinct question, in row order."""
     problems: dict[str, Problem] = {}
     for number, row in enumerate(read_rows(source)):
-        question = question_text(str(_first_of(row, columns.question, "question", source)))
-        answer = _first_of(row, columns.answer, "answer", source) if columns.answer else None
+        question = _value_of(row, columns.question)
+        if question is None:
+            raise _missing(row, columns.question, "question", source)
+        question = question_text(str(question))
+        answer = _value_of(row, columns.answer)
+        if answer is None and not columns.answer_is_optional:
+            raise _missing(row, columns.answer, "answer", source)
         problems.setdefault(question, Problem(f"{name}/{number}", question, answer, system))
     if not problems:
         raise ValueError(f"{source.location} has no rows: nothing to train or evaluate on")
@@ -134,12 +140,13 @@ def _read_hub(source: Source) -> Iterator[Row]:
     return iter(rows)
 
 
-def _first_of(row: Row, names: Sequence[str], what: str, source: Source) -> Any:
-    for name in names:
-        value = _at(row, name)
-        if value is not None:
-            return value
-    raise ValueError(
+def _value_of(row: Row, names: Sequence[str]) -> Any:
+    """The value of the first of these columns that the row has; None if it has none."""
+    return next((value for name in names if (value := _at(row, name)) is not None), None)
+
+
+def _missing(row: Row, names: Sequence[str], what: str, source: Source) -> ValueError:
+    return ValueError(
         f"{source.location} has no {what} column {' or '.join(map(repr, names))}; "
         f"its columns are {', '.join(map(repr, row))}: choose one with {what}_column"
     )
