@@ -102,6 +102,27 @@ def test_two_prompts_with_one_id_are_refused() -> None:
         Prompts([Prompt("a", [1]), Prompt("b", [1]), Prompt("a", [2])])
 
 
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([{"id": "p", "tokens": [1]}], r"dataset\[0\] is a dict: make it a Prompt\(id, token_ids, payload=answer\)"),
+        ([Prompt("p", [1]), "What is 1 + 1?"], r"dataset\[1\] is a str: make it a Prompt"),
+        ([Prompt(7, [1])], r"dataset\[0\] has the id 7 of type int: use text"),  # type: ignore[arg-type]
+        ([Prompt("p", "hello")], r"dataset\[0\] has text in place of token ids: encode it"),  # type: ignore[arg-type]
+        ((Prompt(name, [1]) for name in "ab"), "the dataset is a generator: pass a sequence of Prompt"),
+    ],
+)
+def test_what_is_no_prompt_is_named_by_its_place(dataset: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Prompts(dataset)
+
+
+@pytest.mark.parametrize("size", [128.0, "128"])
+def test_a_size_that_is_no_int_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"rollouts_per_update = .*not a whole number\. Set it to an int"):
+        Schedule(rollouts_per_update=size)
+
+
 def test_expected_lengths_may_be_numbers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     lengths = {f"p{i}": numpy.float64(3.0) for i in range(4)}

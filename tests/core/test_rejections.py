@@ -112,18 +112,18 @@ def test_an_engine_that_loses_everything_counts() -> None:
         watch(events.Rejected(0.0, 7, 0, "failed 3 times, last: lost"))
 
 
-def test_a_controller_with_a_watch_stops_whatever_the_scorer() -> None:
+@pytest.mark.parametrize("log", [EventLog(RejectionWatch(16)), None], ids=["a log with a watch", "no log"])
+def test_a_controller_stops_if_every_reward_fails(log: EventLog | None, caplog: pytest.LogCaptureFixture) -> None:
     def returns_text(rollout: Rollout) -> float:
         return "1.0"  # type: ignore[return-value]
 
     prompts = [Prompt(str(n), [1]) for n in range(64)]
     schedule = Schedule(mode="partial", rollouts_per_update=16, prompts_per_cohort=64)
     engine = PacedEngine(slots=4, length_of=lambda request: 2)
-    controller = Controller(
-        engine, Prompts(prompts), ScoreAtOnce(returns_text), schedule, log=EventLog(RejectionWatch(16))
-    )
+    controller = Controller(engine, Prompts(prompts), ScoreAtOnce(returns_text), schedule, log=log)
     with pytest.raises(TooManyRejected, match=r"16 times: TypeError: the reward is '1\.0' of type str, not a number"):
         list(controller)
+    assert ("rejected rollout 0: no reward: TypeError" in caplog.text) == (log is None)
 
 
 def test_numbers_of_every_kind_are_rewards() -> None:

@@ -23,6 +23,7 @@ Guarantees for every strategy:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from sortedrl.core.loading import PromptLoader
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.overlap import run_beside
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
@@ -55,6 +57,7 @@ __all__ = ["Batch", "Controller", "StaleTokens"]
 OPEN, DRAIN, HELD_BACK = events.GATES
 CARRY_ON_SECONDS = 0.05  # between two checks whether the learner's step has ended
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
 class Controller:
@@ -69,7 +72,7 @@ class Controller:
         strategy: Strategy | None = None,  # your own instead of `schedule.mode`
         expectation: Expectation | None = None,
         sampling: Sampling | None = None,
-        log: EventLog | None = None,
+        log: EventLog | None = None,  # None: only a `RejectionWatch`, which warns and may stop the run
         max_updates: int | None = None,
         stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
@@ -80,7 +83,7 @@ class Controller:
         self.schedule = schedule
         self.strategy = strategy or strategy_named(schedule.mode)
         self.strategy.check(schedule)
-        self.log = log or EventLog()
+        self.log = log or EventLog(RejectionWatch(schedule.rollouts_needed, log=_log.warning))
         self.sampling = sampling or Sampling()
         self.buffer = Buffer()
         self._state = SchedulerState(

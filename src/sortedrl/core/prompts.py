@@ -14,9 +14,13 @@ class Prompts:
     """Reads `dataset` for `epochs` epochs, each a permutation (or in order with `shuffle=False`)."""
 
     def __init__(self, dataset: Sequence[Prompt], *, epochs: int = 1, seed: int = 0, shuffle: bool = True) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"the dataset is a {type(dataset).__name__}: pass a sequence of Prompt, such as a list")
         if not len(dataset):
             raise ValueError("the dataset has no prompts: nothing to train on")
         if isinstance(dataset, list | tuple):  # any other one may tokenize a prompt when it is read
+            for place, prompt in enumerate(dataset):
+                _require_prompt(place, prompt)
             require_unique_ids("prompts", [prompt.id for prompt in dataset])
         if epochs < 1:
             raise ValueError(f"epochs = {epochs}: must be at least 1")
@@ -78,6 +82,18 @@ class Prompts:
         epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
         self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
         self._order = self._permutation(self.epoch)
+
+
+def _require_prompt(place: int, prompt: Any) -> None:
+    if not isinstance(prompt, Prompt):
+        raise TypeError(
+            f"dataset[{place}] is a {type(prompt).__name__}: make it a Prompt(id, token_ids, payload=answer)"
+        )
+    if not isinstance(prompt.id, str):
+        kind = type(prompt.id).__name__
+        raise TypeError(f"dataset[{place}] has the id {prompt.id!r} of type {kind}: use text, as checkpoints are JSON")
+    if isinstance(prompt.tokens, str | bytes):
+        raise TypeError(f"dataset[{place}] has text in place of token ids: encode it with the tokenizer of the model")
 
 
 def require_unique_ids(what: str, ids: Iterable[str]) -> None:

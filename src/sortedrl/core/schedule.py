@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Rollout
@@ -122,6 +123,9 @@ class Schedule:
         return math.ceil(self.rollouts_per_update / self.rollouts_per_prompt) * self.rollouts_per_prompt
 
 
-def _at_least(key: str, value: float, least: int, hint: str = "") -> None:
+def _at_least(key: str, value: int, least: int, hint: str = "") -> None:
+    if not isinstance(value, Integral):
+        kind = type(value).__name__
+        raise ConfigurationError(key, value, f"this is a {kind}, not a whole number", f"Set it to an int.{hint}")
     if value < least:
         raise ConfigurationError(key, value, f"must be at least {least}", f"Set it to {least} or more.{hint}")
