@@ -213,6 +213,35 @@ def test_when_the_last_member_is_lost_it_says_so() -> None:
         pool.update_weights(None, 1)
 
 
+@pytest.mark.parametrize("call", ["poll", "abort", "update_weights"])
+def test_a_member_that_wants_to_exit_does_not_stop_the_pool_forever(call: str) -> None:
+    """A library that calls sys.exit ends the member's thread only, and all others would wait for it."""
+
+    def leave(*_: Any) -> Any:
+        raise SystemExit("no GPU")
+
+    (member,) = paced(2)
+    setattr(member, call, leave)
+    pool = pool_of([member])
+    found: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            if call != "update_weights":
+                pool.submit(requests(50))
+                pool.poll(pool.now() + 0.1 if call == "abort" else None)
+                pool.abort([0])
+            pool.update_weights(None, 1)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the pool waits forever"
+    assert [type(error) for error in found] in ([RuntimeError], [EngineDied]) and "SystemExit: no GPU" in str(found[0])
+
+
 def test_a_defect_is_not_taken_for_a_loss() -> None:
     class Broken(PacedEngine):
         def poll(self, until: float | None = None) -> list[Any]:

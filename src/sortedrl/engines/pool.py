@@ -42,6 +42,7 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.rollout import Segment
+from sortedrl.core.scoring import reason_of
 from sortedrl.engines.refusals import require_empty, require_new
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
@@ -258,7 +259,7 @@ class Pool(EngineBase):
         try:
             self._work(member)
         finally:
-            with suppress(Exception):  # it is gone anyway
+            with suppress(Exception, SystemExit):  # it is gone anyway
                 member.engine.close()
 
     def _work(self, member: _Member) -> None:
@@ -285,7 +286,8 @@ class Pool(EngineBase):
                         self._take_back(member, call.gives_back)
                         call.done = True
                         self._news.notify_all()
-        except Exception as error:
+        except BaseException as caught:  # also SystemExit: the pool would wait for this thread forever
+            error = caught if isinstance(caught, Exception) else RuntimeError(reason_of(caught))
             with self._lock:
                 if self._is_closed:
                     return
