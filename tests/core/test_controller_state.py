@@ -179,9 +179,9 @@ def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
     state = run("partial", LENGTHS, rollouts_per_update=2, max_updates=2).checkpoint()
     with pytest.raises(ValueError, match="made in mode partial, this run is april"):
         Run(scenario("april", LENGTHS, rollouts_per_update=2), state=state)
-    with pytest.raises(ValueError, match="made with 13 prompts and seed 0, this run has 12 and seed 0"):
+    with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 12 prompts, seed = 0"):
         Run(scenario("partial", LENGTHS[:-1], rollouts_per_update=2), state=state)
-    with pytest.raises(ValueError, match="made with 13 prompts and seed 0, this run has 13 and seed 1"):
+    with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 13 prompts, seed = 1"):
         Run(scenario("partial", LENGTHS, rollouts_per_update=2, seed=1), state=state)
 
 
@@ -270,6 +270,18 @@ def test_a_restored_run_reads_the_prompts_of_its_rollouts_only(updates: int, rol
     assert {id: r.prompt for id, r in second.live.items()} == {id: r.prompt for id, r in live.items()}
     assert sorted({names[row] for row in dataset.read}) == sorted({rollout.prompt.id for rollout in live.values()})
     assert len(dataset.read) <= len({rollout.group for rollout in live.values()})
+
+
+def test_data_that_is_no_longer_shuffled_is_refused() -> None:
+    """Also between two cohorts, when no rollout shows it."""
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(10)], seed=4)
+    taken = prompts.take(5, within_epoch=True)
+    in_order = Prompts([Prompt(f"p{i}", [1]) for i in range(10)], seed=4, shuffle=False)
+    with pytest.raises(ValueError, match=r"shuffle = True, this run has .* shuffle = False"):
+        in_order.restore(prompts.state())
+    again = Prompts([Prompt(f"p{i}", [1]) for i in range(10)], seed=4)
+    again.restore(prompts.state())
+    assert not set(taken) & set(again.take(5, within_epoch=True))
 
 
 def test_data_in_another_order_is_refused() -> None:

@@ -70,14 +70,20 @@ class Prompts:
         return order
 
     def state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.dataset)}
+        return {"epoch": self.epoch, "position": self.position, **self._order_settings()}
+
+    def _order_settings(self) -> dict[str, Any]:
+        """What the order of the prompts depends on, besides the dataset itself."""
+        return {"size": self._size, "seed": self.seed, "shuffle": self.shuffle}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if (state["size"], state["seed"]) != (len(self.dataset), self.seed):
-            raise ValueError(
-                f"the checkpoint was made with {state['size']} prompts and seed {state['seed']}, "
-                f"this run has {len(self.dataset)} and seed {self.seed}"
+        own = self._order_settings()
+        saved = {name: state.get(name, value) for name, value in own.items()}  # older versions did not save `shuffle`
+        if saved != own:
+            before, now = (
+                f"{one['size']} prompts, seed = {one['seed']} and shuffle = {one['shuffle']}" for one in (saved, own)
             )
+            raise ValueError(f"the checkpoint was made with {before}, this run has {now}: resume with the same order")
         self.epoch, self.position = state["epoch"], state["position"]
         epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
         self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
