@@ -18,6 +18,7 @@ import toy
 from forked import Command, Done
 from scenarios import run as simulated
 from sortedrl.cli import main
+from sortedrl.core import events
 from sortedrl.core.events import read_events, without_rolled_back, written
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
@@ -266,3 +267,17 @@ def test_the_line_of_an_update_shows_a_slow_or_failing_reward() -> None:
     shown = progress_line(line | failing, None)
     assert "mismatch 1.0e-04" in shown and "scoring backlog 41" in shown
     assert "rejected 7 (7 times: ValueError: no number)" in shown
+
+
+def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
+    """Its folder has no settings of `sortedrl train`. It may save after the end, and is complete or not."""
+    log = simulated("partial", [3, 5, 2, 9], slots=2, rollouts_per_update=2).events
+    path = tmp_path / "events.jsonl"
+    path.write_text(written(log[: len(log) // 2]))
+    seen = watch.Watched(watch.STOPPED, "harvest", 700.0)
+    assert watch.outcome_line(tmp_path, seen).endswith("If it was killed, resume it in its own loop")
+    path.write_text(written([*log, events.Phase(log[-1].at, "checkpoint")]))
+    seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched(600.0)
+    assert watch.outcome_line(tmp_path, seen) == "ended"
+    (tmp_path / "config.json").write_text('{"updates": null}')  # of `sortedrl train`, for all epochs
+    assert watch.outcome_line(tmp_path, seen).endswith(f"sortedrl train --resume {tmp_path}")

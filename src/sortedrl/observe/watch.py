@@ -115,14 +115,16 @@ def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
 
 def outcome_line(folder: Path, watched: Watched) -> str:
     """How the run ended, and its bottleneck."""
+    is_of_train = "updates" in _read(folder / "config.json")  # else of TRL, verl or a loop of its own
     if watched.outcome == STOPPED:
+        resume = f"continue with: sortedrl train --resume {folder}" if is_of_train else "resume it in its own loop"
         return (
             f"stopped growing: the last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}. "
-            f"If it was killed, continue with: sortedrl train --resume {folder}"
+            f"If it was killed, {resume}"
         )
     if watched.outcome == REMOVED:
         return f"{folder} was removed, or its files were"
-    if watched.outcome == INTERRUPTED:
+    if watched.outcome == INTERRUPTED and is_of_train:
         return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
     summary = _read(folder / "summary.json")
     if "gain" not in summary:
