@@ -179,9 +179,6 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     warmup_updates: WarmupUpdates = 2
     resume: Annotated[Path | None, Field(description="run folder of an interrupted run to continue")] = None
 
-    def updates_per_cohort(self) -> int:
-        return max(1, self.prompts_per_cohort * self.rollouts_per_prompt // self.rollouts_per_update)
-
     def check(self) -> None:
         super().check()
         strategy_named(self.mode).check(schedule_of(self))

@@ -232,8 +232,7 @@ class TrainingRun:
 
     def _step(self, batch: Batch) -> dict[str, float]:
         def step() -> dict[str, float]:
-            place = batch.update % self.settings.updates_per_cohort()
-            return self.learner.step(batch.rollouts, batch.version, place)
+            return self.learner.step(batch.rollouts, batch.version, batch.place_in_cohort)
 
         if self.settings.overlap:
             return self.controller.carry_on_during(step)
