@@ -3,8 +3,10 @@
 This one "generates" letters, one per slot and step, and ends a response with probability 1/20. Run it:
 
     python examples/bring_your_own_engine.py
+    python -m sortedrl.testing examples.bring_your_own_engine:engine --deterministic      # it keeps all rules
 """
 
+import math
 import random
 from collections import deque
 
@@ -33,6 +35,8 @@ class LetterEngine:
                 request = self.queue.popleft()
                 self.running[request.id] = [request, [], []]
                 changes.append(Started(request.id, self.now()))
+            if not self.running and until is not None:
+                self.steps = max(self.steps, math.ceil(until))  # its clock counts steps: time passes without any
             if not self.running or (until is not None and self.now() >= until):
                 break
             self.steps += 1
@@ -62,6 +66,11 @@ class LetterEngine:
     def _tokens(self, id):
         _, tokens, logprobs = self.running[id]
         return Tokens(id, self.now(), Segment(tokens, logprobs, self.version))
+
+
+def engine(spec):
+    """The factory for `--engine` and for sortedrl.testing."""
+    return LetterEngine(spec.slots)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,17 @@ def test_the_command_of_the_docs_checks_the_hugging_face_engine(
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert printed.splitlines()[-1] == "all rules kept"
-    assert printed.count("kept    ") == len(rules())
+    assert printed.count("kept    ") == len(rules(deterministic=False))
+
+
+def test_the_engine_of_letters_keeps_all_rules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code = main(["examples.bring_your_own_engine:engine", "--deterministic"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert printed.count("kept    ") == len(rules(deterministic=True))
 
 
 @pytest.mark.parametrize("path", ["no.such.module:f", "json:nothing", "json", "json:__name__"])
@@ -86,3 +97,33 @@ def test_an_engine_that_breaks_a_rule_is_found_and_the_rule_named(kind: type[Sim
     with pytest.raises(BrokenRules) as raised:
         check_engine(lambda spec: kind(spec.slots))
     assert rule in str(raised.value)
+
+
+class DropsTokensAtAnAbort(Simulated):
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        del ids
+        return []
+
+
+def test_a_bare_assertion_is_shown_by_its_line() -> None:
+    with pytest.raises(
+        BrokenRules, match=r"leaves nothing: AssertionError: assert ledger\.engine\.poll\(\) == \[\] \("
+    ):
+        check_engine(lambda spec: DropsTokensAtAnAbort(spec.slots))
+
+
+def no_gpu(spec: object) -> Any:
+    raise RuntimeError("no GPU")
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (no_gpu, r"RuntimeError: no GPU \(.*test_hugging_face_example.py:\d+\)"),
+        (lambda: None, r"TypeError: .* takes 0 positional arguments but 1 was given .*"),
+        (lambda spec: None, "it returned a NoneType without now, submit, poll, abort, update_weights"),
+    ],
+)
+def test_a_factory_without_an_engine_is_one_line(factory: Any, why: str) -> None:
+    with pytest.raises(BrokenRules, match=f"^the factory returns an engine: {why}$"):
+        check_engine(factory)

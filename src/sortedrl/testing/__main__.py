@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for rule, why in outcomes_of(factory, spec=spec, deterministic=given.deterministic):
         broken += bool(why)
         print(f"BROKEN  {rule}: {why}" if why else f"kept    {rule}", flush=True)
-    print(f"{broken} rules broken" if broken else "all rules kept")
+    print(f"{broken} rule{'s' * (broken > 1)} broken" if broken else "all rules kept")
     return int(broken > 0)
 
 
