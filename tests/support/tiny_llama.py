@@ -64,7 +64,7 @@ def parted_after_a_load(engine: Engine, learner: Any) -> float:
     """
     checked, ledger = CheckedWeights(engine, logprobs_of(learner), PROBES), Ledger(engine)
     checked.update_weights(dict(learner.named_parameters()), 1)
-    first = Request(0, Prompt("long", PROBES[0]), (), 60, 0, Sampling(ignore_eos=True))
+    first = Request(0, Prompt("long", PROBES[0]), (), 90, 0, Sampling(ignore_eos=True))  # ends well after the other
     ledger.submit([first, Request(1, Prompt("short", [5]), (), 20, 0, Sampling(ignore_eos=True))])
     ledger.run_until_first_end()
     ledger.abort([0])
