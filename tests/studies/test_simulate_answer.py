@@ -32,6 +32,7 @@ ROWS = [
     "on-policy+planned",
     "on-policy+planned (warm)",
     "partial",
+    "partial+lookahead",
     "partial+elevator",
     "partial+elevator (warm)",
     "april",
@@ -59,7 +60,8 @@ def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_secon
     assert [line.split("  ")[0] for line in table] == ROWS
     assert all(len(line.split("  ")[0].strip()) and len(line[25:].split()) == 6 for line in table), "seven columns"
     text = " ".join(lines[head + 2 + len(ROWS) :])
-    assert "partial+elevator trains on 1." in text and "hours instead of" in text and "mean staleness" in text
+    assert "partial+lookahead trains on 1." in text and "with less staleness, partial+elevator gives 1." in text
+    assert "hours instead of" in text and "mean staleness" in text
     assert "Gains are ±" in text
     assert "H200" in "\n".join(lines[:head])
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

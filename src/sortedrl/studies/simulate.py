@@ -34,6 +34,7 @@ DECIDING_MODES = (  # the modes that matter for a choice; `MODES` has all
     "on-policy",
     "on-policy+planned",
     "partial",
+    "partial+lookahead",
     "partial+elevator",
     "april",
     "cohort-at-once",
