@@ -19,24 +19,29 @@ def rows_of(path):
 
         return parquet.read_table(path).to_pylist()
     with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [json.loads(line) for line in file if line.strip()]
 
 
 def text_of(completion):
     """The text of a completion, or of the assistant's messages in a conversation."""
     if isinstance(completion, str):
         return completion
-    return "".join(message["content"] for message in completion if message["role"] == "assistant")
+    return "".join(message["content"] or "" for message in completion if message["role"] == "assistant")
 
 
 def lengths_in(path, tokenizer):
     for row in rows_of(path):
-        prompt, response = next(pair for pair in COLUMNS if pair[1] in row)
+        pair = next((pair for pair in COLUMNS if pair[1] in row), None)
+        if pair is None:
+            sys.exit(f"{path}: no column `completion` (TRL) or `output` (verl) in {list(row)}")
+        prompt, response = pair
         ids = tokenizer(text_of(row[response]), add_special_tokens=False).input_ids
         yield {"prompt": json.dumps(row[prompt]), "length": len(ids) + 1}  # one more for EOS, which is not in the text
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])

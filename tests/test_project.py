@@ -46,13 +46,14 @@ def test_lengths_are_counted_in_the_logs_of_trl_and_verl(tmp_path: Path) -> None
 
     tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
     conversation = [{"role": "user", "content": "Who is a knight?"}]
-    answer = [{"role": "assistant", "content": "Bob is a knave."}, {"role": "tool", "content": "17"}]
+    call = {"role": "assistant", "content": None}  # of a tool, without text
+    answer = [call, {"role": "tool", "content": "17"}, {"role": "assistant", "content": "Bob is a knave."}]
     in_trl = {"step": [1], "prompt": [conversation], "completion": [answer], "advantage": [0.5]}
     parquet.write_table(Table.from_pydict(in_trl), tmp_path / "completions_00001.parquet")
     in_verl = [
         {"input": "Who?", "output": text, "gts": "Bob", "score": 1.0, "step": 1} for text in ("Bob.", "Bob, I say.")
     ]
-    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, in_verl)) + "\n")
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, in_verl)) + "\n\n")
     lengths_in = runpy.run_path(str(ROOT / "examples" / "lengths_from_logs.py"))["lengths_in"]
     found = [
         row for name in ("completions_00001.parquet", "1.jsonl") for row in lengths_in(str(tmp_path / name), tokenizer)
@@ -63,6 +64,8 @@ def test_lengths_are_counted_in_the_logs_of_trl_and_verl(tmp_path: Path) -> None
     mine = tmp_path / "mine.jsonl"
     mine.write_text("\n".join(map(json.dumps, found)))
     assert [len(lengths) for lengths in read_lengths(mine).by_prompt] == [1, 2]
+    with pytest.raises(SystemExit, match=r"mine.jsonl: no column `completion` .* in \['prompt', 'length'\]"):
+        list(lengths_in(str(mine), tokenizer))
 
 
 def test_the_loop_is_100_lines_without_our_abstractions() -> None:
