@@ -177,6 +177,8 @@ def test_no_checkpoint_is_taken_while_rollouts_are_in_the_engine() -> None:
 
 def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
     state = run("partial", LENGTHS, rollouts_per_update=2, max_updates=2).checkpoint()
+    with pytest.raises(ValueError, match="made with rollouts_per_prompt = 1, this run has 2"):
+        Run(scenario("partial", LENGTHS, rollouts_per_update=2, rollouts_per_prompt=2), state=state)
     with pytest.raises(ValueError, match="made in mode partial, this run is april"):
         Run(scenario("april", LENGTHS, rollouts_per_update=2), state=state)
     with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 12 prompts, seed = 0"):

@@ -442,6 +442,7 @@ class Controller:
         """A JSON-ready checkpoint. Raises an error while rollouts are in the engine."""
         return {
             "mode": self.strategy.name,
+            "rollouts_per_prompt": self.schedule.rollouts_per_prompt,
             **self._state.state(),
             **self._loader.state(),
             "environments": self._turns.state() if self._turns is not None else {},
@@ -456,6 +457,9 @@ class Controller:
         """
         if state["mode"] != self.strategy.name:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
+        group = self.schedule.rollouts_per_prompt
+        if (made := state.get("rollouts_per_prompt", group)) != group:  # older checkpoints do not have it
+            raise ValueError(f"the checkpoint was made with rollouts_per_prompt = {made}, this run has {group}")
         self._clock.continue_from(last_time)
         self._reports.restored_version = state["version"]
         self.log.count = state["events"]
