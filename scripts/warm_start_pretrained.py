@@ -17,6 +17,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,14 +29,17 @@ from sortedrl.tasks.knights_and_knaves import SMALL_CHARACTERS, compact_text, wa
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.worked_reasoning import SEARCH_TOO_FAR, Flaws, worked_response
 
+Example = tuple[list[int], list[int]]  # prompt and response
+
 NO_TARGET = -100
+EXAMPLES_TO_SORT = 256
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 FLAWS = {"guesses": Flaws(guess=0.5, overlook=0.08, give_up=0.03), "searches": SEARCH_TOO_FAR}
 
 
 def examples(
     tokenizer: PreTrainedTokenizerBase, seed: int, characters: Sequence[int], flaws: Flaws
-) -> Iterator[tuple[list[int], list[int]]]:
+) -> Iterator[Example]:
     """Infinite (prompt, response) pairs; each entry of `characters` is a size of puzzle, all equally frequent."""
     rng = random.Random(seed)
     while True:
@@ -45,13 +49,24 @@ def examples(
         yield prompt, [*response, tokenizer.eos_token_id]
 
 
-def batch_of(source: Iterator[tuple[list[int], list[int]]], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and targets that are NO_TARGET outside of responses; about `tokens` of them, including padding."""
-    rows: list[tuple[list[int], list[int]]] = []
-    width = 0
-    while len(rows) * width < tokens:
-        rows.append(next(source))
-        width = max(width, len(rows[-1][0]) + len(rows[-1][1]))
+def batches(source: Iterator[Example], tokens: int, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Infinite (tokens, targets) of about `tokens` each; targets are NO_TARGET outside of responses.
+
+    Examples of similar length share a batch: in their order of arrival more than half of a batch would be padding.
+    """
+    while True:
+        pool = sorted(islice(source, EXAMPLES_TO_SORT), key=lambda example: len(example[0]) + len(example[1]))
+        found = []
+        while pool:
+            rows = max(1, tokens // (len(pool[-1][0]) + len(pool[-1][1])))
+            found.append(padded(pool[-rows:]))
+            del pool[-rows:]
+        rng.shuffle(found)
+        yield from found
+
+
+def padded(rows: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(prompt) + len(response) for prompt, response in rows)
     inputs, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), NO_TARGET)
     for row, (prompt, response) in enumerate(rows):
         end = len(prompt) + len(response)
@@ -114,13 +129,14 @@ def main() -> None:
     model = plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)).to(device)
     loss_of = Loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    data = examples(tokenizer, arguments.seed, arguments.characters, FLAWS[arguments.errors])
+    source_of_examples = examples(tokenizer, arguments.seed, arguments.characters, FLAWS[arguments.errors])
+    data = batches(source_of_examples, arguments.tokens_per_step, random.Random(arguments.seed))
     began = time.monotonic()
     for step in range(1, arguments.steps + 1):
         share = min(1.0, step / 20) * max(0.05, math.cos(step / arguments.steps * math.pi / 2))
         for group in optimizer.param_groups:
             group["lr"] = arguments.learning_rate * share
-        inputs, targets = (tensor.to(device) for tensor in batch_of(data, arguments.tokens_per_step))
+        inputs, targets = (tensor.to(device) for tensor in next(data))
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):  # emulated on most CPUs
             loss = loss_of(inputs, targets)
         loss.backward()
@@ -132,6 +148,8 @@ def main() -> None:
                 f"step {step} of {arguments.steps}: loss {loss.item():.4f}, {time.monotonic() - began:.0f} s",
                 flush=True,
             )
+    if device == "cuda":
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
     model.to(torch.bfloat16).save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
     recipe = {key: str(value) for key, value in vars(arguments).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -40,10 +41,23 @@ def random_batch(script: ModuleType) -> tuple[Any, Any]:
         return torch.randint(1, VOCABULARY, (count,), generator=generator).tolist()
 
     rows = [(tokens(4, 12), tokens(1, 5)) for _ in range(5)]
-    width = max(len(prompt) + len(response) for prompt, response in rows)
-    inputs, targets = script.batch_of(iter(rows), 5 * width - width // 2)
+    inputs, targets = script.padded(rows)
     assert len(inputs) == 5
     return inputs, targets
+
+
+def test_each_example_is_in_one_batch_beside_others_of_similar_length(script: ModuleType) -> None:
+    source = random.Random(5)
+    rows = [([1], [2] * source.randint(5, 200)) for _ in range(2 * script.EXAMPLES_TO_SORT)]
+    found, left = [], sum(len(response) for _, response in rows)
+    for inputs, targets in script.batches(iter(rows), 1000, random.Random(0)):
+        assert inputs.numel() <= 1000
+        found.append(inputs.numel())
+        left -= int((targets != script.NO_TARGET).sum())
+        if not left:
+            break
+    assert left == 0
+    assert sum(found) < 1.1 * sum(len(prompt) + len(response) for prompt, response in rows)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Gemma2"])  # Gemma2 caps its logits
