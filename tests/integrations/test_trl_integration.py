@@ -28,6 +28,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
+from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
 from sortedrl.models import BUILT_IN_MODEL
@@ -600,6 +601,42 @@ def test_a_run_is_not_overwritten_and_a_strange_checkpoint_is_refused(tokenizer:
     with pytest.raises(ConfigurationError, match="another trainer"):
         other = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args))
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_run_is_not_resumed_with_rows_that_changed(tokenizer: Any, tmp_path: Path) -> None:
+    def resume(rows: Dataset) -> None:
+        trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), train_dataset=rows)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    args = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    rows = questions().to_list()
+    trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args)).train()
+    edited = [row | {"number": 99} if place == 5 else row for place, row in enumerate(rows)]
+    with pytest.raises(ConfigurationError, match="1 of 24 rows changed since the run started, the first is '5'"):
+        resume(Dataset.from_list(edited))
+    with pytest.raises(ConfigurationError, match="the rows are in another order"):
+        resume(Dataset.from_list(rows[::-1]))
+    with pytest.raises(ConfigurationError, match="there are 23 rows, but there were 24"):
+        resume(Dataset.from_list(rows[:-1]))
+    resume(Dataset.from_list(rows))
+    assert [event.update for event in updates_in(tmp_path)] == [0, 1]
+
+
+def test_what_a_transform_adds_to_a_row_when_it_is_read_may_change(tokenizer: Any, tmp_path: Path) -> None:
+    """Such as the date of today. Columns that are not used may change, too."""
+
+    def digests(rows: Any, **fields: Any) -> str:
+        trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **fields), train_dataset=rows)
+        return DatasetPrompts(trainer).row_digests
+
+    def dated(date: str) -> Dataset:
+        return questions().with_transform(lambda columns: columns | {"prompt": [date] * len(columns["prompt"])})
+
+    assert digests(dated("Monday")) == digests(dated("Tuesday")) == digests(questions())
+    renumbered = [row | {"number": 0} for row in questions().to_list()]
+    assert digests(Dataset.from_list(renumbered)) != digests(questions())
+    unused = {"remove_unused_columns": True}
+    assert digests(Dataset.from_list(renumbered), **unused) == digests(questions(), **unused)
 
 
 def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:

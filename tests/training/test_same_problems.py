@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.core.problem_digests import DIGITS
 from sortedrl.core.rollout import Prompt
 from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.tasks.task import Problem
-from sortedrl.training.same_problems import DIGITS, problem_digests, why_other_problems
+from sortedrl.training.same_problems import problem_digests, why_other_problems
 
 
 class Color(Enum):

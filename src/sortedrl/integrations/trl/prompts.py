@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
+from datasets import Dataset
+
+from sortedrl.core.problem_digests import digests
 from sortedrl.core.rollout import Prompt
 from sortedrl.integrations.trl.tools import ToolBox, different_observation
 
 if TYPE_CHECKING:
+    from trl.trainer.grpo_config import GRPOConfig
+
     from sortedrl.integrations.trl.trainer import SortedGRPOTrainer
 
 
@@ -41,6 +47,24 @@ class DatasetPrompts(Sequence[Prompt]):
         tokens, *_ = trainer._tokenize_prompts([messages])
         return Prompt(str(row), tuple(tokens[0]), row)
 
+    @property
+    def ids(self) -> list[str]:
+        return list(map(str, self._rows))
+
+    @cached_property
+    def row_digests(self) -> str:
+        """Digests of the columns in use."""
+        return digests(columns_in_use(row, self._trainer.args) for row in self._stored_rows())
+
+    def _stored_rows(self) -> Iterator[dict[str, Any]]:
+        """Without the dataset's transform: it may add something on reading, such as today's date."""
+        dataset = self._trainer.train_dataset
+        if not isinstance(dataset, Dataset):
+            yield from (dict(dataset[row]) for row in self._rows)
+            return
+        for columns in dataset.with_format(None).select(self._rows).iter(batch_size=1000):  # far faster than by row
+            yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
     def _observation(self, row: int, box: ToolBox) -> Any:
         example = self._trainer.example(row)
         name = box.name_of(example)
@@ -50,6 +74,11 @@ class DatasetPrompts(Sequence[Prompt]):
         if box.observations.setdefault(row, observation) != observation:
             raise different_observation(instance, row)
         return observation
+
+
+def columns_in_use(row: dict[str, Any], args: GRPOConfig) -> dict[str, Any]:
+    """Those that TRL passes on to reward functions and environments."""
+    return {key: row[key] for key in row if key == "prompt" or not args.remove_unused_columns}
 
 
 def _with_observation(messages: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.event_file import EventFile, recover_file
 from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
 from sortedrl.core.log_recovery import CheckpointMark
+from sortedrl.core.problem_digests import why_changed
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.integrations.trl.environments import TrlEnvironments
+from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
 
@@ -78,7 +80,7 @@ class ScheduledRun:
     def __init__(
         self,
         engine: Engine,
-        prompts: Sequence[Prompt],
+        prompts: DatasetPrompts,
         schedule: Schedule,
         *,
         sampling: Sampling,
@@ -91,6 +93,7 @@ class ScheduledRun:
     ) -> None:
         self.metrics = Metrics()
         self._schedule = schedule
+        self._prompts = prompts
         self._log = LateRewards(self.metrics)
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
@@ -116,6 +119,7 @@ class ScheduledRun:
     def _go_on(self, saved: dict[str, Any], log_path: Path) -> None:
         """Later events stay in the log behind a mark, and no metric counts them."""
         _refuse_changes(saved["schedule"], asdict(self._schedule))
+        _refuse_other_rows(saved.get("rows"), self._prompts)
         _require_log(log_path)
         mark = replace(CheckpointMark.of(saved["controller"]), events=saved["events"])
         recovered, notice = recover_file(log_path, mark, self._controller.first_event())
@@ -167,6 +171,7 @@ class ScheduledRun:
         self._file.sync()
         return {
             "schedule": asdict(self._schedule),
+            "rows": self._prompts.row_digests,
             "controller": self._controller.state(),
             "events": self._log.count,
         }
@@ -215,6 +220,15 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
             changed[0], wanted[changed[0]], f"the checkpoint was made with another schedule ({listed})",
             "Use the same settings, or start again in another output_dir.",
         )  # fmt: skip
+
+
+def _refuse_other_rows(saved: str | None, prompts: DatasetPrompts) -> None:
+    """`saved`: the digests of the rows; older versions did not save them."""
+    reason = None if saved is None else why_changed(prompts.ids, prompts.row_digests, saved, "rows")
+    if reason is not None:
+        raise ConfigurationError(
+            "train_dataset", f"{len(prompts)} rows", reason, "Restore the data of the run, or use another output_dir."
+        )
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

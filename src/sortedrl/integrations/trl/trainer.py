@@ -62,7 +62,7 @@ from sortedrl.integrations.trl.fields import (
     schedule_for,
     with_tools,
 )
-from sortedrl.integrations.trl.prompts import DatasetPrompts
+from sortedrl.integrations.trl.prompts import DatasetPrompts, columns_in_use
 from sortedrl.integrations.trl.rows import (
     Row,
     filled_up,
@@ -249,8 +249,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def example(self, row: int) -> dict[str, Any]:
         """A row of the training data, with the columns that TRL would pass on."""
-        example = dict(self.train_dataset[row])
-        return {key: example[key] for key in example if key == "prompt" or not self.args.remove_unused_columns}
+        return columns_in_use(dict(self.train_dataset[row]), self.args)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **named: Any
