@@ -126,9 +126,9 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
-    assert simulated_workload(SimulateSettings(step_time=str(path)), 2).weight_update_seconds == 0.1
+    assert simulated_workload(SimulateSettings(step_time=str(path))).weight_update_seconds == 0.1
     assert (
-        simulated_workload(SimulateSettings(step_time=str(path), weight_update_seconds=0.0), 2).weight_update_seconds
+        simulated_workload(SimulateSettings(step_time=str(path), weight_update_seconds=0.0)).weight_update_seconds
         == 0.0
     )
     assert bench_workload(BenchSettings(step_time=str(path))).weight_update_seconds == 0.0  # it loads none
@@ -307,7 +307,7 @@ def test_options_of_an_engine_are_what_they_look_like(text: str, value: object) 
 def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
     assert not bench_workload(BenchSettings(engine="vllm")).reuse_kv_cache
     assert bench_workload(BenchSettings(engine="vllm", engine_options={"reuse_kv_cache": "True"})).reuse_kv_cache
-    assert simulated_workload(SimulateSettings(reuse_kv_cache=True), 1).reuse_kv_cache
+    assert simulated_workload(SimulateSettings(reuse_kv_cache=True)).reuse_kv_cache
 
 
 def test_bench_honours_the_settings_of_the_schedule() -> None:

@@ -153,7 +153,7 @@ def test_a_log_of_one_turn_gives_lengths(tmp_path: Path) -> None:
     settings = SimulateSettings(lengths=log, **SMALL)
     assert settings.replayed_episodes is None and settings.replayed_lengths is not None
     assert settings.replayed_lengths.count == 128
-    assert simulated_workload(settings, 2).lengths == settings.replayed_lengths
+    assert simulated_workload(settings).lengths == settings.replayed_lengths
     assert SimulateSettings(lengths=log, turns=3).response_limit() == 3 * settings.response_limit()
     BenchSettings(lengths=log).check()
 

@@ -21,10 +21,11 @@ import forked
 from forked import Done
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies.answer import conclusion, spread
-from sortedrl.studies.plan import Allowed, Option, _best_of
-from sortedrl.studies.simulate import Case, relative_error
+from sortedrl.studies.plan import Allowed, Option, _best_of, _update_size_scan
+from sortedrl.studies.simulate import Case, SimulateSettings, relative_error
 from sortedrl.studies.tables import answer_table, settings_of, show
 from sortedrl.studies.workload import Workload, run
+from sortedrl.studies.workload_settings import simulated_workload
 
 ROWS = [
     "baseline",
@@ -113,6 +114,19 @@ def test_updates_that_cannot_fill_the_slots_are_noted() -> None:
     assert "rollouts_per_update = 16 is less than slots = 32: the baseline leaves 50% of the slots empty" in told
 
 
+def test_the_default_step_time_is_as_close_to_a_measured_one_as_the_docs_state() -> None:
+    measured = Path(__file__).parents[2] / "benchmarks" / "measured" / "h200-8b" / "profile.json"
+    goodput: dict[str, list[float]] = {}
+    for step_time in ("h200-8b", str(measured)):
+        workload = simulated_workload(SimulateSettings(step_time=step_time, weight_update_seconds=0.0))
+        for mode in ("baseline", "partial+lookahead", "partial+elevator"):
+            goodput.setdefault(mode, []).append(run(workload, Schedule(mode=mode)).goodput)
+    for preset, profile in goodput.values():
+        assert preset == pytest.approx(profile, rel=0.03)
+    gains = zip(goodput["partial+elevator"], goodput["baseline"], strict=True)
+    assert [elevator / baseline for elevator, baseline in gains] == pytest.approx([1.66, 1.58], abs=0.005)
+
+
 def option(mode: str, of_limit: float, staleness: float = 0.0, bias: float = 0.0) -> Option:
     return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0, 128.0)
 
@@ -130,6 +144,30 @@ def test_a_row_of_plan_names_what_the_bound_excludes() -> None:
     assert _best_of(1.0, [BASELINE, fast], Allowed()).excluded is None
 
 
+def test_a_row_of_plan_follows_the_rule_of_its_choice() -> None:
+    young, fast = option("partial+elevator", 0.79, staleness=0.5), option("partial+lookahead", 0.8, staleness=1.8)
+    assert _best_of(2.0, [BASELINE, young, fast], Allowed()).best is young
+    assert _best_of(2.0, [BASELINE, replace(young, of_limit=0.77), fast], Allowed()).best is fast
+
+
+def test_plan_tries_each_kind_of_partial_mode_at_other_update_sizes() -> None:
+    schedule = Schedule(rollouts_per_update=64)
+    scan = _update_size_scan(Workload(slots=64), schedule, Allowed())
+    tried = {case.schedule.mode for ratio, case in scan if ratio == 0.5}
+    assert {"partial+lookahead", "partial+elevator"} <= tried
+    assert tried == {case.schedule.mode for ratio, case in scan if ratio == 8.0}
+
+
+def test_plan_and_simulate_agree_on_the_same_schedule() -> None:
+    sizes = SMALL[2:]  # with the number of cohorts that each command has by default
+    simulated = json.loads(sortedrl("simulate", "--json", "--modes", "partial+lookahead", *sizes).stdout)
+    planned = json.loads(sortedrl("plan", "--json", *sizes).stdout)
+    same = next(o for o in planned["options"] if o["name"] == "partial+lookahead, cohort 4 x update")
+    assert same["goodput"] == pytest.approx(simulated["modes"]["partial+lookahead"]["goodput"])
+    own = next(row for row in planned["by_update_size"] if row["ratio"] == 1)
+    assert own["best"] == planned["choice"]
+
+
 def test_plan_names_the_settings_of_a_choice() -> None:
     capped = Schedule(mode="partial+elevator", prompts_per_cohort=256, oversubscribe=1.3)
     found = tomllib.loads(settings_of(replace(BASELINE, schedule=capped)).replace(", ", "\n"))
@@ -137,11 +175,10 @@ def test_plan_names_the_settings_of_a_choice() -> None:
     assert Schedule(**found) == capped
 
 
-def test_plan_agrees_with_its_own_table() -> None:
+def test_plan_names_what_its_bound_excludes() -> None:
     words = ["plan", "--max-staleness-mean", "0.3", "--cohorts", "2", *SMALL[2:]]
     found = json.loads(sortedrl(*words, "--json").stdout)
     own = next(row for row in found["by_update_size"] if row["ratio"] == 1)
-    assert own["best"]["of_limit"] >= found["choice"]["of_limit"]
     assert own["excluded"] is not None and "allowed 0.3" in own["excluded_because"]
     assert "would give" in sortedrl(*words).stdout
 
@@ -166,6 +203,13 @@ def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None
     assert text.startswith("partial trains on 1.50 times") and "6.67 hours instead of 10" in text and "0.60" in text
     assert "on-policy" not in text
     assert spread(rows_of(*modes), modes, 1, 6).startswith("Gains are ± 4% or less")
+
+
+def test_more_precision_is_offered_only_where_there_is_more() -> None:
+    modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.5e7)}
+    for seeds, cohorts in ((1, 6), (3, 6), (1, 20)):
+        assert "For more precision: --cohorts 20 --seeds 0 1 2" in spread(rows_of(*modes), modes, seeds, cohorts)
+    assert spread(rows_of(*modes), modes, 3, 20) == "Gains are ± 4% or less (standard error, 3 seeds of 20 cohorts)."
 
 
 def test_updates_that_grow_under_a_staleness_bound_are_named() -> None:

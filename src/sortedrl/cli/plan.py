@@ -18,7 +18,7 @@ SETTINGS = PlanSettings
 
 def run(settings: PlanSettings) -> int:
     schedule = simulated_schedule(settings)
-    workload = replace(simulated_workload(settings, settings.cohorts), expectation=settings.expectation)
+    workload = replace(simulated_workload(settings), expectation=settings.expectation)
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
     print_notices(settings)

@@ -16,7 +16,7 @@ SETTINGS = SimulateSettings
 
 
 def run(settings: SimulateSettings) -> int:
-    workload, schedule = simulated_workload(settings, settings.cohorts), simulated_schedule(settings)
+    workload, schedule = simulated_workload(settings), simulated_schedule(settings)
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)

@@ -77,8 +77,12 @@ _H100_7B = ((1, 0.0056), (32, 0.0058), (64, 0.0059), (128, 0.0064), (256, 0.0092
 PRESETS: dict[str, StepTime] = {
     "memory-bound": linear(1.0, 1 / 128, source="t = 1 + r/128, prefill free"),
     "compute-bound": linear(0.164, 1 / 128, source="t = 0.164 + r/128, prefill free"),
-    "h200-8b": linear(
-        0.005, 3e-5, 2.5e-8, 2e-5, source="fit to vLLM 0.25.1, LLaMA-3.1-8B shape, one H200 (1.9 % error)"
+    "h200-8b": linear(  # how close it is: docs/my_lengths.md
+        0.005,
+        3e-5,
+        2.5e-8,
+        2e-5,
+        source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200; sortedrl profile measures yours",
     ),
     "a100-8b": StepTime(
         _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated"

@@ -13,6 +13,7 @@ from sortedrl.studies.simulate import Case
 WARM = " (warm)"
 MUCH = 1.5  # times the staleness: worth the name of a slower mode
 MILLION_TOKENS = 100  # trained on, for the hours in the sentence
+PRECISE_COHORTS, PRECISE_SEEDS = 20, 3
 
 
 def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
@@ -49,15 +50,19 @@ def _best(options: Sequence[Option]) -> Option | None:
 
 
 def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: int, cohorts: int) -> str:
-    """The uncertainty of the gains."""
+    """The uncertainty of the gains, and how to reduce it."""
     errors = [modes[row.name]["goodput_error"] for row in rows]
     run = f"{seeds} seed{'s' if seeds > 1 else ''} of {cohorts} cohort{'s' if cohorts > 1 else ''}"
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
-        return f"Standard error unknown with {run}. For more precision: --cohorts 20 --seeds 0 1 2"
-    base, others = known[0], known[1:] or known
-    widest = max(math.hypot(base, error) for error in others)
-    return f"Gains are ± {widest:.0%} or less (standard error, {run}). For more precision: --cohorts 20 --seeds 0 1 2"
+        text = f"Standard error unknown with {run}."
+    else:
+        base, others = known[0], known[1:] or known
+        widest = max(math.hypot(base, error) for error in others)
+        text = f"Gains are ± {widest:.0%} or less (standard error, {run})."
+    if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS:
+        return text
+    return f"{text} For more precision: --cohorts {PRECISE_COHORTS} --seeds {' '.join(map(str, range(PRECISE_SEEDS)))}"
 
 
 def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:

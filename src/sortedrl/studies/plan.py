@@ -55,7 +55,6 @@ class PlanSettings(SimulatedSettings):
     not_here: ClassVar[Mapping[str, str]] = {"oversubscribe": "plan tries its own caps; simulate has it"}
 
     expectation: Annotated[Expectation, Field(description="how well lengths are known in advance")] = "cold"
-    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 5
     max_cohort_updates: Annotated[
         int, Field(ge=1, description="largest cohort allowed, in updates; the paper found 8 harmful")
     ] = 4
@@ -288,7 +287,7 @@ def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) 
         prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
         sized = replace(schedule, rollouts_per_update=size, prompts_per_cohort=prompts)
         scaled = replace(workload, prompts=max(workload.prompts, 2 * prompts))
-        for mode in ("baseline+longest-first", "on-policy+planned", "partial+elevator"):
+        for mode in ("baseline+longest-first", "on-policy+planned", "partial+lookahead", "partial+elevator"):
             rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
     return rows
 
@@ -317,7 +316,8 @@ def _best_of(ratio: float, options: Sequence[Option], allowed: Allowed) -> Updat
     baseline = fastest(o for o in options if o.is_baseline)
     assert baseline is not None
     others = [o for o in options if not o.is_baseline]
-    best = fastest(o for o in others if is_allowed(o, allowed))
+    fit = [o for o in others if is_allowed(o, allowed)]
+    best = choose(fit, allowed)[0] if fit else None
     excluded = fastest(o for o in others if not is_allowed(o, allowed))
     reached = max(o.of_limit for o in (baseline, best) if o is not None)
     if excluded is None or excluded.of_limit <= reached + CLOSE:

@@ -77,7 +77,6 @@ class SimulateSettings(SimulatedSettings):
         tuple[Expectation, ...],
         Field(min_length=1, description="how well lengths are known in advance; the first one has the plain mode name"),
     ] = ("cold", "warm")
-    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 6
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates")] = None
 
     def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:

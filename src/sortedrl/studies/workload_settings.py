@@ -143,6 +143,7 @@ class SimulatedSettings(WorkloadSettings):
         bool, Field(description="with --stream: on the engine's GPU, at the speeds measured on an H200")
     ] = False
     score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
+    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 6
     seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one simulated run per seed")] = (0,)
 
     def response_limit(self) -> int:
@@ -174,13 +175,13 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
     )
 
 
-def simulated_workload(settings: SimulatedSettings, cohorts: int) -> Workload:
+def simulated_workload(settings: SimulatedSettings) -> Workload:
     return Workload(
         lengths=length_of(settings),
         episodes=episodes_of(settings),
         step_time=step_time_of(settings),
         slots=settings.slots,
-        prompts=cohorts * settings.prompts_per_cohort,
+        prompts=settings.cohorts * settings.prompts_per_cohort,
         prompt_tokens=settings.prompt_tokens,
         kv_tokens=kv_tokens_of(settings),
         reuse_kv_cache=settings.reuse_kv_cache,
