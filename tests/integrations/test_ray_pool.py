@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,69 @@ def test_an_engine_that_cannot_be_created_is_an_error_with_the_cause(one_node: N
     with pytest.raises(EngineDied, match="could not be created in its actor: ValueError: no such model: qwen") as error:
         RayEngine(_no_engine)
     assert "\n" not in str(error.value)
+
+
+def wait_until_they_end(pids: list[int]) -> None:
+    """Processes of actors on this machine."""
+    deadline = time.monotonic() + 60.0
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{len(left)} of {len(pids)} actors are left"
+        time.sleep(0.1)
+
+
+def started_in(folder: Path) -> list[int]:
+    """The actors that created an engine; each leaves a file."""
+    return [int(file.name) for file in folder.iterdir()]
+
+
+def test_a_pool_that_cannot_start_leaves_no_actor_behind(one_node: None, tmp_path: Path) -> None:
+    def third_fails() -> Engine:
+        (tmp_path / str(os.getpid())).touch()
+        if len(started_in(tmp_path)) == 3:
+            raise ValueError("no GPU left")
+        return make_engine()
+
+    with pytest.raises(EngineDied, match="no GPU left") as error:
+        RayPool(third_fails, engines=4, num_cpus=1)
+    assert len(started_in(tmp_path)) == 3
+    wait_until_they_end(started_in(tmp_path))
+    assert error.tb, "held until here, as in a notebook: nothing that it refers to is collected"
+
+
+def test_an_interrupted_start_leaves_no_actor_behind(one_node: None, tmp_path: Path) -> None:
+    def loads_a_long_time() -> Engine:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(300)
+        return make_engine()
+
+    def interrupt_when_started() -> None:
+        while not started_in(tmp_path):
+            time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)  # to the main thread
+
+    threading.Thread(target=interrupt_when_started, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt) as error:
+        RayEngine(loads_a_long_time, num_cpus=1)
+    wait_until_they_end(started_in(tmp_path))
+    assert error.tb, "held until here"
+
+
+def test_an_engine_that_does_not_fit_the_pool_leaves_no_actor_behind(one_node: None, tmp_path: Path) -> None:
+    def smaller_later() -> Engine:
+        is_first = not started_in(tmp_path)
+        (tmp_path / str(os.getpid())).touch()
+        return PacedEngine(slots=SLOTS if is_first else 1, dies_at_call=1)
+
+    pool = RayPool(smaller_later, engines=1, num_cpus=1)
+    (first,) = started_in(tmp_path)
+    pool.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
+    with pytest.raises(EngineDied):
+        pool.poll()
+    with pytest.raises(ValueError, match="has 1 slots") as error:
+        pool.revive()
+    wait_until_they_end([pid for pid in started_in(tmp_path) if pid != first])
+    assert error.tb, "held until here"
+    pool.close()
 
 
 def test_a_killed_actor_is_a_dead_engine(one_node: None) -> None:

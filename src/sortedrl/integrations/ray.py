@@ -75,7 +75,11 @@ class RayEngine(EngineBase):
         self._actor = host.remote(make_engine)
         self._inside: set[int] = set()
         self._last_time = float("-inf")
-        self.slots: int = self._answer(self._actor.slots.remote(), start_seconds)
+        try:
+            self.slots: int = self._answer(self._actor.slots.remote(), start_seconds)
+        except BaseException:  # also Ctrl-C: in a notebook the traceback would keep the actor, and its GPU
+            self.close()
+            raise
 
     def now(self) -> float:
         return time.perf_counter()
@@ -150,9 +154,14 @@ class RayPool(Pool):
         came = 0
         for _ in self.lost:
             try:
-                self.rejoin(self._new_engine(start_seconds))
+                engine = self._new_engine(start_seconds)
             except EngineDied:
                 break
+            try:
+                self.rejoin(engine)
+            except ValueError:  # it has another number of slots
+                engine.close()
+                raise
             came += 1
         return came
 
