@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from scenarios import run as simulated
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.events import read_events, without_rolled_back, written
+from sortedrl.core.process_lock import RUN_LOCK, ProcessLock
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
 from sortedrl.observe.metrics import Metrics
@@ -110,19 +113,69 @@ def test_a_run_whose_last_update_was_evaluated_has_ended(model: Path, tmp_path: 
     done = watched(str(run))
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("ended: score ")
     (run / "summary.json").unlink()
+    lock = ProcessLock(run / RUN_LOCK)
     assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.RUNS, "it saves its model"
+    lock.release()
     metrics = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(metrics.replace('"updates_in_all": 2,', '"updates_in_all": 9,'))
     assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.INTERRUPTED
 
 
-def test_a_killed_run_is_said_to_have_stopped_growing(killed: Path) -> None:
-    done = watched(str(killed), "--stopped-after-seconds", "0.5")
+def test_a_killed_run_is_known_by_its_lock_or_by_its_silence(killed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    done = watched(str(run))
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("stopped growing: the last event is ") and f"--resume {killed}" in last
+    assert last.startswith("stopped: its process has ended. The last event is ") and f"--resume {run}" in last
     said = float(last.split(" is ")[1].split(" s ")[0])
-    assert said == pytest.approx(time.time() - (killed / "events.jsonl").stat().st_mtime, abs=30)
+    assert said == pytest.approx(time.time() - (run / "events.jsonl").stat().st_mtime, abs=30)
+    (run / ".lock").write_text("{}")  # as if written on another machine
+    done = watched(str(run), "--stopped-after-seconds", "0.5")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("stopped growing: the last event is ") and "was killed, continue with: sortedrl" in last
+
+
+def test_a_silent_run_whose_process_is_there_has_not_ended(killed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    lock = ProcessLock(run / RUN_LOCK)
+    os.utime(run / "events.jsonl", (time.time() - 300,) * 2)
+    follower = Follower(run, PlainConsole(lambda line: None))
+    assert follower.watched(600.0).outcome == watch.RUNS
+    seen = follower.watched(10.0)
+    assert seen.outcome == watch.STOPPED
+    assert watch.outcome_line(run, seen).endswith("Its process is still there: it may hang")
+    lock.release()
+    assert follower.watched(600.0).outcome == watch.STOPPED
+
+
+OWN_LOOP = """
+import sys, time
+from pathlib import Path
+from sortedrl.core import EventFile
+from sortedrl.core.events import Phase, RunBegan
+file = EventFile.open(Path(sys.argv[1]) / "events.jsonl", must_be_new=True)
+file(RunBegan(0.0, 2, "partial", {}))
+file(Phase(0.0, "harvest"))
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_loop_of_your_own_is_known_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWN_LOOP, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loop:
+        assert loop.stdout is not None and loop.stdout.readline() == "started\n"
+        os.utime(tmp_path / "events.jsonl", (time.time() - 300,) * 2)  # a long harvest
+        follower = Follower(tmp_path, PlainConsole(lambda line: None))
+        assert follower.watched(600.0).outcome == watch.RUNS
+        loop.kill()
+    seen = follower.watched(600.0)
+    assert seen.outcome == watch.STOPPED
+    line = watch.outcome_line(tmp_path, seen)
+    assert line.startswith("stopped: its process has ended") and line.endswith("resume it in its own loop")
 
 
 @pytest.mark.slow
@@ -139,6 +192,7 @@ def test_an_interrupted_run_ends_what_watches_it(model: Path, tmp_path: Path) ->
 
 def test_ctrl_c_ends_watching_without_a_word(killed: Path) -> None:
     os.utime(killed / "events.jsonl")  # as if it had been written to just now
+    lock = ProcessLock(killed / RUN_LOCK)
     command = started(["watch", str(killed)])
     command.wait_for_output("update ")
     printed = command.stdout
@@ -146,6 +200,7 @@ def test_ctrl_c_ends_watching_without_a_word(killed: Path) -> None:
     done = command.wait(30)
     assert done.returncode == 130
     assert printed.startswith("update ") and (done.stdout, done.stderr) == (printed, "")
+    lock.release()
 
 
 @pytest.mark.parametrize("size", [2_000, 10_000_000])
@@ -210,7 +265,9 @@ def test_a_run_that_is_resumed_after_its_end_has_not_ended(resumed: Path, tmp_pa
     last_time = json.loads(events[-1])["at"]
     with (run / "events.jsonl").open("a") as log:
         log.write(json.dumps({"event": "RolledBack", "at": last_time, "events": 0}) + "\n")
+    lock = ProcessLock(run / RUN_LOCK)
     assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.RUNS
+    lock.release()
 
 
 def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Path) -> None:
@@ -274,7 +331,7 @@ def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
     log = simulated("partial", [3, 5, 2, 9], slots=2, rollouts_per_update=2).events
     path = tmp_path / "events.jsonl"
     path.write_text(written(log[: len(log) // 2]))
-    seen = watch.Watched(watch.STOPPED, "harvest", 700.0)
+    seen = watch.Watched(watch.STOPPED, "harvest", 700.0, process_is_there=None)
     assert watch.outcome_line(tmp_path, seen).endswith("If it was killed, resume it in its own loop")
     path.write_text(written([*log, events.Phase(log[-1].at, "checkpoint")]))
     seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched(600.0)

@@ -128,12 +128,13 @@ def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypat
     """Some network file systems have none. This one cannot be had here: the call is made to fail as theirs does."""
     import errno
 
+    from sortedrl.core import process_lock
     from sortedrl.training import run_lock
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(process_lock.fcntl, "flock", unsupported)
     lock = run_lock.FolderLock(tmp_path)
     assert lock.warning is not None and "cannot be locked" in lock.warning and "second process" in lock.warning
     assert lock.is_in_place()

@@ -25,7 +25,12 @@ class WatchSettings(Settings):
         None
     )
     stopped_after_seconds: Annotated[
-        float, Field(gt=0, description="a run that has written nothing for this long counts as stopped")
+        float,
+        Field(
+            gt=0,
+            description="a run that has written nothing for this long counts as stopped; one whose process is known to "
+            "have ended, at once",
+        ),
     ] = 600.0
 
 

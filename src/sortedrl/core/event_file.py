@@ -17,23 +17,27 @@ from typing import NamedTuple, TextIO
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.events import Event, JsonLines, Phase, RolledBack, RunBegan, counting_lines, written
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
+from sortedrl.core.process_lock import HeldByAnother, ProcessLock, lock_of_log
 
 
 class EventFile:
-    """A sink that appends events to a file. Readers see all events up to the last phase change."""
+    """A sink that appends events to a file. Readers see all events up to the last phase change.
 
-    def __init__(self, file: TextIO) -> None:
+    `lock`, if any, shows them until `close` that this process is there, however long it is busy without an event.
+    """
+
+    def __init__(self, file: TextIO, lock: ProcessLock | None = None) -> None:
         self._file = file
+        self._lock = lock
         self._write = JsonLines(file)
 
     @classmethod
     def open(cls, path: Path, *, must_be_new: bool = False) -> EventFile:
         """Creates the folder if necessary. `must_be_new`: raise a FileExistsError instead of appending."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if must_be_new:
-            return cls(path.open("x", encoding="utf-8"))
-        cut_torn_line(path)
-        return cls(path.open("a", encoding="utf-8"))
+        if not must_be_new:
+            cut_torn_line(path)
+        return cls(path.open("x" if must_be_new else "a", encoding="utf-8"), _writer_lock(path))
 
     def __call__(self, event: Event) -> None:
         self._write(event)
@@ -55,6 +59,16 @@ class EventFile:
 
     def close(self) -> None:
         self._file.close()
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _writer_lock(path: Path) -> ProcessLock | None:
+    """Shared: a process may have opened its log twice. A log without a lock is as good, except for those who watch."""
+    try:
+        return ProcessLock(lock_of_log(path), shared=True)
+    except (OSError, HeldByAnother):
+        return None
 
 
 class RecoveredFile(NamedTuple):

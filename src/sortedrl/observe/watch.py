@@ -4,8 +4,8 @@
 
 The log shows how a run ended. The phase `end` is followed by an evaluation, unless the last update was evaluated
 already, and by a summary. If the run was interrupted, only a checkpoint follows, and updates are left. A killed run
-writes nothing more, and neither does a run that is busy without an event, so watching continues until the silence is
-unusually long.
+writes nothing more, and neither does a run that is busy without an event. The lock of the process that writes the log
+tells the two apart. If it does not, as on another machine, watching continues until the silence is unusually long.
 
 Invariants: only complete lines are read; rolled-back lines are dropped, in both files, and so are events of earlier
 runs in the same log; nothing is written.
@@ -35,6 +35,7 @@ from sortedrl.core.events import (
     last_run,
     without_rolled_back,
 )
+from sortedrl.core.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
@@ -76,6 +77,7 @@ class Watched(NamedTuple):
     outcome: str
     phase: str
     silent_seconds: float
+    process_is_there: bool | None  # None: unknown
 
 
 def is_run(folder: Path) -> bool:
@@ -117,11 +119,13 @@ def outcome_line(folder: Path, watched: Watched) -> str:
     """How the run ended, and its bottleneck."""
     is_of_train = "updates" in _read(folder / "config.json")  # else of TRL, verl or a loop of its own
     if watched.outcome == STOPPED:
+        last = f"last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}"
+        if watched.process_is_there:
+            return f"stopped growing: the {last}. Its process is still there: it may hang"
         resume = f"continue with: sortedrl train --resume {folder}" if is_of_train else "resume it in its own loop"
-        return (
-            f"stopped growing: the last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}. "
-            f"If it was killed, {resume}"
-        )
+        if watched.process_is_there is None:
+            return f"stopped growing: the {last}. If it was killed, {resume}"
+        return f"stopped: its process has ended. The {last}. If it was killed, {resume}"
     if watched.outcome == REMOVED:
         return f"{folder} was removed, or its files were"
     if watched.outcome == INTERRUPTED and is_of_train:
@@ -166,8 +170,8 @@ class Follower:
         self._console.look(self._seen_at())
 
     def watched(self, stopped_after_seconds: float) -> Watched:
-        silent = _silence_of(self._folder)
-        return Watched(self._outcome(silent, stopped_after_seconds), self._phases[-1], silent)
+        silent, process = _silence_of(self._folder), _process_is_there(self._folder)
+        return Watched(self._outcome(silent, stopped_after_seconds, process), self._phases[-1], silent, process)
 
     def _read_all(self, *, announce_newest: bool = False) -> None:
         """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
@@ -229,7 +233,7 @@ class Follower:
         """When the run last wrote, on this process's clock."""
         return time.monotonic() - _silence_of(self._folder)
 
-    def _outcome(self, silent: float, stopped_after_seconds: float) -> str:
+    def _outcome(self, silent: float, stopped_after_seconds: float, process_is_there: bool | None) -> str:
         if not is_run(self._folder):
             return REMOVED
         if "end" in self._phases:
@@ -242,6 +246,8 @@ class Follower:
             elif silent > END_SILENCE_SECONDS:
                 return ENDED
         too_long = max(stopped_after_seconds, UNUSUAL_SILENCE * self._longest_silence)
+        if process_is_there is False:
+            too_long = END_SILENCE_SECONDS  # by now its last lines have been read
         return STOPPED if silent > too_long else RUNS
 
     def _all_updates_are_done(self) -> bool:
@@ -309,6 +315,12 @@ def _silence_of(folder: Path) -> float:
         except FileNotFoundError:
             continue
     return 0.0
+
+
+def _process_is_there(folder: Path) -> bool | None:
+    """Whether a process writes the log, of `sortedrl train` or of another loop; None if that is unknown."""
+    known = [process_is_there(folder / RUN_LOCK), process_is_there(lock_of_log(folder / "events.jsonl"))]
+    return True if True in known else False if False in known else None
 
 
 def _updates_in_settings(folder: Path) -> int | None:

@@ -9,7 +9,7 @@ runs/NAME/
   model/            the trained model in Hugging Face format
   adapter/          with LoRA: the adapter in peft format; it is merged into the model above
   summary.json      written at the end
-  .lock             locked while a process writes here (training/run_lock.py)
+  .lock             locked while a process writes here (core/process_lock.py)
 
 A checkpoint is all that a resumed run needs. Damaged parts of the other files are skipped and reported.
 """

@@ -1,27 +1,14 @@
-"""An exclusive lock on a folder, held for the life of the process that writes there.
-
-The kernel releases the lock when the process ends, however it ends: a SIGKILL leaves nothing to clean up. The file
-that carries the lock stays; its content is read only while another process holds it.
-"""
+"""An exclusive lock on a folder, held for the life of the process that writes there (core/process_lock.py)."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sortedrl.core.errors import UserError
+from sortedrl.core.process_lock import RUN_LOCK, HeldByAnother, ProcessLock, holder_of
 from sortedrl.core.schedule import ConfigurationError
-
-LOCK_FILE = ".lock"
-_HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-_open_locks: set[int] = set()
 
 
 class FolderInUse(UserError, RuntimeError):
@@ -35,43 +22,21 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_FILE
-        self.warning: str | None = None
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _open_locks.add(self._file)
         try:
-            self._take(folder)
-        except BaseException:
-            self.release()
-            raise
-
-    def _take(self, folder: Path) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD_BY_ANOTHER:
-                raise _in_use(folder, self._file) from None
-            self.warning = (
-                f"{folder} cannot be locked on this file system ({error.strerror}): "
-                "make sure that no second process writes to it"
-            )
-            return
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(_self_description()).encode(), 0)
+            self._lock = ProcessLock(folder / RUN_LOCK)
+        except HeldByAnother as error:
+            raise _in_use(folder, str(error)) from None
+        self.warning = self._lock.why_not and (
+            f"{folder} cannot be locked on this file system ({self._lock.why_not}): "
+            "make sure that no second process writes to it"
+        )
 
     def is_in_place(self) -> bool:
         """Whether the folder is still there, and still the one that was locked."""
-        try:
-            there, held = self._path.stat(), os.fstat(self._file)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+        return self._lock.is_in_place()
 
     def release(self) -> None:
-        if self._file in _open_locks:
-            _open_locks.remove(self._file)
-            os.close(self._file)
-        self._file = -1  # its number may be another file's by now
+        self._lock.release()
 
 
 @contextmanager
@@ -93,40 +58,10 @@ def locked(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 def refuse_if_in_use(folder: Path) -> None:
     """Raise `FolderInUse` where another process holds the lock; takes nothing and writes nothing."""
-    try:
-        file = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD_BY_ANOTHER:
-            raise _in_use(folder, file) from None
-    finally:
-        os.close(file)
+    holder = holder_of(folder / RUN_LOCK)
+    if holder is not None:
+        raise _in_use(folder, holder)
 
 
-def _in_use(folder: Path, file: int) -> FolderInUse:
-    return FolderInUse(f"{folder} is in use by {_holder(file)}. Wait for it, or stop it")
-
-
-def _self_description() -> dict[str, str | int]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-
-
-def _holder(file: int) -> str:
-    try:
-        found = json.loads(os.pread(file, 4096, 0))
-        return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
-
-
-def _forget_in_child() -> None:
-    """A forked child shares its parent's lock and could outlive it: then the folder would stay locked."""
-    for file in _open_locks:
-        os.close(file)
-    _open_locks.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+def _in_use(folder: Path, holder: str) -> FolderInUse:
+    return FolderInUse(f"{folder} is in use by {holder}. Wait for it, or stop it")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.process_lock import RUN_LOCK
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report.self_contained import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
@@ -19,7 +20,7 @@ from sortedrl.studies.compare.progress import StudyProgress
 from sortedrl.studies.compare.results import Key, Line, append, failed_line, finished_line, read_results
 from sortedrl.studies.compare.runs import Ended, Run, Runner, refuse_changed_settings, runs_of, wait_for_earlier_runs
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
-from sortedrl.training.run_lock import LOCK_FILE, locked
+from sortedrl.training.run_lock import locked
 
 STUDY, RESULTS, PAGE, JSON = "study.toml", "results.jsonl", "compare.html", "compare.json"
 LARGE = ("checkpoints", "model")  # of a finished run: the study needs neither
@@ -135,7 +136,7 @@ def _refuse_changed_results(study: Study, known: dict[Key, Line]) -> None:
 
 
 def _refuse_other_folder(folder: Path) -> None:
-    inside = {path.name for path in folder.iterdir()} - {LOCK_FILE} if folder.is_dir() else set()
+    inside = {path.name for path in folder.iterdir()} - {RUN_LOCK} if folder.is_dir() else set()
     if inside and not inside & {STUDY, RESULTS}:
         why = "the folder is not empty, and no study is in it"
         raise ConfigurationError("out", str(folder), why, "Name a new folder, or that of the study to continue.")

@@ -1,0 +1,58 @@
+"""Locks that show whether a process is there, in real processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sortedrl.core import process_lock
+from sortedrl.core.event_file import EventFile
+from sortedrl.core.process_lock import HeldByAnother, ProcessLock, holder_of, lock_of_log, process_is_there
+
+
+def test_a_lock_shows_its_process_until_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert process_is_there(path) is None
+    lock = ProcessLock(path)
+    assert process_is_there(path) is True
+    assert f"process {os.getpid()} on" in str(holder_of(path))
+    with pytest.raises(HeldByAnother, match=f"process {os.getpid()} on"):
+        ProcessLock(path)
+    lock.release()
+    assert process_is_there(path) is False and holder_of(path) is None
+    ProcessLock(path).release()
+
+
+def test_a_lock_of_another_machine_says_nothing(tmp_path: Path) -> None:
+    """Its locks may not reach this one, as with NFS and `nolock`."""
+    path = tmp_path / "lock"
+    ProcessLock(path).release()
+    description = json.loads(path.read_text())
+    for content in (json.dumps(description | {"machine": "another"}), '{"pid": 1}', "[1]", "half a l", ""):
+        path.write_text(content)
+        assert process_is_there(path) is None
+
+
+def test_a_file_system_without_locks_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    path = tmp_path / "lock"
+    ProcessLock(path).release()
+    monkeypatch.setattr(process_lock.fcntl, "flock", unsupported)
+    assert ProcessLock(path).why_not == os.strerror(errno.ENOLCK)
+    assert process_is_there(path) is None and holder_of(path) is None
+
+
+def test_a_log_that_is_open_twice_has_a_writer_until_both_are_closed(tmp_path: Path) -> None:
+    """As in a notebook that resumes a run without closing the first file."""
+    log = tmp_path / "events.jsonl"
+    first, second = EventFile.open(log), EventFile.open(log)
+    first.close()
+    assert process_is_there(lock_of_log(log)) is True
+    second.close()
+    assert process_is_there(lock_of_log(log)) is False
