@@ -118,6 +118,22 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path:
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize("eval_every", ["0", "2"])
+def test_a_run_that_is_resumed_after_its_last_update_has_one_score_per_update(
+    eval_every: str, model: Path, tmp_path: Path
+) -> None:
+    """As after a kill between the last checkpoint and the summary. The score is computed again."""
+    run = tmp_path / "run"
+    trained(model, run, "--updates", "2", "--eval-every", eval_every)
+    before = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "summary.json").unlink()
+    sortedrl("train", "--resume", str(run))
+    after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in after] == [line["update"] for line in before] == [0, 1, 2, 2]
+    assert after[:-1] == before[:-1] and after[-1]["held_out"] == before[-1]["held_out"]
+    assert after[-1]["seconds"] > before[-1]["seconds"]
+
+
 def test_a_resumed_run_with_shuffled_rewards_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:
     """They are drawn from recent ones, which a resumed run must have."""
     shuffles = config_file(tmp_path, shuffle_rewards=True)

@@ -183,6 +183,16 @@ class RunFolder:
             log(f"{path}: {unreadable:,} lines cannot be read and are left out; the damaged file is now {copy}")
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
 
+    def drop_evaluation(self, update: int) -> None:
+        """Drop the held-out score after `update`: a run that is resumed after its last update is evaluated again."""
+        lines = self.lines("metrics.jsonl")
+        kept = [line for line in lines if line["update"] != update or "held_out" not in line]
+        if len(kept) == len(lines):
+            return
+        if file := self._files.pop("metrics.jsonl", None):
+            file.close()
+        self._replace("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in kept))
+
     def _replace(self, name: str, text: str) -> None:
         """Replaces the file in one step: a crash leaves the old or the new file."""
         self.require_in_place()

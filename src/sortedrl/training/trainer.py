@@ -341,6 +341,7 @@ class TrainingRun:
             line["pass_at_k"] = pass_at_k(found.correct, self.settings.eval_samples)._asdict()
         if found.parts:
             line["held_out_parts"] = dict(found.parts)
+        self.folder.drop_evaluation(done)
         self.folder.append("metrics.jsonl", line)
         self.trackers.line(line)
         self.console.line(line)
