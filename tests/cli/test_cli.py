@@ -188,6 +188,17 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
     assert resolved["derived"]["updates_per_cohort"] == 4
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan", "bench", "train"])
+def test_a_dry_run_counts_updates_of_whole_groups(command: str) -> None:
+    """64 x 8 rollouts make six updates of 90, but five of twelve groups or more: four of 96, and the rest."""
+    groups = ["--algorithm", "grpo"] if command == "train" else ["--whole-groups"]
+    sizes = "--prompts-per-cohort 64 --rollouts-per-prompt 8 --rollouts-per-update 90 --slots 192"
+    done = sortedrl(command, "--dry-run", "--json", *sizes.split(), *groups)
+    derived = json.loads(done.stdout)["derived"]
+    assert derived["updates_per_cohort"] == 5
+    assert derived["update_size_over_slots"] == 0.5
+
+
 @pytest.mark.parametrize("command", ["simulate", "plan", "train", "eval"])
 def test_a_dry_run_prints_settings_and_runs_nothing(command: str, tmp_path: Path) -> None:
     done = sortedrl(command, "--dry-run", "--json", cwd=tmp_path)

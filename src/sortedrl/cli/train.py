@@ -15,7 +15,7 @@ from sortedrl.cli.output import console_of_run, print_settings
 from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
-from sortedrl.training.settings import TrainSettings, check_what_must_exist
+from sortedrl.training.settings import TrainSettings, check_what_must_exist, schedule_of
 
 SETTINGS = TrainSettings
 
@@ -34,11 +34,12 @@ def run(settings: TrainSettings) -> int:
 
 def print_dry_run(settings: TrainSettings) -> int:
     per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    per_update = schedule_of(settings).rollouts_needed
     context_tokens = settings.longest_context()
     derived = {
         "rollouts_per_cohort": per_cohort,
-        "updates_per_cohort": updates_left(per_cohort, settings.rollouts_per_update),
-        "update_size_over_slots": settings.rollouts_per_update / settings.slots,
+        "updates_per_cohort": updates_left(per_cohort, per_update),
+        "update_size_over_slots": per_update / settings.slots,
         "whole_groups": settings.wants_whole_groups(),
         "staleness_bound_versions": settings.max_staleness,
         "context_tokens": context_tokens,

@@ -10,16 +10,16 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.settings.base import as_json
-from sortedrl.studies.workload_settings import SimulatedSettings, WorkloadSettings, lengths_cut
+from sortedrl.studies.workload_settings import SimulatedSettings, WorkloadSettings, lengths_cut, simulated_schedule
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
     per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
     derived = {
         "rollouts_per_cohort": per_cohort,
-        "updates_per_cohort": updates_left(per_cohort, schedule.rollouts_per_update),
+        "updates_per_cohort": updates_left(per_cohort, schedule.rollouts_needed),
         "rollouts_in_all": prompts * schedule.rollouts_per_prompt,
-        "update_size_over_slots": schedule.rollouts_per_update / settings.slots,
+        "update_size_over_slots": schedule.rollouts_needed / settings.slots,
         "staleness_bound_versions": schedule.max_staleness,
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
         * (settings.prompt_tokens + settings.response_limit() + settings.most_observed()),
@@ -36,12 +36,13 @@ def print_notices(settings: SimulatedSettings) -> None:
 
 
 def _small_updates(settings: SimulatedSettings) -> str | None:
-    update, slots = settings.rollouts_per_update, settings.slots
+    update, slots = simulated_schedule(settings).rollouts_needed, settings.slots
     if update >= slots:
         return None
     return (
-        f"rollouts_per_update = {update} is less than slots = {slots}: the baseline leaves {1 - update / slots:.0%} of "
-        "the slots empty or more, which makes the gains large. Set --rollouts-per-update to your real update size."
+        f"rollouts_per_update = {settings.rollouts_per_update} is less than slots = {slots}: the baseline leaves "
+        f"{1 - update / slots:.0%} of the slots empty or more, which makes the gains large. Set "
+        "--rollouts-per-update to your real update size."
     )
 
 
@@ -79,7 +80,7 @@ def workload_line(settings: SimulatedSettings) -> str:
         + " on the engine's GPU" * settings.share_gpu
     )
     return (
-        f"lengths: {lengths}\nslots {settings.slots}, updates of {settings.rollouts_per_update}, cohorts of "
-        f"{settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
+        f"lengths: {lengths}\nslots {settings.slots}, updates of {simulated_schedule(settings).rollouts_needed}, "
+        f"cohorts of {settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
         f"seeds {' '.join(map(str, settings.seeds))}{more}"
     )

@@ -195,7 +195,7 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     engine, vocabulary = bare_engine(settings, max_length)
     log(f"{engine.slots} slots on {machine()}; warming up")
     rate = warm_up(engine, vocabulary, max_length)
-    seconds = progress.total * schedule.rollouts_per_update * mean_length(workload, schedule) / rate
+    seconds = progress.total * schedule.rollouts_needed * mean_length(workload, schedule) / rate
     log(f"{rate:,.0f} tok/s in the warm-up: all modes take about {clock(seconds)}")
     limit = None
     if settings.limit == "measured":
@@ -261,7 +261,7 @@ class Progress:
 
 def updates_per_case(workload: Workload, schedule: Schedule, max_updates: int | None) -> int:
     rollouts = workload.prompts * schedule.rollouts_per_prompt
-    possible = updates_left(rollouts, schedule.rollouts_per_update)
+    possible = updates_left(rollouts, schedule.rollouts_needed)
     return possible if max_updates is None else min(possible, max_updates)
 
 

@@ -293,7 +293,7 @@ def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) 
 
 
 def _own_ratio(workload: Workload, schedule: Schedule) -> float:
-    return schedule.rollouts_per_update / workload.slots
+    return schedule.rollouts_needed / workload.slots
 
 
 def _best_by_update_size(

@@ -168,7 +168,7 @@ class _Rates:
 
 def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = None) -> Simulated:
     per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
-    rates = _Rates(max(1, per_cohort // schedule.rollouts_per_update))
+    rates = _Rates(max(1, per_cohort // schedule.rollouts_needed))
     return Simulated(run(workload, schedule, rates, max_updates=max_updates), tuple(rates.rates))
 
 
