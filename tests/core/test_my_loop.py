@@ -53,7 +53,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def blocks() -> tuple[str, str, str]:
     """The set-up, the loop that saves, and the lines that resume."""
     page = (ROOT / "docs" / "my_loop.md").read_text(encoding="utf-8")
-    first, saving, resuming, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, _check, saving, resuming, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     return first[: first.index(LOOP)].replace("epochs=3", "epochs=1"), saving, resuming
 
 
@@ -113,4 +113,29 @@ def test_another_process_sees_the_log_up_to_the_last_phase(in_folder: Path) -> N
     next(iter(made["controller"]))
     *_, last = read_events(in_folder / "my_run" / "events.jsonl")
     assert last.phase == "learner"  # type: ignore[union-attr]
+    made["events"].close()
+
+
+def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_folder: Path) -> None:
+    made = names_of_a_user(CountingLearner())
+    set_up, _, _ = blocks()
+    exec(set_up, made)
+    controller = made["controller"]
+    controller.publish(0)  # the first weights: no token is older
+    batches = iter(controller)
+    for version in (2, 3):
+        next(batches)
+        assert controller.publish(version) == version
+        with pytest.raises(RuntimeError, match=r"publish was called twice after update \d.*once per batch"):
+            controller.publish(version)
+    made["events"].close()
+
+
+def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> None:
+    made = names_of_a_user(CountingLearner())
+    set_up, _, _ = blocks()
+    exec(set_up.replace(", max_staleness=4", ""), made)
+    controller = made["controller"]
+    next(iter(controller))
+    assert [controller.publish(step) for step in range(2)] == [1, 2]
     made["events"].close()

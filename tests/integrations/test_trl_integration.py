@@ -26,6 +26,7 @@ from sortedrl.core.events import Event, Rejected, Scored, Updated, read_events, 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
+from sortedrl.engines.registry import SERVERS
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
 from sortedrl.integrations.trl.prompts import DatasetPrompts
@@ -270,6 +271,12 @@ def test_arguments_that_do_not_fit_are_refused_by_name(
     with pytest.raises(ConfigurationError) as refused:
         trainer_for(tmp_path, tokenizer, **arguments).train()
     assert refused.value.key == key
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_name_of_a_server_is_refused_before_the_model_is_loaded(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"engine = '{name}'.*engine=VllmServerEngine\(URL"):
+        SortedGRPOTrainer(str(tmp_path / "no model"), [], config(tmp_path), train_dataset=questions(), engine=name)
 
 
 def test_a_trl_without_the_hooks_is_refused_with_the_versions_that_work() -> None:

@@ -104,6 +104,7 @@ class Controller:
         self._late_scores = LateScores(self._moves, self.strategy, self._clock)
         self._streaming = Streaming(stream_to, self.strategy, self._state, self._clock, self.log)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
+        self._published_after = 0  # updates that were handed out at the last `publish`
         self._batches_left = 0  # of the last harvest, not yet handed out
         self._phase = ""
         self._gate = ""
@@ -188,13 +189,19 @@ class Controller:
 
     def publish(self, weights: Any = None) -> int:
         """The learner has new weights. Returns their version. Call it at most once per batch: the staleness bound
-        relies on it.
+        relies on it, so with `max_staleness` a second call is refused.
 
         The weights reach the engine when the next harvest starts (at once with `overlap`), so that several updates
         from one harvest cost one weight update. To use the engine before that, as an evaluation does, call
         `update_engine` first.
         """
         s = self._state
+        if self.schedule.max_staleness is not None and 0 < s.updates == self._published_after:
+            raise RuntimeError(
+                f"publish was called twice after update {s.updates - 1}: with max_staleness, each batch makes one "
+                "version. Publish once per batch, after the last optimizer step."
+            )
+        self._published_after = s.updates
         s.version += 1
         s.learning = False
         self._weights = (weights, s.version)

@@ -21,6 +21,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.engines.registry import SERVERS, check_name
 
 OLDEST_VERSION = "1.16.0"
 VERIFIED_VERSIONS = ("1.16.0",)
@@ -134,6 +135,17 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
+def _check_engine(engine: object) -> None:
+    if not isinstance(engine, str):
+        return
+    check_name(engine)
+    if engine in SERVERS:
+        raise ConfigurationError(
+            "engine", engine, "the trainer needs the address of a server",
+            "Pass the engine itself, such as engine=VllmServerEngine(URL, slots=256, eos_token_ids=[...]).",
+        )  # fmt: skip
+
+
 def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:
     """Refuse, by name, each field that is set but would have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
@@ -141,6 +153,7 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
     for name, (why, fix) in REFUSED.items():
         if name in set_fields:
             raise ConfigurationError(name, getattr(args, name), why, fix)
+    _check_engine(engine)
     for name in ENGINE_FIELDS:
         if name in set_fields and engine != "vllm":
             raise ConfigurationError(

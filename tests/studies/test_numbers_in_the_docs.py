@@ -1,0 +1,74 @@
+"""Simulated numbers that README.md and docs/concepts.md state: they are what the simulator gives today."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sortedrl.core.events import Event, Updated
+from sortedrl.core.schedule import Schedule
+from sortedrl.observe.metrics import RunMetrics
+from sortedrl.studies.simulate import SimulateSettings
+from sortedrl.studies.workload import run, with_mode
+from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows_under(page: str, header: str) -> list[list[str]]:
+    """The cells of the Markdown table with this header."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    first = lines.index(header) + 2
+    table = lines[first : next(place for place in range(first, len(lines)) if not lines[place].startswith("|"))]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def reference(mode: str, *, expectation: str = "cold", reuse_kv_cache: bool = False) -> RunMetrics:
+    """A row of `sortedrl simulate`."""
+    settings = SimulateSettings(reuse_kv_cache=reuse_kv_cache)
+    workload = replace(simulated_workload(settings), expectation=expectation)
+    return run(workload, with_mode(simulated_schedule(settings), mode))
+
+
+def test_the_readme_states_the_gains_and_staleness_that_simulate_prints() -> None:
+    base = reference("baseline").trained_tokens_per_hour
+    for wanted, use, gain, staleness in rows_under("README.md", "| you want | use | gain | staleness |"):
+        found = reference(
+            use.split("`")[1],
+            expectation="warm" if "second epoch" in use else "cold",
+            reuse_kv_cache="reuse_kv_cache" in use,
+        )
+        printed = f"{found.trained_tokens_per_hour / base:.2f}x", f"{found.staleness_mean:.2f}"
+        assert printed == (gain, staleness), wanted
+        if "discards" in use:
+            assert f"discards {100 * found.waste:.0f} %" in use
+
+
+def trained_lengths(mode: str) -> list[tuple[int, ...]]:
+    """Of each update, on twenty cohorts of the reference workload."""
+    found: list[tuple[int, ...]] = []
+
+    def collect(event: Event) -> None:
+        if isinstance(event, Updated):
+            found.append(event.lengths)
+
+    run(simulated_workload(SimulateSettings(cohorts=20)), Schedule(mode=mode), collect)
+    return found
+
+
+def mean_of(updates: list[tuple[int, ...]]) -> float:
+    return sum(map(sum, updates)) / sum(map(len, updates))
+
+
+@pytest.mark.slow
+def test_how_much_shorter_the_first_updates_are() -> None:
+    of_mode = {mode: trained_lengths(mode) for mode in ("baseline", "partial", "partial+lookahead", "partial+elevator")}
+    of_dataset = mean_of(of_mode["baseline"])
+    after = [1, 4, 8, 20, 40, 60]
+    header = f"| after updates | {' | '.join(map(str, after))} |"
+    for modes, *stated in rows_under("docs/concepts.md", header):
+        for mode in modes.split("`")[1::2]:
+            shorter = [f"{100 * (1 - mean_of(of_mode[mode][:updates]) / of_dataset):z.0f} %" for updates in after]
+            assert shorter == stated, mode
