@@ -14,9 +14,12 @@ import torch
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core import generate
 from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
+from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.pool import Pool
+from sortedrl.training.engine import PROBE_CONTEXT, PROBE_TOKENS, checked_engine
+from sortedrl.training.settings import ModelSettings
 from tiny_llama import logprobs_of
 
 PROBES = [[5, 6, 7], [9], [11, 12], [13, 14, 15, 16]]
@@ -173,6 +176,17 @@ def test_one_wrong_member_of_a_pool_does_not_hide_behind_the_others() -> None:
     with pytest.raises(WeightsDiffer, match="nats per token"):
         checked.update_weights(None, 1)
     pool.close()
+
+
+def test_long_prompts_are_probed_by_their_start() -> None:
+    """A check runs after every weight update, so a probe costs little, however long the prompt is."""
+    tokens = [5 + place % 20 for place in range(PROBE_CONTEXT + 500)]
+    prompts = [Prompt(str(length), tokens[:length]) for length in (len(tokens), 3, PROBE_CONTEXT)]
+    model = model_of("Llama", max_position_embeddings=2 * PROBE_CONTEXT)
+    engine = engine_of(model, max_length=PROBE_CONTEXT + PROBE_TOKENS)
+    checked = checked_engine(engine, ModelSettings(), prompts, logprobs_of(model))
+    checked.update_weights(None, 1)  # a longer one does not fit into the engine
+    assert 0 < checked.last_difference < 1e-4
 
 
 def test_a_check_without_probes_is_refused() -> None:

@@ -19,6 +19,7 @@ from sortedrl.training.settings import ModelSettings
 COMMON_VOCABULARY = 46  # ids that any model has, the built-in one too: a server may crash on others
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
 PROBE_TOKENS = 16
+PROBE_CONTEXT = 1024  # tokens: of a longer prompt the start
 
 
 def engine_of(
@@ -54,7 +55,7 @@ def checked_engine(
 ) -> CheckedWeights:
     """`engine` with the check of its weights. There is a probe for each server of a pool, which shares them evenly."""
     count = max(PROBES, len(settings.engine_urls))
-    probes = [list(prompts[i % len(prompts)].tokens) for i in range(count)]
+    probes = [list(prompts[i % len(prompts)].tokens[:PROBE_CONTEXT]) for i in range(count)]
     tokens = min(PROBE_TOKENS, settings.max_response_tokens)
     return CheckedWeights(engine, logprobs_of, probes, tokens_per_probe=tokens)
 
