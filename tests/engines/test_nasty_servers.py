@@ -337,7 +337,7 @@ FAULTS: dict[str, Fault] = {
     "429 now and then": Fault(every(3, status(429)), LOSSLESS),
     "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
     "429, then accepted and silent for a while": Fault(busy_then_silent(1), LOSSLESS),
-    "429, then accepted and silent for ever": Fault(busy_then_silent(10**9), DIES, "no token for"),
+    "429, then accepted and silent for ever": Fault(busy_then_silent(10**9), DIES, "set a larger silence_seconds"),
     "not there for a while": Fault(vanishes(6, 0.4), LOSSLESS),
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),

@@ -14,6 +14,14 @@ LONGEST_PAUSE_SECONDS = 30.0  # also if the server asks for more
 _JITTER = (0.75, 1.25)
 
 
+def silent_after_busy(seconds: float) -> str:
+    """Why a request counts as refused that was accepted after an outage."""
+    return (
+        f"no token for {seconds:g} s after it was busy: if it may queue a request for longer, set a larger "
+        "silence_seconds in engine_options"
+    )
+
+
 class Outage:
     """The server is given up after `give_up_seconds` without an accepted request or a token."""
 

@@ -44,7 +44,7 @@ from sortedrl.engines.servers.messages import (
     refusal_in,
     said,
 )
-from sortedrl.engines.servers.outage import Outage
+from sortedrl.engines.servers.outage import Outage, silent_after_busy
 from sortedrl.engines.servers.outbox import Outbox
 from sortedrl.engines.stop_strings import StopWatches
 
@@ -398,7 +398,7 @@ class ServerStreams(ServerDialect):
         probe = self._probe
         if probe is None or probe.heard_at >= self.now() - self._silence_seconds:
             return
-        self._turn_away(probe, f"no token for {self._silence_seconds:g} s after it was busy")
+        self._turn_away(probe, silent_after_busy(self._silence_seconds))
         if probe.task is not None:
             probe.task.cancel()
         self._spawn(self._aborts([probe.name]))
