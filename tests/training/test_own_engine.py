@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from config_file import config_file
 from sortedrl.cli import main
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.models import BUILT_IN_MODEL
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "16", "--max-prompt-tokens", "16"]
@@ -56,6 +58,53 @@ def test_an_evaluation_closes_its_engine(tmp_path: Path, monkeypatch: pytest.Mon
     words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL[:8]]
     assert main(["eval", *words, "--eval-problems", "4", "--threads", "1"]) == 0
     assert (tmp_path / "closing_engine.closed").exists()
+
+
+TALKATIVE = """
+import os
+
+from transformers import AutoModelForCausalLM
+
+from sortedrl.engines.embedded.engine import EmbeddedEngine
+
+print("loaded")
+
+
+class Talkative(EmbeddedEngine):
+    def poll(self, *args, **kwargs):
+        print("a line")
+        os.write(1, b"a line of C code\\n")
+        return super().poll(*args, **kwargs)
+
+
+def engine(spec):
+    os.system("echo a line of a process")
+    model = spec.module or AutoModelForCausalLM.from_pretrained(spec.model)
+    return Talkative(model, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "profile", "bench"])
+def test_stdout_is_one_json_object_although_the_engine_prints(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM prints its log to stdout."""
+    (tmp_path / "talkative_engine.py").write_text(TALKATIVE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "talkative_engine", raising=False)
+    folder = BUILT_IN_MODEL if command == "profile" else toy.make_model(tmp_path / "model")  # which is too short
+    model = ["--model", str(folder), "--engine", "talkative_engine:engine"]
+    profile, short = ["--out", str(tmp_path / "profile.json")], ["--max-response-tokens", "20"]
+    words = {
+        "train": [*SMALL, "--out", str(tmp_path / "run")],
+        "eval": [*SMALL[:8], "--eval-problems", "4", "--threads", "1"],
+        "profile": ["--slots", "4", "--steps", "4", "--repeats", "1", *profile],
+        "bench": ["--modes", "baseline", "--prompts-per-cohort", "4", "--rollouts-per-update", "4", *short],
+    }
+    assert main([command, *model, *words[command], "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)
+    assert {"a line", "a line of C code", "a line of a process"} <= set(err.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sortedrl import __version__
-from sortedrl.cli.output import line_log, table_console
+from sortedrl.cli.output import around_code_of_others, line_log, table_console
 from sortedrl.cli.workload import print_dry_run
 from sortedrl.settings.base import as_json
 from sortedrl.studies import tables
@@ -17,7 +17,8 @@ SETTINGS = BenchSettings
 def run(settings: BenchSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings, bench_schedule(settings), settings.cohorts * settings.prompts_per_cohort)
-    found = run_bench(settings, line_log(settings))
+    with around_code_of_others(settings):
+        found = run_bench(settings, line_log(settings))
     if settings.json_output:
         print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))
         return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sortedrl.cli.output import print_settings, table_console
+from sortedrl.cli.output import around_code_of_others, print_settings, table_console
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.settings.base import Settings
 from sortedrl.studies import doctor
@@ -34,7 +34,8 @@ def run(settings: DoctorSettings) -> int:
     installed = doctor.installation()
     if not settings.json_output:
         doctor.show_installation(table_console(), installed)
-    checks = doctor.self_test(BUILT_IN_MODEL, full=settings.full)
+    with around_code_of_others(settings):
+        checks = doctor.self_test(BUILT_IN_MODEL, full=settings.full)
     if settings.json_output:
         print(json.dumps({**asdict(installed), "self_test": [asdict(check) for check in checks]}))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sortedrl.cli import train_extra
-from sortedrl.cli.output import ProgressBar, line_log, print_settings
+from sortedrl.cli.output import ProgressBar, around_code_of_others, line_log, print_settings
 from sortedrl.settings.base import as_json
 from sortedrl.training.settings import EvalSettings, check_what_must_exist
 
@@ -18,9 +18,10 @@ def run(settings: EvalSettings) -> int:
         print_settings(as_json(settings), derived, as_object=settings.json_output)
         return 0
     check_what_must_exist(settings)
-    evaluate = train_extra.module("evaluate")
-    with ProgressBar("evaluating", quiet=settings.json_output) as progress:
-        result = evaluate.evaluate_model(settings, line_log(settings), progress)
+    with around_code_of_others(settings):
+        evaluate = train_extra.module("evaluate")
+        with ProgressBar("evaluating", quiet=settings.json_output) as progress:
+            result = evaluate.evaluate_model(settings, line_log(settings), progress)
     if settings.json_output:
         print(json.dumps(result))
         return 0

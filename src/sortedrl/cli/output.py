@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sortedrl.cli.streams import stdout_goes_to_stderr
 from sortedrl.observe.console import RunConsole, run_console
 from sortedrl.settings.base import Settings
 
@@ -35,6 +37,11 @@ def line_log(settings: Settings) -> Callable[[str], None]:
 def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> RunConsole:
     """The panel on a terminal, else lines; on stderr if stdout is JSON."""
     return run_console(sys.stderr if settings.json_output else sys.stdout, ends_with_reader=ends_with_reader)
+
+
+def around_code_of_others(settings: Settings) -> AbstractContextManager[None]:
+    """What engines, tasks and their libraries print to stdout goes to stderr if stdout is JSON."""
+    return stdout_goes_to_stderr() if settings.json_output else nullcontext()
 
 
 def table_console() -> Console:

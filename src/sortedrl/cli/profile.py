@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from sortedrl.cli.output import line_log, print_settings
+from sortedrl.cli.output import around_code_of_others, line_log, print_settings
 from sortedrl.settings.base import as_json
 from sortedrl.studies.profile import ProfileSettings, run_profile
 
@@ -16,7 +16,8 @@ def run(settings: ProfileSettings) -> int:
     if settings.dry_run:
         print_settings(as_json(settings), {}, as_object=settings.json_output)
         return 0
-    profile = run_profile(settings, line_log(settings))
+    with around_code_of_others(settings):
+        profile = run_profile(settings, line_log(settings))
     if settings.json_output:
         print(json.dumps(asdict(profile)))
     else:

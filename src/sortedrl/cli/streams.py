@@ -1,10 +1,13 @@
-"""Output that cannot be written: a character is not in the encoding, the reader is gone, or the disk is full."""
+"""Output that cannot be written (a character is not in the encoding, the reader is gone, the disk is full), and output
+of others that would spoil ours."""
 
 from __future__ import annotations
 
 import io
 import os
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
 
@@ -21,3 +24,28 @@ def discard(*streams: TextIO) -> None:
     for stream in streams:
         with suppress(OSError, ValueError):
             os.dup2(nowhere, stream.fileno())
+
+
+@contextmanager
+def stdout_goes_to_stderr() -> Iterator[None]:
+    """For code of others in a command whose stdout is JSON: vLLM prints its log there, and so may a task of the user.
+
+    The descriptor is redirected, too, for C code and child processes.
+    """
+    ours = sys.stdout
+    ours.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # the command runs without one of the two
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with suppress(OSError, ValueError):
+            ours.flush()  # whoever kept the stream wrote to it meanwhile
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sortedrl.cli import train_extra
 from sortedrl.cli.help_page import flag_of, help_position
-from sortedrl.cli.output import console_of_run, print_settings
+from sortedrl.cli.output import around_code_of_others, console_of_run, print_settings
 from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
@@ -24,9 +24,10 @@ def run(settings: TrainSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings)
     check_what_must_exist(settings)
-    trainer = train_extra.module("trainer")
-    console = console_of_run(settings, ends_with_reader=False)
-    summary = trainer.train(settings, console.log, console)
+    with around_code_of_others(settings):
+        trainer = train_extra.module("trainer")
+        console = console_of_run(settings, ends_with_reader=False)
+        summary = trainer.train(settings, console.log, console)
     with _reader_may_be_gone():
         _print_outcome(settings, summary)
     return 130 if summary["interrupted"] else 0
