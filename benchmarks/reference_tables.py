@@ -26,10 +26,11 @@ from typing import Any
 
 from sortedrl import Schedule
 from sortedrl.core import JsonLines
+from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.studies.simulate import MODES, Case, cases, compare
+from sortedrl.studies.simulate import Case, cases, compare
 from sortedrl.studies.workload import Workload, run, with_mode
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -69,7 +70,7 @@ def table(name: str, rows: dict[str, Row], extra: dict[str, Column] | None = Non
 
 
 def reference() -> Iterator[dict[str, str]]:
-    modes = (*MODES, "on-policy+ungated", "cohort-at-once+sorted")
+    modes = [mode for mode in STRATEGIES if mode not in ("async-pool", "cohort-at-once+sorted-descending")]
     for preset in ("compute-bound", "memory-bound", "h200-8b"):
         workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
         rows = cases(workload, Schedule(), modes, QUALITIES)

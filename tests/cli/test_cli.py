@@ -16,7 +16,9 @@ from config_file import config_file
 from forked import Done
 from sortedrl.cli.help_page import flag_of, help_page
 from sortedrl.cli.main import COMMANDS, main
+from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.settings.base import Settings
+from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.training.settings import TrainSettings
 
 SMALL = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
@@ -38,24 +40,21 @@ def test_simulate_takes_several_turns() -> None:
     assert modes["baseline"]["goodput"] < modes["partial+elevator"]["goodput"]
 
 
+def test_all_modes_have_the_asynchronous_one_where_it_can_run() -> None:
+    done = sortedrl("simulate", "--all", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    alone, both = (
+        SimulateSettings(all_modes=True, max_staleness=4, overlap=overlap).modes_and_expectations()[0]
+        for overlap in (False, True)
+    )
+    assert set(both) == STRATEGIES.keys() and set(both) - set(alone) == {"async-pool"}
+
+
 def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
     done = sortedrl("simulate", "--all", "--json", *SMALL)
     assert done.returncode == 0, done.stderr
     modes = json.loads(done.stdout)["modes"]
-    wanted = {
-        "baseline",
-        "baseline+longest-first",
-        "cohort-at-once",
-        "cohort-at-once+longest-first",
-        "on-policy",
-        "on-policy+planned",
-        "partial",
-        "partial+lookahead",
-        "partial+elevator",
-        "april",
-        "tail-batching",
-    }
-    assert wanted <= modes.keys()
+    assert modes.keys() >= STRATEGIES.keys() - {"async-pool"}, "which needs --overlap and --max-staleness"
     for run_metrics in modes.values():
         assert 0 <= run_metrics["bubble"] <= run_metrics["idle"] + 1e-9 <= 1 + 1e-9
         assert run_metrics["bubble"] == pytest.approx(sum(run_metrics["bubble_parts"].values()))

@@ -205,6 +205,17 @@ def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None
     assert spread(rows_of(*modes), modes, 1, 6).startswith("Gains are ± 4% or less")
 
 
+def test_the_sentence_names_no_mode_with_lengths_that_no_run_can_know() -> None:
+    names = ("on-policy+planned (warm)", "on-policy+planned (oracle)")
+    modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.5e7, staleness=0.6)}
+    modes |= {name: metrics_of(name, rate) for name, rate in zip(names, (1.2e7, 1.4e7), strict=True)}
+    rows = rows_of("baseline", "partial") + [
+        Case(name, replace(Workload(), expectation=quality), Schedule(mode="on-policy+planned"))
+        for name, quality in zip(names, ("warm", "oracle"), strict=True)
+    ]
+    assert conclusion(rows, modes).endswith("without stale tokens, on-policy+planned (warm) gives 1.20 times.")
+
+
 def test_more_precision_is_offered_only_where_there_is_more() -> None:
     modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.5e7)}
     for seeds, cohorts in ((1, 6), (3, 6), (1, 20)):

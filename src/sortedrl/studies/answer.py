@@ -38,7 +38,9 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     if younger is not None and _gain(modes[younger.name], base) > 1.02:
         younger_gain = _gain(modes[younger.name], base)
         text += f"; with less staleness, {younger.name} gives {younger_gain:.2f} times at {younger.staleness_mean:.2f}"
-    fresh = _best([o for o in options.values() if STRATEGIES[o.schedule.mode].on_policy and o.staleness_mean == 0])
+    known = {first.workload.expectation, "warm"}  # `oracle` lengths exist in simulations only
+    usable = [options[row.name] for row in rows if row.workload.expectation in known]
+    fresh = _best([o for o in usable if STRATEGIES[o.schedule.mode].on_policy and o.staleness_mean == 0])
     if choice.staleness_mean > 0 and fresh is not None and _gain(modes[fresh.name], base) > 1.02:
         text += f"; without stale tokens, {fresh.name} gives {_gain(modes[fresh.name], base):.2f} times"
     return f"{text}.{larger_updates(choice)}"

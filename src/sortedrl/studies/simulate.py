@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
@@ -15,7 +16,7 @@ from pydantic import Field
 
 from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
 from sortedrl.studies.workload import Workload, limit, run, with_mode
@@ -29,7 +30,7 @@ from sortedrl.studies.workload_settings import (
     simulated_schedule,
 )
 
-DECIDING_MODES = (  # the modes that matter for a choice; `MODES` has all
+DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
     "baseline",
     "on-policy",
     "on-policy+planned",
@@ -38,20 +39,6 @@ DECIDING_MODES = (  # the modes that matter for a choice; `MODES` has all
     "partial+elevator",
     "april",
     "cohort-at-once",
-)
-MODES = (
-    "baseline",
-    "baseline+longest-first",
-    "cohort-at-once",
-    "cohort-at-once+longest-first",
-    "on-policy",
-    "on-policy+planned",
-    "partial",
-    "partial+planned",
-    "partial+lookahead",
-    "partial+elevator",
-    "april",
-    "tail-batching",
 )
 USES_EXPECTATION = frozenset(
     {
@@ -70,7 +57,12 @@ class SimulateSettings(SimulatedSettings):
     oversubscribe: Oversubscribe = None
     modes: Annotated[tuple[str, ...], Field(min_length=1, description="schedules to compare")] = DECIDING_MODES
     all_modes: Annotated[
-        bool, tyro.conf.arg(name="all"), Field(description="every mode, each with cold, warm and oracle lengths")
+        bool,
+        tyro.conf.arg(name="all"),
+        Field(
+            description="every mode, each with cold, warm and oracle lengths; async-pool only with --overlap and "
+            "--max-staleness"
+        ),
     ] = False
     details: Annotated[bool, Field(description="more tables: parts of the bubble, staleness, waiting, prefill")] = False
     expectations: Annotated[
@@ -80,7 +72,9 @@ class SimulateSettings(SimulatedSettings):
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates")] = None
 
     def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:
-        return (MODES, ("cold", "warm", "oracle")) if self.all_modes else (self.modes, self.expectations)
+        if self.all_modes:
+            return _modes_that_run(simulated_schedule(self)), ("cold", "warm", "oracle")
+        return self.modes, self.expectations
 
     def check(self) -> None:
         if self.all_modes and self.modes != DECIDING_MODES:
@@ -91,6 +85,16 @@ class SimulateSettings(SimulatedSettings):
         check_turns(self)
         check_context_fits(self)
         check_streaming(self)
+
+
+def _modes_that_run(schedule: Schedule) -> tuple[str, ...]:
+    """All modes but those that need settings which the schedule lacks."""
+    found = []
+    for mode, strategy in STRATEGIES.items():
+        with suppress(ConfigurationError):
+            strategy.check(with_mode(schedule, mode))
+            found.append(mode)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
