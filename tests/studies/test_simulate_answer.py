@@ -114,6 +114,13 @@ def test_updates_that_cannot_fill_the_slots_are_noted() -> None:
     assert "rollouts_per_update = 16 is less than slots = 32: the baseline leaves 50% of the slots empty" in told
 
 
+def test_groups_that_are_split_are_noted() -> None:
+    groups = ["--modes", "baseline", *SMALL, "--rollouts-per-prompt", "4"]
+    told = "rollouts_per_prompt = 4 without whole_groups"
+    assert told in sortedrl("simulate", *groups).stderr
+    assert sortedrl("simulate", *groups, "--whole-groups").stderr == ""
+
+
 def test_the_default_step_time_is_as_close_to_a_measured_one_as_the_docs_state() -> None:
     measured = Path(__file__).parents[2] / "benchmarks" / "measured" / "h200-8b" / "profile.json"
     goodput: dict[str, list[float]] = {}

@@ -29,10 +29,19 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
 
 
 def print_notices(settings: SimulatedSettings) -> None:
-    """What a user should see before the answer: cut responses, and updates that cannot fill the slots."""
-    for notice in (lengths_cut(settings), _small_updates(settings)):
+    """What a user should see before the answer: cut responses, split groups, and updates that cannot fill the slots."""
+    for notice in (lengths_cut(settings), _split_groups(settings), _small_updates(settings)):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
+
+
+def _split_groups(settings: SimulatedSettings) -> str | None:
+    if settings.rollouts_per_prompt == 1 or settings.whole_groups:
+        return None
+    return (
+        f"rollouts_per_prompt = {settings.rollouts_per_prompt} without whole_groups: responses to one prompt may be in "
+        "different updates. For GRPO or RLOO add --whole-groups."
+    )
 
 
 def _small_updates(settings: SimulatedSettings) -> str | None:
