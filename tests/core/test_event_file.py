@@ -59,7 +59,9 @@ def test_a_new_file_refuses_an_existing_one_and_a_fresh_start_voids_its_events(t
         file(event)
     file.sync()
     assert all_void(path).void == len(SAVED)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(
+        FileExistsError, match=r"events\.jsonl is the log of an earlier run.*Use another folder, or resume"
+    ):
         EventFile.open(path, must_be_new=True)
 
 

@@ -37,7 +37,11 @@ class EventFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not must_be_new:
             cut_torn_line(path)
-        return cls(path.open("x" if must_be_new else "a", encoding="utf-8"), _writer_lock(path))
+        try:
+            return cls(path.open("x" if must_be_new else "a", encoding="utf-8"), _writer_lock(path))
+        except FileExistsError:
+            why = "is the log of an earlier run, and a log has one run. Use another folder, or resume that run"
+            raise FileExistsError(f"{path} {why}.") from None
 
     def __call__(self, event: Event) -> None:
         self._write(event)
