@@ -19,14 +19,16 @@ from rich.console import Console
 
 import forked
 from forked import Done
+from sortedrl.cli.workload import accuracy_line
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies.answer import conclusion, spread
-from sortedrl.studies.plan import Allowed, Option, _best_of, _update_size_scan
+from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
 from sortedrl.studies.simulate import Case, SimulateSettings, relative_error
 from sortedrl.studies.tables import answer_table, settings_of, show
 from sortedrl.studies.workload import Workload, run
 from sortedrl.studies.workload_settings import simulated_workload
 
+PROFILE = Path(__file__).parents[2] / "benchmarks/measured/h200-8b/profile.json"
 ROWS = [
     "baseline",
     "on-policy",
@@ -180,6 +182,22 @@ def test_plan_names_the_settings_of_a_choice() -> None:
     found = tomllib.loads(settings_of(replace(BASELINE, schedule=capped)).replace(", ", "\n"))
     assert found == {"mode": "partial+elevator", "prompts_per_cohort": 256, "oversubscribe": 1.3}
     assert Schedule(**found) == capped
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "of 11 with a learner (docs/results.md). h200-8b is a preset:"),
+        (["--turns", "3", "--median-length", "60"], "up to 9 % off with five turns if returns were timed"),
+    ],
+)
+def test_plan_states_how_far_off_the_simulator_was(words: list[str], line: str) -> None:
+    printed = sortedrl("plan", "--cohorts", "2", *SMALL[2:], *words).stdout
+    assert line in " ".join(printed.split())
+
+
+def test_a_profile_of_your_own_is_no_preset() -> None:
+    assert "preset" not in accuracy_line(PlanSettings(step_time=str(PROFILE)))
 
 
 def test_plan_names_what_its_bound_excludes() -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, table_console
-from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
+from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, workload_line
 from sortedrl.settings.base import as_json
 from sortedrl.studies import plan, tables
 from sortedrl.studies.plan import PlanSettings, allowed_by
@@ -30,4 +30,5 @@ def run(settings: PlanSettings) -> int:
     console = table_console()
     console.print(f"{workload_line(settings)}\nexpected lengths: {settings.expectation}", highlight=False)
     tables.show(console, tables.plan_view(found))
+    console.print(f"\n{accuracy_line(settings)}", highlight=False)
     return 0
