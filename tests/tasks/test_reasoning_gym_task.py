@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import pickle
+import time
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("reasoning_gym")
@@ -60,6 +64,34 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong() -> None:
     task = ReasoningGym("prime_factorization", count=2, held_out_count=1)
     reward = task.score(task.train()[0], "<answer>no number</answer>")
     assert reward.value == 0.0 and reward.parts["unreadable"] == 1.0
+
+
+def test_an_answer_that_takes_hours_to_evaluate_is_wrong_within_its_time_limit() -> None:
+    """The library evaluates an answer to this puzzle as Python: in this process, 9**9**9 would block the run."""
+    task = ReasoningGym("countdown", count=2, held_out_count=1, limit_seconds=1.0)
+    problem = task.train()[0]
+    began = time.monotonic()
+    reward = task.score(problem, "<answer>9**9**9</answer>")
+    assert time.monotonic() - began < 120
+    assert reward.value == 0.0 and reward.parts["timed_out"] == 1.0
+    right = task.score(problem, f"<answer>{problem.answer['metadata']['expression']}</answer>")
+    assert right.correct and right.parts["timed_out"] == 0.0
+
+
+def test_an_answer_that_is_code_does_not_run_in_the_process_of_the_run(tmp_path: Path) -> None:
+    task = ReasoningGym("countdown", count=2, held_out_count=1)
+    pid = tmp_path / "pid"
+    code = f'__import__("os").system("echo $PPID > {pid}")'
+    task.score(task.train()[0], f"<answer>{code}</answer>")
+    assert int(pid.read_text()) in task._library_score.process_ids()
+
+
+def test_a_copy_for_a_worker_process_scores_alike() -> None:
+    """`string_manipulation` keeps functions that cannot be pickled."""
+    task = ReasoningGym("string_manipulation", count=2, held_out_count=1)
+    problem = task.train()[0]
+    copy = pickle.loads(pickle.dumps(task))
+    assert copy.score(problem, f"<answer>{problem.answer['answer']}</answer>").correct
 
 
 def test_options_reach_the_generator() -> None:

@@ -1,19 +1,23 @@
 """Any dataset of the reasoning-gym library by name: generated puzzles, scored by the library's scorer.
 
-The answer is the content of the last <answer>...</answer>, or else the last line. One scorer is not trusted: that of
-`knights_knaves` rewards wrong answers, so its answers are compared exactly.
+The answer is the content of the last <answer>...</answer>, or else the last line. Many scorers evaluate it as Python
+(`countdown`, `puzzle24`, integrals): `9**9**9` takes hours there, and a function call is executed. So scorers run in
+processes that are killed if they do not finish in time; the answer then counts as wrong. One scorer is not trusted at
+all: that of `knights_knaves` rewards wrong answers, so its answers are compared exactly.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from sortedrl.core.install_hint import install_hint
 from sortedrl.tasks.datasets import without
 from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.workers import WorkerPool
 
 INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
 # A generator creates puzzle i from seed + i, so held-out seeds must be beyond any number of training puzzles.
@@ -21,15 +25,42 @@ HELD_OUT_SEED_OFFSET = 10_000_000
 
 
 class ReasoningGym:
-    """`count` training puzzles, `held_out_count` from other seeds; further options go to the generator."""
+    """`count` training puzzles, `held_out_count` from other seeds; further options go to the generator.
+
+    `limit_seconds` is the time limit of a score.
+    """
 
     def __init__(
-        self, dataset: str, *, count: int = 1000, held_out_count: int = 200, seed: int = 0, **options: Any
+        self,
+        dataset: str,
+        *,
+        count: int = 1000,
+        held_out_count: int = 200,
+        seed: int = 0,
+        limit_seconds: float = 5.0,
+        **options: Any,
     ) -> None:
         self.name = f"reasoning_gym:{dataset}"
         self._dataset = dataset
-        self._train = _create(dataset, options | {"seed": seed, "size": count})
-        self._held_out = _create(dataset, options | {"seed": seed + HELD_OUT_SEED_OFFSET, "size": held_out_count})
+        self._train_options = options | {"seed": seed, "size": count}
+        self._held_out_options = options | {"seed": seed + HELD_OUT_SEED_OFFSET, "size": held_out_count}
+        self._limit_seconds = limit_seconds
+        _create(dataset, self._train_options)  # an unknown name or option is an error now
+        self._library_score = self._scoring_workers()
+
+    def _scoring_workers(self) -> WorkerPool:
+        """No process starts before the first call."""
+        load = partial(load_scorer, self._dataset, self._train_options)
+        return WorkerPool(load, workers=max((os.cpu_count() or 1) // 2, 1), limit_seconds=self._limit_seconds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With tools of your own, a worker process scores: it has no use for the problems, and starts its own pool."""
+        left_out = ("_library_score", "_train_problems", "_held_out_problems")
+        return {key: value for key, value in vars(self).items() if key not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._library_score = self._scoring_workers()
 
     def train(self) -> Sequence[Problem]:
         return self._train_problems
@@ -39,24 +70,28 @@ class ReasoningGym:
 
     def score(self, problem: Problem, response: str) -> Reward:
         answer, tagged = extract_answer(response)
-        unreadable = False
+        timed_out = False
+        found: float | None = 0.0
         if self._dataset == "knights_knaves":
-            reward = float(roles(answer) == roles(problem.answer["answer"]))
+            found = float(roles(answer) == roles(problem.answer["answer"]))
         else:
             try:
-                reward = float(self._train.score_answer(answer, problem.answer))
-            except Exception:  # if the scorer cannot parse the answer, the answer is wrong
-                reward, unreadable = 0.0, True
-        return Reward(reward, reward >= 1.0, {"tagged": float(tagged), "unreadable": float(unreadable)})
+                found = self._library_score(answer, problem.answer)
+            except TimeoutError:
+                timed_out = True
+        reward = found or 0.0
+        parts = {"tagged": float(tagged), "unreadable": float(found is None), "timed_out": float(timed_out)}
+        return Reward(reward, reward >= 1.0, parts)
 
     @cached_property
     def _held_out_problems(self) -> list[Problem]:
-        return self._problems(self._held_out, "held-out")
+        return self._problems(_create(self._dataset, self._held_out_options), "held-out")
 
     @cached_property
     def _train_problems(self) -> list[Problem]:
         """Small generators repeat themselves, so held-out puzzles are removed from training."""
-        return without(self._problems(self._train, "train"), self._held_out_problems)
+        train = self._problems(_create(self._dataset, self._train_options), "train")
+        return without(train, self._held_out_problems)
 
     def _problems(self, dataset: Any, part: str) -> list[Problem]:
         problems: dict[str, Problem] = {}
@@ -65,6 +100,19 @@ class ReasoningGym:
             problem = Problem(f"{self.name}/{part}/{index}", entry["question"], entry, INSTRUCTION)
             problems.setdefault(problem.question, problem)
         return list(problems.values())
+
+
+def load_scorer(dataset: str, options: dict[str, Any]) -> Callable[[str, dict[str, Any]], float | None]:
+    """Runs in a worker process: the score of an answer to a puzzle, or None if the library cannot read it."""
+    scorer = _create(dataset, options)
+
+    def score(answer: str, entry: dict[str, Any]) -> float | None:
+        try:
+            return float(scorer.score_answer(answer, entry))
+        except Exception:
+            return None
+
+    return score
 
 
 def extract_answer(response: str) -> tuple[str, bool]:
