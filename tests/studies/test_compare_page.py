@@ -120,6 +120,13 @@ def test_another_threshold_needs_no_new_runs(folder: Path) -> None:
     assert before is not None and after is not None and after.arm_mean < before.arm_mean
 
 
+def test_a_threshold_below_the_scores_at_the_start_is_noticed(folder: Path) -> None:
+    assert not any("threshold" in notice for notice in compared(folder).notices)
+    (folder / "study.toml").write_text(STUDY.replace("threshold = 0.7", "threshold = 0.2"))
+    notice = "24 of 24 runs are at the threshold of 0.2 before their first update: set it higher"
+    assert notice in compared(folder).notices
+
+
 def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Path) -> None:
     failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
     append(folder / "results.jsonl", failed | {"error": "CUDA out of memory (exit code 2)"})

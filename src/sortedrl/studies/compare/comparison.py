@@ -221,6 +221,11 @@ def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, L
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
             yield f"no run has the metric {name} in its metrics.jsonl"
+    if study.threshold is not None:
+        at_start = sum(1 for run in finished if run.curve and run.curve[0].score >= study.threshold)
+        if at_start:
+            runs = f"{at_start} of {len(finished)} runs"
+            yield f"{runs} are at the threshold of {study.threshold:g} before their first update: set it higher"
     devices = sorted({run.device for run in finished})
     if len(devices) > 1:
         yield f"runs have different devices: {'; '.join(devices)}"
