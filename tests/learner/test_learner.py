@@ -17,7 +17,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.batching import (
@@ -222,6 +230,20 @@ def test_gradient_checkpointing_changes_nothing_and_dropout_stays_off() -> None:
     checkpointed = gradients(Learner(model, LearnerSettings(gradient_checkpointing=True)), random_rollouts())
     assert_close(checkpointed, plain)
     assert any(layer.training for layer in model.model.layers)
+
+
+def test_gradient_checkpointing_keeps_the_dropout_of_a_layer_itself_off() -> None:
+    """Layers of OPT and a few others drop out in their own forward pass, not in a submodule."""
+
+    def model() -> PreTrainedModel:
+        torch.manual_seed(0)
+        shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48}
+        config = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, dropout=0.5)
+        return OPTForCausalLM(config)  # type: ignore[no-untyped-call]
+
+    plain = gradients(Learner(model(), LearnerSettings()), random_rollouts())
+    checkpointed = gradients(Learner(model(), LearnerSettings(gradient_checkpointing=True)), random_rollouts())
+    assert_close(checkpointed, plain)
 
 
 @pytest.mark.parametrize("above_tokens", [0, 30, 10**6])

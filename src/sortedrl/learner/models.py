@@ -134,8 +134,9 @@ def checkpoint_layers(module: PreTrainedModel, above_tokens: int = 0) -> None:
     """Recompute activations in the backward pass, in forward passes over more than `above_tokens` tokens.
 
     Layers do so only in training mode. The flag is set on the layers but not on their submodules, because dropout must
-    stay off: log-probabilities must match those of the sampling policy. So nothing is random, and the state of the
-    random number generator is left alone: an engine in this process may sample with it at the same time.
+    stay off: log-probabilities must match those of the sampling policy. Layers that drop out themselves (OPT's) have
+    the probability as a number, which is set to 0. So nothing is random, and the state of the random number generator
+    is left alone: an engine in this process may sample with it at the same time.
     """
     module.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
@@ -143,6 +144,8 @@ def checkpoint_layers(module: PreTrainedModel, above_tokens: int = 0) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for layer in layers:
         layer.training = True
+        for name in [name for name, value in vars(layer).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(layer, name, 0.0)
 
     def choose(_: nn.Module, __: tuple[Any, ...], inputs: Mapping[str, Any]) -> None:
         for layer in layers:
