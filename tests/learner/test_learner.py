@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.learner.batching import (
     micro_batches,
     overhead_tokens,
@@ -914,6 +915,20 @@ def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: t
 def test_bad_settings_name_the_key_the_value_and_a_fix(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LearnerSettings(**changes)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_state_of_another_dtype_is_refused(lora_rank: int) -> None:
+    """With LoRA the trained weights are float32 in both, and only the base model would differ."""
+    in_bf16, in_fp32 = (
+        Learner(tiny_model(), LearnerSettings(bf16=bf16, lora_rank=lora_rank)) for bf16 in (True, False)
+    )
+    before = {name: weight.clone() for name, weight in in_fp32.weights()}
+    with pytest.raises(ConfigurationError, match="dtype = 'float32': the state was saved with weights in bfloat16"):
+        in_fp32.load_state_dict(in_bf16.state_dict())
+    assert all(torch.equal(before[name], weight) for name, weight in in_fp32.weights())
+    with pytest.raises(ConfigurationError, match="dtype = 'bfloat16': the state was saved with weights in float32"):
+        in_bf16.load_state_dict(in_fp32.state_dict())
 
 
 def test_bad_rollouts_are_named() -> None:

@@ -75,7 +75,7 @@ from sortedrl.learner.models import (
     with_adapters,
 )
 from sortedrl.learner.optimizer import AdamW
-from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_streamable
+from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_dtype, require_streamable
 from sortedrl.learner.update_metrics import Tally, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
@@ -90,7 +90,8 @@ class Learner:
 
     def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
         self.settings = settings
-        cast_weights(model, torch.bfloat16 if settings.bf16 else torch.float32)
+        self._dtype = "bfloat16" if settings.bf16 else "float32"
+        cast_weights(model, getattr(torch, self._dtype))
         model.train(False)
         self.model = model
         self.critic = ValueModel(model).eval() if settings.algorithm == "ppo" else None
@@ -202,6 +203,7 @@ class Learner:
         """Plain containers with the learner's own tensors: save them before the next step."""
         state: dict[str, Any] = {
             "updates": self.updates,
+            "dtype": self._dtype,
             "normalizer_tokens": self._normalizer_tokens,
             "statistics": self._statistics.state_dict(),
             "policy": {name: weight.detach() for name, weight in trainable(self.model).items()},
@@ -214,6 +216,7 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, in a learner built from the same initial model with the same settings."""
+        require_dtype(self._dtype, state.get("dtype", self._dtype))  # older versions did not save it
         self._drop_gradient()
         copy_into(trainable(self.model), state["policy"], "policy")
         self._optimizer.load_state_dict(state["optimizer"])
