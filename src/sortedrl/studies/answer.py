@@ -52,16 +52,15 @@ def _best(options: Sequence[Option]) -> Option | None:
 
 
 def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: int, cohorts: int) -> str:
-    """The uncertainty of the gains, and how to reduce it."""
-    errors = [modes[row.name]["goodput_error"] for row in rows]
+    """The uncertainty of the gains, and how to reduce it. All modes generate responses to the same prompts, so the
+    largest error stands for those of modes where one run is too little for an estimate."""
+    base, *errors = [modes[row.name]["goodput_error"] for row in rows]
     run = f"{seeds} seed{'s' if seeds > 1 else ''} of {cohorts} cohort{'s' if cohorts > 1 else ''}"
-    known = [error for error in errors if error is not None]
-    if len(known) < len(errors):
+    if base is None:
         text = f"Standard error unknown with {run}."
     else:
-        base, others = known[0], known[1:] or known
-        widest = max(math.hypot(base, error) for error in others)
-        text = f"Gains are ± {widest:.0%} or less (standard error, {run})."
+        widest = math.hypot(base, max(error for error in (base, *errors) if error is not None))
+        text = f"Gains are ± {widest:.0%} (standard error, {run})."
     if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS:
         return text
     return f"{text} For more precision: --cohorts {PRECISE_COHORTS} --seeds {' '.join(map(str, range(PRECISE_SEEDS)))}"

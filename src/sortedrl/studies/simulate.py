@@ -16,6 +16,7 @@ from pydantic import Field
 
 from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.strategies.ours import LookaheadPartial
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
@@ -125,7 +126,7 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """The summary of every case over the seeds, in row order. Runs on all cores.
 
-    Its `goodput_error` is the relative standard error of tokens per second, over the parts of a run.
+    Its `goodput_error` is the relative standard error of tokens per second.
     """
     jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
     limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
@@ -144,7 +145,7 @@ def compare(
         runs = [results[row.name, seed] for seed in seeds]
         limits_of_seeds = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
         summaries[row.name] = summary([run.run_metrics for run in runs], limits_of_seeds)
-        summaries[row.name]["goodput_error"] = relative_error([rate for run in runs for rate in run.rates])
+        summaries[row.name]["goodput_error"] = _goodput_error(row.schedule.mode, runs)
     return summaries
 
 
@@ -174,6 +175,15 @@ def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = 
     per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
     rates = _Rates(max(1, per_cohort // schedule.rollouts_needed))
     return Simulated(run(workload, schedule, rates, max_updates=max_updates), tuple(rates.rates))
+
+
+def _goodput_error(mode: str, runs: Sequence[Simulated]) -> float | None:
+    """Over the parts of all runs, or over whole runs in modes that work ahead of a cohort's end: what one part of a run
+    does in advance is missing in another, so their parts are not independent."""
+    strategy = strategy_named(mode)
+    if strategy.gated and not isinstance(strategy, LookaheadPartial):
+        return relative_error([rate for run in runs for rate in run.rates])
+    return relative_error([run.run_metrics.trained_tokens_per_hour for run in runs])
 
 
 def relative_error(rates: Sequence[float]) -> float | None:
