@@ -244,6 +244,10 @@ def ignore_budget(server: NastyServer) -> None:
     server.ignores_budget = True
 
 
+def drop_kept_connections(server: NastyServer) -> None:
+    server.drops_kept_connections = True
+
+
 def restart(server: NastyServer) -> None:
     server.restart_at = 2
 
@@ -338,6 +342,7 @@ FAULTS: dict[str, Fault] = {
     "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
     "429, then accepted and silent for a while": Fault(busy_then_silent(1), LOSSLESS),
     "429, then accepted and silent for ever": Fault(busy_then_silent(10**9), DIES, "set a larger silence_seconds"),
+    "connections that close under a second request": Fault(drop_kept_connections, LOSSLESS),
     "not there for a while": Fault(vanishes(6, 0.4), LOSSLESS),
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),

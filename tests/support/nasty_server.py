@@ -46,6 +46,8 @@ class NastyServer:
         self.routes: dict[str, Callable[[], Awaitable[web.Response]]] = {}
         self.asked = 0  # requests for generation so far
         self.ignores_budget = False
+        self.drops_kept_connections = False  # as a server whose keep-alive ran out while it was too busy to read
+        self._answered: set[Any] = set()  # connections
         self.weights = "default"
         self.started = 1000.0
         self.shift = 0  # of tokens: other weights
@@ -95,6 +97,12 @@ class NastyServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        is_kept = request.protocol in self._answered
+        self._answered.add(request.protocol)
+        if is_kept and self.drops_kept_connections:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
         if path in self.routes:
             return await self.routes[path]()
         if path in ("/inference/v1/generate", "/generate"):

@@ -22,6 +22,7 @@ from sortedrl.core.engine import EngineDied, Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.engines.servers import streams as server_streams
 from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
@@ -133,16 +134,28 @@ class TestServer(ServerTests):
         ):
             self.engine_at(server, slots=9)
 
-    def test_preemptions_come_from_the_servers_own_count(self, doomed: ServerProcess) -> None:
+    def test_preemptions_come_from_the_servers_own_count(
+        self, doomed: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All requests fit at first. Then their KV does not, and half of them wait, each time for about a second.
+
+        On a busy machine the tokens of that second arrive at once, and the wait cannot be seen: hence several rounds.
+        """
+        monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.1)
         ledger = Ledger(self.engine_at(doomed, slots=SLOTS))
-        seen: list[Any] = []
-        ledger.submit([endless(id, 240) for id in range(2 * SLOTS)])
-        while ledger.open_ids:
-            changes = ledger.engine.poll()
-            seen += changes
-            ledger.apply(changes)
-        assert all(len(ledger.tokens(id)) == 240 for id in range(2 * SLOTS))
-        assert any(isinstance(change, Preempted) for change in seen)
+        preempted_midway: list[Preempted] = []
+        first_id = 0
+        while not preempted_midway and first_id < 10 * 2 * SLOTS:
+            ids = range(first_id, first_id + 2 * SLOTS)
+            ledger.submit([endless(id, 240) for id in ids])
+            while ledger.open_ids:
+                changes = ledger.engine.poll()
+                preempted_midway += [c for c in changes if isinstance(c, Preempted) and c.recompute > 100]
+                ledger.apply(changes)
+            assert not ledger.failed
+            assert all(len(ledger.tokens(id)) == 240 for id in ids)
+            first_id = ids.stop
+        assert preempted_midway
 
 
 OVERLAP = ["--overlap", "--max-staleness", "4"]
@@ -199,7 +212,7 @@ def test_rollouts_of_several_turns_with_a_server(tmp_path: Path, flags: list[str
     assert len(updates) == 3
     assert all(update["weight_difference"] < 1e-2 and 0 <= update.get("mismatch_kl", 0.0) < 1e-3 for update in updates)
     run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
-    assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1.2 and run_metrics["environment_tokens"] > 0
+    assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1 and run_metrics["environment_tokens"] > 0
 
 
 def test_a_profile_loads_the_servers_own_weights_again(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_rollouts_of_several_turns(tmp_path: Path, flags: list[str]) -> None:
     assert len(updates) == 3 and all(line["weight_difference"] < 1e-2 for line in updates)
     assert all(0 <= line["mismatch_kl"] < (1e-1 if flags == REUSE else 1e-3) for line in updates), "stale KV differs"
     run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
-    assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1.2 and run_metrics["environment_tokens"] > 0
+    assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1 and run_metrics["environment_tokens"] > 0
 
 
 def test_an_engine_that_dies_ends_the_run_clearly_and_it_can_be_resumed(

@@ -1,4 +1,8 @@
-"""HTTP to an inference server: short requests and event streams. There are no retries at this level."""
+"""HTTP to an inference server: short requests and event streams. There are no retries at this level.
+
+Each request has a connection of its own. A server that is too busy to read for a few seconds closes idle connections
+before it reads the request that has arrived on one of them; that request would be lost, and with it a weight update.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,6 @@ except ImportError:
 
 BROKEN = (aiohttp.ClientError, OSError)  # any connection failure, including a timeout
 NOT_REACHED = (aiohttp.ClientConnectorError,)  # nothing was sent
-_KEEP_ALIVE_SECONDS = 2.0  # shorter than the servers' own, so that no connection closes under a new request
 _LONGEST_LINE = 1 << 22  # bytes of one event
 _LONGEST_ANSWER = 1 << 26  # bytes
 _LONGEST_ERROR = 1 << 16
@@ -37,7 +40,7 @@ class ServerConnection:
 
     async def open(self, connect_seconds: float) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
             read_bufsize=_LONGEST_LINE,
             headers=self.api_key.headers,
