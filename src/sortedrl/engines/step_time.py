@@ -82,7 +82,7 @@ PRESETS: dict[str, StepTime] = {
         3e-5,
         2.5e-8,
         2e-5,
-        source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200; sortedrl profile measures yours",
+        source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200",
     ),
     "a100-8b": StepTime(
         _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated"
