@@ -99,6 +99,27 @@ def test_modes_train(mode: str, model: Path, tmp_path: Path) -> None:
         assert all(version == update.version for update in updates for s in update.segments for version, _ in s)
 
 
+def test_a_run_whose_gradients_are_no_longer_finite_stops(model: Path, tmp_path: Path) -> None:
+    """A learning rate of 1e30 breaks the weights in the first update; later steps are skipped."""
+    words = [
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path / "run"),
+        *SMALL,
+        "--updates",
+        "20",
+        "--learning-rate",
+        "1e30",
+    ]
+    done = sortedrl("train", *words, check=False)
+    assert done.returncode == 2
+    output = done.stdout + done.stderr
+    assert output.count("update 2: 1 of 1 optimizer steps skipped, because the gradient is not finite") == 1
+    assert "the last 8 updates, up to 9, were not finite" in output and "lower learning_rate than 1e+30" in output
+    assert "Traceback" not in output
+
+
 def test_the_same_seed_gives_the_same_run(model: Path, tmp_path: Path) -> None:
     """In every mode, but without a model: test_invariants.py."""
     for name in ("a", "b"):

@@ -56,6 +56,7 @@ from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
 from sortedrl.training.shuffled_rewards import RewardPool, shuffled
 from sortedrl.training.signals import Interrupted, interruptible
+from sortedrl.training.skipped_steps import SkippedSteps
 
 
 class NothingLearned(UserError, RuntimeError):
@@ -97,6 +98,7 @@ class TrainingRun:
             stream_to=self._streamed_learner(),
         )
         self.rejections = self._rejection_watch()
+        self.skipped_steps = SkippedSteps(settings.steps_per_update, settings.learning_rate, console.log)
         train, held_out = map(problem_digests, (resources.train, self._held_out()))
         self.problem_digests = {"train": train, "held_out": held_out}
         self.before: Evaluation | None = None
@@ -214,6 +216,7 @@ class TrainingRun:
         self.controller.publish(self._weights())
         evaluates = settings.eval_every > 0 and done % settings.eval_every == 0
         self._record(batch, stats | self._weight_update(is_due=evaluates or self.controller.harvest_is_used_up))
+        self.skipped_steps.check(done, stats)
         if evaluates:
             self._evaluate(done)
         if settings.checkpoint_every and done % settings.checkpoint_every == 0:
