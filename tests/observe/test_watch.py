@@ -335,6 +335,6 @@ def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
     assert watch.outcome_line(tmp_path, seen).endswith("If it was killed, resume it in its own loop")
     path.write_text(written([*log, events.Phase(log[-1].at, "checkpoint")]))
     seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched(600.0)
-    assert watch.outcome_line(tmp_path, seen) == "ended"
+    assert watch.outcome_line(tmp_path, seen) == f"ended. For its metrics: sortedrl report {tmp_path}"
     (tmp_path / "config.json").write_text('{"updates": null}')  # of `sortedrl train`, for all epochs
     assert watch.outcome_line(tmp_path, seen).endswith(f"sortedrl train --resume {tmp_path}")

@@ -132,7 +132,7 @@ def outcome_line(folder: Path, watched: Watched) -> str:
         return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
     summary = _read(folder / "summary.json")
     if "gain" not in summary:
-        return "ended"
+        return f"ended. For its metrics: sortedrl report {folder}"
     before, after, gain = (summary[key] for key in ("score_before", "score_after", "gain"))
     parts = summary["metrics"].get("wall_parts")
     return (f"{bottleneck_line(parts)}\n" if parts else "") + (
