@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
@@ -192,11 +195,34 @@ def relative_error(rates: Sequence[float]) -> float | None:
     return stdev(rates) / len(rates) ** 0.5 / mean if len(rates) > 2 and mean else None
 
 
+def _end_with_parent() -> None:
+    """In a worker. Python's own handler would keep it alive on Ctrl-C, and no worker notices that its parent died."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _cancels(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """After an error or an interrupt nothing more is started."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
 def _on_all_cores(
     jobs: list[tuple[Case, int, int | None]], limits: list[tuple[int, int]], rows: Sequence[Case]
 ) -> Iterator[tuple[Any, Any]]:
     workload, schedule = rows[0].workload, rows[0].schedule
-    with ProcessPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_end_with_parent) as pool, _cancels(pool):
         futures: dict[Any, Any] = {
             pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most): (row.name, seed)
             for row, seed, most in jobs
