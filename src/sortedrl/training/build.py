@@ -1,16 +1,23 @@
-"""From settings to what PyTorch and the learner need."""
+"""From settings to what PyTorch and the learner need, and what its errors mean for them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from sortedrl.core.errors import UserError
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.learner.settings import LearnerSettings, learner_settings_from
 from sortedrl.training.cpu_threads import threads_here
 from sortedrl.training.settings import ModelSettings, TrainSettings
 
 LARGE_MODEL = 50_000_000  # parameters
+
+
+class OutOfMemory(UserError, RuntimeError):
+    """The GPU has too little memory for the learner; the text has the fix."""
 
 
 def device_of(settings: ModelSettings) -> str:
@@ -43,6 +50,15 @@ def learning_rate_notice(settings: TrainSettings, parameters: int) -> str | None
     return (
         f"learning_rate = {default:g} (the default) suits the built-in model of 0.3 million parameters; "
         f"this one has {parameters / 1e6:,.0f} million. Set --learning-rate, for example 1e-6."
+    )
+
+
+def out_of_memory(error: torch.OutOfMemoryError, settings: TrainSettings, folder: Path) -> OutOfMemory:
+    reason = ". ".join(str(error).split("\n")[0].split(". ")[:2]).rstrip(".")
+    checkpointing = "" if settings.gradient_checkpointing else " or set gradient_checkpointing = true"
+    return OutOfMemory(
+        f"the learner ran out of memory ({reason}). Lower tokens_per_micro_batch = {settings.tokens_per_micro_batch}"
+        f"{checkpointing} in a TOML file, then continue with sortedrl train --resume {folder} --config FILE"
     )
 
 

@@ -32,10 +32,12 @@ from sortedrl.settings.schedule import (
     score_wait_seconds,
 )
 
-# Settings that may change when a run is resumed: they only extend it or name a place.
+# Settings that may change when a run is resumed: they extend it, name a place, or trade memory for time. Those of the
+# last kind change the rounding of gradients, nothing else.
 EXTENDING_KEYS = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
     | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
+    | {"engine_urls", "tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens"}
 )
 
 

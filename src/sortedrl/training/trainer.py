@@ -46,7 +46,7 @@ from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.observe.watch import kept_readable
 from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, paired_difference, pass_at_k
-from sortedrl.training.build import dtype_of, learner_settings_of, learning_rate_notice, set_threads
+from sortedrl.training.build import dtype_of, learner_settings_of, learning_rate_notice, out_of_memory, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Log, Resources, read_resources
@@ -491,5 +491,7 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
     try:
         with run.console, closing(run.trackers), closing(run), folder.removal_explained():
             return run.run()
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, settings, folder.path) from error
     except (EngineDied, WeightsDiffer, TooManyRejected) as error:
         raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
