@@ -46,6 +46,14 @@ def test_the_readme_states_the_gains_and_staleness_that_simulate_prints() -> Non
             assert f"discards {100 * found.waste:.0f} %" in use
 
 
+def test_how_sorted_the_updates_are() -> None:
+    elevator = [reference("partial+elevator", expectation=known).sortedness for known in ("cold", "warm", "oracle")]
+    cold, warm, oracle, partial = (f"{value:.2f}" for value in (*elevator, reference("partial").sortedness))
+    page = " ".join((ROOT / "docs/concepts.md").read_text(encoding="utf-8").split())
+    assert f"is {cold} in a first epoch, {warm} after one epoch and {oracle} with nearly known lengths" in page
+    assert f"`partial` needs no lengths for {partial}," in page
+
+
 def trained_lengths(mode: str) -> list[tuple[int, ...]]:
     """Of each update, on twenty cohorts of the reference workload."""
     found: list[tuple[int, ...]] = []
