@@ -338,6 +338,45 @@ def test_a_file_of_something_else_is_refused(folder: Path, capsys: pytest.Captur
     assert "line 1 is not the result of a run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"curve": {}},
+        {"curve": {"update": [], "rollouts": [], "seconds": [], "score": []}},
+        {"curve": {"update": [0], "rollouts": [0], "seconds": [0.0], "score": [0.5, 0.6]}},
+        {"series": {}},
+        {"device": None},
+        {"rollouts_per_update": None},
+        {"seed": "0"},
+        {"arm": None, "error": "it failed"},
+    ],
+)
+def test_a_line_that_lacks_a_result_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps(line("fast", 0) | change) + "\n")
+    assert main(["compare", "--from", str(folder)]) == 2
+    assert f"line {3 * SEEDS + 1} is not the result of a run" in capsys.readouterr().err
+
+
+def test_results_of_other_settings_are_not_shown_as_those_of_the_study(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = folder / "other.toml"
+    other.write_text(STUDY.replace('mode = "baseline"', 'mode = "on-policy"'))
+    assert main(["compare", str(other), "--from", str(folder)]) == 2
+    printed = capsys.readouterr().err
+    assert "slow seed 0 was run with mode = 'baseline'" in printed and printed.count("\n") == 1
+
+
+def test_a_dry_run_of_stored_results_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.iterdir())
+    assert main(["compare", "--from", str(folder), "--dry-run"]) == 0
+    assert "# 3 arms x 8 seeds = 24 runs" in capsys.readouterr().out
+    assert sorted(folder.iterdir()) == before
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     with Chromium(chromium_or_skip(), tmp_path_factory.mktemp("profile")) as found:

@@ -94,6 +94,10 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["'x'", "two arms have this name"],
     ),
     "a name that is no folder": (TWO_ARMS.replace("[arms.a]", '[arms."../a"]') + CONTRAST, ["'../a'", "folder"]),
+    "a name that no file system takes": (
+        TWO_ARMS.replace("[arms.a]", f"[arms.{'a' * 201}]") + CONTRAST.replace('"a"', f'"{"a" * 201}"'),
+        ["at most 200"],
+    ),
     "a seed in an arm": (TWO_ARMS.replace('"baseline"', '"baseline"\nseed = 1') + CONTRAST, ["seed", "seeds = "]),
     "set twice": (TWO_ARMS + '[grid]\nmode = ["x"]\n' + CONTRAST, ["mode", "both set it"]),
     "a metric that is an outcome": ('metrics = ["seconds"]\n' + TWO_ARMS + CONTRAST, ["seconds", "already"]),

@@ -19,7 +19,7 @@ from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json
-from sortedrl.studies.compare.conduct import conduct, rebuild
+from sortedrl.studies.compare.conduct import conduct, rebuild, study_of
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
 from sortedrl.training.settings import TrainSettings
 
@@ -55,9 +55,11 @@ SETTINGS = CompareSettings
 
 def run(settings: CompareSettings) -> int:
     """Exit code 2 if a run failed."""
-    log = line_log(settings)
-    if settings.from_results is not None:
-        return _show(settings, rebuild(settings.from_results, settings.study, settings.out, log, __version__))
+    source = settings.from_results
+    if source is not None:
+        if settings.dry_run:
+            return _print_plan(study_of(source, settings.study), settings)
+        return _show(settings, rebuild(source, settings.study, settings.out, line_log(settings), __version__))
     assert settings.study is not None
     study = read_study(settings.study)
     folder = settings.out or Path("runs") / study.name

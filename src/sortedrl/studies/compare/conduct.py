@@ -18,7 +18,15 @@ from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
 from sortedrl.studies.compare.progress import StudyProgress
 from sortedrl.studies.compare.results import Key, Line, append, failed_line, finished_line, read_results
-from sortedrl.studies.compare.runs import Ended, Run, Runner, refuse_changed_settings, runs_of, wait_for_earlier_runs
+from sortedrl.studies.compare.runs import (
+    NEW_PLACE,
+    Ended,
+    Run,
+    Runner,
+    refuse_changed_settings,
+    runs_of,
+    wait_for_earlier_runs,
+)
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
 from sortedrl.training.run_lock import locked
 
@@ -54,7 +62,7 @@ class _Conducted:
 
     def run(self, jobs: int, stream: TextIO) -> Comparison:
         known = read_results(self.results) if self.results.exists() else {}
-        _refuse_changed_results(self.study, known)
+        _refuse_changed_results(self.study, known, NEW_PLACE)
         refuse_changed_settings(self.runs)
         wait_for_earlier_runs(self.runs, self.log)
         write_atomically(self.folder / STUDY, self.study.text)
@@ -88,11 +96,21 @@ class _Conducted:
                 shutil.rmtree(run.folder / name, ignore_errors=True)
 
 
+def results_in(source: Path) -> Path:
+    return source / RESULTS if source.is_dir() else source
+
+
+def study_of(source: Path, study_file: Path | None) -> Study:
+    """The study of stored results: as named, or the one beside them."""
+    return read_study(study_file or _study_beside(results_in(source)))
+
+
 def rebuild(source: Path, study_file: Path | None, out: Path | None, log: Log, version: str) -> Comparison:
     """Page and numbers from results alone. `source` is the folder of a study or its results.jsonl."""
-    results = source / RESULTS if source.is_dir() else source
-    study = read_study(study_file or _study_beside(results))
-    comparison = compare(study, read_results(results))
+    results = results_in(source)
+    study, known = study_of(source, study_file), read_results(results)
+    _refuse_changed_results(study, known, "Name the study of these results.")
+    comparison = compare(study, known)
     folder = out or results.parent
     name = Path(PAGE).stem if results.name == RESULTS else results.stem
     write_outputs(comparison, folder / f"{name}.html", folder / f"{name}.json", version, log)
@@ -124,7 +142,7 @@ def _lacks_results(study: Study, line: Line | None) -> bool:
     return line is None or "error" in line or not set(study.metrics) <= line["series"].keys()
 
 
-def _refuse_changed_results(study: Study, known: dict[Key, Line]) -> None:
+def _refuse_changed_results(study: Study, known: dict[Key, Line], fix: str) -> None:
     for (arm, seed), line in known.items():
         if arm not in study.arms or "error" in line:
             continue
@@ -132,7 +150,7 @@ def _refuse_changed_results(study: Study, known: dict[Key, Line]) -> None:
         for key in sorted(now.keys() | then.keys()):
             if now.get(key) != then.get(key):
                 why = f"{arm} seed {seed} was run with {key} = {then.get(key)!r}"
-                raise ConfigurationError(key, now.get(key), why, "Use another --out, or a new name for the arm.")
+                raise ConfigurationError(key, now.get(key), why, fix)
 
 
 def _refuse_other_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ from sortedrl.core.schedule import ConfigurationError
 
 Settings = dict[str, Any]
 ARM_NAME = re.compile(r"[\w+\-.=,]+", re.ASCII)
+LONGEST_NAME = 200  # file systems take 255 bytes
 SET_BY_THE_STUDY = ("seed", "out", "resume", "config", "dry_run", "json_output")
 
 
@@ -81,6 +82,9 @@ def _refuse_what_the_study_sets(settings: Mapping[str, Any]) -> None:
 
 
 def _refuse_name(name: str, taken: Mapping[str, Settings]) -> None:
+    if len(name) > LONGEST_NAME:
+        why = f"the name is that of a folder: at most {LONGEST_NAME} characters"
+        raise ConfigurationError("arms", name, why, "Shorten it, or name points of the grid in tables.")
     if not ARM_NAME.fullmatch(name) or name in (".", ".."):
         raise ConfigurationError("arms", name, "the name is that of a folder", "Use letters, digits and +-._=, only.")
     if name in taken:

@@ -107,13 +107,27 @@ def read_results(path: Path) -> dict[Key, Line]:
             continue
         try:
             line = json.loads(text)
-            if "error" not in line and not all(isinstance(line[key], dict) for key in RESULT):
+            if not _is_result(line):
                 raise ValueError
             found[line["arm"], line["seed"]] = line
         except (ValueError, KeyError, TypeError):
             why = f"line {number} is not the result of a run"
             raise ConfigurationError("from", str(path), why, "Name a results.jsonl of sortedrl compare.") from None
     return found
+
+
+def _is_result(line: Line) -> bool:
+    """Whether it has what a comparison needs. May raise `KeyError`, `TypeError` or `ValueError` if not."""
+    if not isinstance(line["arm"], str) or type(line["seed"]) is not int:
+        return False
+    if "error" in line:
+        return True
+    return (
+        all(isinstance(line[key], dict) for key in RESULT)
+        and len(curve_of(line)) > 0
+        and len(line["series"]["length"]) == len(line["rollouts_per_update"])
+        and isinstance(line["device"], str)
+    )
 
 
 def _whole_lines(text: str) -> list[str]:

@@ -38,6 +38,7 @@ from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
 PAUSE_SECONDS = 30.0  # before runs that failed at their start are tried again
+NEW_PLACE = "Use another --out, or a new name for the arm."  # for changed settings
 TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
@@ -112,7 +113,7 @@ def refuse_changed_settings(runs: Iterable[Run]) -> None:
         if changed:
             key = changed[0]
             why = f"{run.folder} was started with {key} = {started.get(key)!r}"
-            raise ConfigurationError(key, run.settings.get(key), why, "Use another --out, or a new name for the arm.")
+            raise ConfigurationError(key, run.settings.get(key), why, NEW_PLACE)
 
 
 def wait_for_earlier_runs(runs: Iterable[Run], log: Callable[[str], None], patience: float = SAVE_SECONDS) -> None:
