@@ -112,3 +112,14 @@ def test_the_answer_is_in_the_last_tags_or_on_the_last_line() -> None:
     assert extract_answer("<answer>1</answer> <answer>2\n3</answer> bye") == ("2\n3", True)
     assert extract_answer("first\nlast \n\n") == ("last", False)
     assert extract_answer("") == ("", False)
+    assert extract_answer("<answer>a <answer>b</answer> <answer>c") == ("a <answer>b", True)
+
+
+@pytest.mark.parametrize("part", ["<answer>", "</answer>", "a", "1", "a is a ", "is a", "\n", " "])
+def test_a_response_that_repeats_itself_is_read_in_one_pass(part: str) -> None:
+    """A quadratic scan of a million characters would take hours; this one takes milliseconds."""
+    response = part * (1_000_000 // len(part))
+    began = time.process_time()
+    extract_answer(response)
+    roles(response)
+    assert time.process_time() - began < 20
