@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from sortedrl.core.rollout import Prompt
@@ -89,4 +95,28 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
             "model", settings.model, "its tokenizer has no EOS token, so no response could end",
             "Set eos_token in its tokenizer_config.json.",
         )  # fmt: skip
+    make_savable(model)
     return tokenizer, model.to(device_of(settings)).eval()
+
+
+def make_savable(model: PreTrainedModel) -> None:
+    """transformers reads generation settings that it refuses to write, such as a temperature without `do_sample`.
+
+    The trained model could not be saved. The policy is sampled, so `do_sample` is turned on. If they are invalid still,
+    only the token ids stay.
+    """
+    config = model.generation_config
+    if config is None or _is_valid(config):
+        return
+    config.do_sample = True
+    if not _is_valid(config):
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        model.generation_config = GenerationConfig(**{name: getattr(config, name, None) for name in ids})
+
+
+def _is_valid(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True

@@ -299,7 +299,7 @@ class TrainingRun:
         try:
             save(temporary)
             checkpoint.put_in_place(temporary, target)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise cannot_write(target, error) from error
 

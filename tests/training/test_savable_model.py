@@ -1,0 +1,38 @@
+"""Models that transformers reads but would refuse to write at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import toy
+from sortedrl.training.resources import make_savable, read_model
+from sortedrl.training.settings import ModelSettings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_sampling_settings_beside_greedy_decoding_do_not_keep_the_model_from_being_saved(tmp_path: Path) -> None:
+    folder = toy.make_model(tmp_path / "model")
+    generation = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2}'
+    (folder / "generation_config.json").write_text(generation)
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "plain")
+    _, model = read_model(str(folder), ModelSettings())
+    model.save_pretrained(tmp_path / "trained")
+    saved = GenerationConfig.from_pretrained(tmp_path / "trained")
+    assert (saved.do_sample, saved.temperature, saved.top_p, saved.eos_token_id) == (True, 0.6, 0.9, 2)
+
+
+def test_of_settings_that_stay_invalid_only_the_token_ids_are_saved(tmp_path: Path) -> None:
+    _, model = read_model(str(toy.make_model(tmp_path / "model")), ModelSettings())
+    model.generation_config = GenerationConfig(eos_token_id=[2, 3])
+    model.generation_config.max_new_tokens = -1
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.save_pretrained(tmp_path / "plain")
+    make_savable(model)
+    model.save_pretrained(tmp_path / "trained")
+    saved = GenerationConfig.from_pretrained(tmp_path / "trained")
+    assert saved.eos_token_id == [2, 3] and saved.max_new_tokens is None
