@@ -265,6 +265,16 @@ def test_the_sentence_says_when_nothing_is_gained() -> None:
     assert conclusion(rows_of("baseline"), modes).startswith("You do not need this")
 
 
+def test_if_every_mode_has_length_bias_none_is_recommended() -> None:
+    done = sortedrl("simulate", "--modes", "on-policy", "tail-batching", *SMALL)
+    assert "No mode here is free of length bias (more than 2%), so none is recommended." in done.stdout
+
+
+def test_only_a_baseline_makes_the_others_needless() -> None:
+    modes = {"partial": metrics_of("partial", 1.5e7, staleness=0.6), "april": metrics_of("april", 1.4e7, staleness=1.0)}
+    assert conclusion(rows_of(*modes), modes) == "partial is as fast as any mode here without length bias."
+
+
 @pytest.mark.slow
 def test_the_error_is_that_of_other_seeds() -> None:
     settings = SimulateSettings()

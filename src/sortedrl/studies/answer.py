@@ -21,11 +21,14 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     first, base = rows[0], modes[rows[0].name]
     options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
     comparable = [options[row.name] for row in rows if row.workload.expectation == first.workload.expectation]
+    if not any(one.is_baseline or is_allowed(one, Allowed()) for one in comparable):
+        return f"No mode here is free of length bias (more than {Allowed().length_bias:.0%}), so none is recommended."
     choice, _ = choose(comparable, Allowed())
     chosen = modes[choice.name]
     gain = _gain(chosen, base)
     if choice.name == first.name or choice.is_baseline or gain < 1.02:
-        return f"You do not need this: {choice.name} is as fast as any mode here without length bias."
+        needless = "You do not need this: " if choice.is_baseline else ""
+        return f"{needless}{choice.name} is as fast as any mode here without length bias."
     text = (
         f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
         f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "
