@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import toy
+from sortedrl.training.build import copy_on
 from sortedrl.training.resources import make_savable, read_model
 from sortedrl.training.settings import ModelSettings
 
@@ -36,3 +38,23 @@ def test_of_settings_that_stay_invalid_only_the_token_ids_are_saved(tmp_path: Pa
     model.save_pretrained(tmp_path / "trained")
     saved = GenerationConfig.from_pretrained(tmp_path / "trained")
     assert saved.eos_token_id == [2, 3] and saved.max_new_tokens is None
+
+
+def test_a_copy_on_a_device_shares_nothing_and_keeps_tied_weights(tmp_path: Path) -> None:
+    _, model = read_model(str(toy.make_model(tmp_path / "model")), ModelSettings())
+    model.tie_weights()
+    plain = copy_on(torch.device("cpu"), model)
+    assert plain.device == model.device == torch.device("cpu")
+    for (name, own), (_, copied) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert torch.equal(own, copied) and own.data_ptr() != copied.data_ptr(), name
+    names = [len({tensor.data_ptr() for tensor in one.state_dict().values()}) for one in (model, plain)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_off_the_gpu_takes_no_memory_there(tmp_path: Path) -> None:
+    _, model = read_model(str(toy.make_model(tmp_path / "model")), ModelSettings())
+    before = torch.cuda.memory_allocated()
+    plain = copy_on(torch.device("cpu"), model)
+    assert torch.cuda.memory_allocated() <= before
+    assert plain.device.type == "cpu" and model.device.type == "cuda"

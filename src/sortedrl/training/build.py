@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -40,6 +41,14 @@ def learner_settings_of(settings: TrainSettings) -> LearnerSettings:
         temperature=settings.temperature,
         bf16=dtype_of(settings).itemsize == 2,
     )
+
+
+def copy_on(device: torch.device, model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model on a device. Where the model is, there need not be room for two."""
+    own = model.device
+    copied = copy.deepcopy(model.to(device))
+    model.to(own)
+    return copied
 
 
 def learning_rate_notice(settings: TrainSettings, parameters: int) -> str | None:

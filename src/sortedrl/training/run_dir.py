@@ -19,11 +19,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from safetensors import SafetensorError
 
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.errors import UserError
@@ -31,6 +34,7 @@ from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_fil
 from sortedrl.core.events import RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.learner import checkpoint
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 from sortedrl.training.settings import EXTENDING_KEYS, TrainSettings, saved_settings
@@ -239,6 +243,18 @@ class _LogBytes(io.FileIO):
         except OSError as error:
             self.has_failed = True
             raise cannot_write(self._path, error) from error
+
+
+def replace_folder(target: Path, save: Callable[[Path], None]) -> None:
+    """Replace a folder in one step by what `save` writes."""
+    temporary = checkpoint.temporary_of(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        save(temporary)
+        checkpoint.put_in_place(temporary, target)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise cannot_write(target, error) from error
 
 
 def cannot_write(path: Path, error: Exception) -> RunFolderError:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
@@ -15,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineDied, Sampling
@@ -46,12 +42,19 @@ from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.observe.watch import kept_readable
 from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, paired_difference, pass_at_k
-from sortedrl.training.build import dtype_of, learner_settings_of, learning_rate_notice, out_of_memory, set_threads
+from sortedrl.training.build import (
+    copy_on,
+    dtype_of,
+    learner_settings_of,
+    learning_rate_notice,
+    out_of_memory,
+    set_threads,
+)
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Log, Resources, read_resources
 from sortedrl.training.rewards import Rewards, RewardSource
-from sortedrl.training.run_dir import RunFolder, cannot_write
+from sortedrl.training.run_dir import RunFolder, replace_folder
 from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
 from sortedrl.training.shuffled_rewards import RewardPool, shuffled
@@ -75,7 +78,9 @@ class TrainingRun:
         embedded = settings.engine == "embedded"
         self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
         self.engine_shares_model = embedded and not self.has_plain_copy
-        self.plain_model = copy.deepcopy(resources.model) if self.has_plain_copy else resources.model
+        self.plain_model = resources.model
+        if self.has_plain_copy:  # another engine has weights of its own: the copy is for the export, off the GPU
+            self.plain_model = copy_on(resources.model.device if embedded else torch.device("cpu"), resources.model)
         self.learner = Learner(resources.model, learner_settings_of(settings))
         engine = self._engine()
         self.checked = self._checked(engine)
@@ -279,29 +284,19 @@ class TrainingRun:
         """The trained model in Hugging Face format. LoRA is merged, by way of the plain copy; the adapter is beside
         it."""
         if self.has_plain_copy:
-            copy_weights(self.plain_model, dict(self.learner.weights()))
+            device = self.plain_model.device  # one weight at a time: merged ones may not fit beside the others
+            copy_weights(self.plain_model, {name: weight.to(device) for name, weight in self.learner.weights()})
 
         def save_model(folder: Path) -> None:
             self.plain_model.save_pretrained(folder)
             self.resources.tokenizer.save_pretrained(folder)
 
-        self._put_in_place(self.folder.path / "model", save_model)
+        replace_folder(self.folder.path / "model", save_model)
         if self.settings.lora_rank:
             adapter = self.folder.path / "adapter"
             base = model_named(self.settings.model, self.settings.task)
-            self._put_in_place(adapter, lambda folder: self.learner.save_adapter(folder, base))
+            replace_folder(adapter, lambda folder: self.learner.save_adapter(folder, base))
             self.console.log(f"LoRA adapter in {adapter} (peft format), merged weights in {self.folder.path / 'model'}")
-
-    def _put_in_place(self, target: Path, save: Callable[[Path], None]) -> None:
-        """Replace a folder in one step."""
-        temporary = checkpoint.temporary_of(target)
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            save(temporary)
-            checkpoint.put_in_place(temporary, target)
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise cannot_write(target, error) from error
 
     # Output
 
