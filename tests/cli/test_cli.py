@@ -316,6 +316,7 @@ BAD_INPUT = {
     ),
     "a staleness bound of 0": (["simulate", "--max-staleness", "0"], ["max_staleness = 0", "on-policy"]),
     "a cap without end": (["bench", "--modes", "partial*inf"], ["oversubscribe = inf"]),
+    "a seed beyond PyTorch's": (["train", "--seed", str(2**64)], [f"seed = {2**64} (set by flag --seed)", "less than"]),
     "a seed twice": (["simulate", "--seeds", "0", "1", "0"], ["seeds = (0, 1, 0)", "one is named twice"]),
     "a mode of a bench twice": (["bench", "--modes", "partial", "partial"], ["modes = 'partial'", "there twice"]),
     "a folder for the file of a bench": (["bench", "--out", "."], ["out = '.'", "Use bench.json."]),

@@ -175,7 +175,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     mode: Annotated[str, Field(description="schedule; `sortedrl simulate` and `sortedrl plan` compare them")] = (
         "partial+elevator"
     )
-    seed: Annotated[int, Field(description="seed of data order and sampling")] = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64, description="seed of data order and sampling")] = 0
     algorithm: AlgorithmSetting = "grpo"
     learning_rate: LearningRate = 3e-4
     warmup_updates: WarmupUpdates = 2
