@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,22 @@ def test_a_file_system_without_locks_says_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(process_lock.fcntl, "flock", unsupported)
     assert ProcessLock(path).why_not == os.strerror(errno.ENOLCK)
     assert process_is_there(path) is None and holder_of(path) is None
+
+
+def test_the_scheduler_needs_no_locks(tmp_path: Path) -> None:
+    """Windows has neither module nor function."""
+    script = (
+        "import os, sys\n"
+        "sys.modules['fcntl'] = None\n"
+        "del os.fork, os.register_at_fork, os.O_CLOEXEC\n"
+        "from pathlib import Path\n"
+        "from sortedrl.core import EventFile\n"
+        "from sortedrl.core.process_lock import lock_of_log, process_is_there\n"
+        "file = EventFile.open(Path(sys.argv[1]))\n"
+        "assert process_is_there(lock_of_log(Path(sys.argv[1]))) is None\n"
+        "file.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "events.jsonl")], check=True)
 
 
 def test_a_log_that_is_open_twice_has_a_writer_until_both_are_closed(tmp_path: Path) -> None:

@@ -7,13 +7,19 @@ carries the lock stays, with a description of the process that held it last.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows: there, no process is known to be there or gone
+    fcntl = None
 
 RUN_LOCK = ".lock"  # of a run folder
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -35,18 +41,18 @@ class ProcessLock:
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         self._path = path
         self.why_not: str | None = None
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         _open_locks.add(self._file)
         try:
-            self._take(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            self._take(shared=shared)
         except BaseException:
             self.release()
             raise
 
-    def _take(self, kind: int) -> None:
+    def _take(self, *, shared: bool) -> None:
         try:
             for tries_left in reversed(range(_TRIES)):
-                if _take(self._file, kind):
+                if _take(self._file, shared=shared):
                     break
                 if not tries_left:
                     raise HeldByAnother(_holder(self._file))
@@ -83,7 +89,7 @@ def holder_of(path: Path) -> str | None:
     if file is None:
         return None
     try:
-        return None if _take(file, fcntl.LOCK_SH) else _holder(file)
+        return None if _take(file, shared=True) else _holder(file)
     except OSError:
         return None
     finally:
@@ -100,7 +106,7 @@ def process_is_there(path: Path) -> bool | None:
     if file is None:
         return None
     try:
-        if not _take(file, fcntl.LOCK_EX):
+        if not _take(file, shared=False):
             return True
         return False if json.loads(os.pread(file, 4096, 0))["machine"] == _machine() else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,14 +121,16 @@ def _opened(path: Path) -> int | None:
         os.O_RDONLY,
     ):  # NFS needs the first one for LOCK_EX; another user has the second
         with suppress(OSError):
-            return os.open(path, access | os.O_CLOEXEC)
+            return os.open(path, access)
     return None
 
 
-def _take(file: int, kind: int) -> bool:
+def _take(file: int, *, shared: bool) -> bool:
     """False if another process holds the lock. Raises OSError where there are no locks."""
+    if fcntl is None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD_BY_ANOTHER:
             return False
@@ -161,4 +169,5 @@ def _forget_in_child() -> None:
     _open_locks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
