@@ -931,6 +931,24 @@ def test_a_state_of_another_dtype_is_refused(lora_rank: int) -> None:
         in_bf16.load_state_dict(in_fp32.state_dict())
 
 
+@pytest.mark.parametrize("changes", [{"lora_rank": 2}, {"kl_coefficient": 0.1}, {"lora_rank": 2, "algorithm": "ppo"}])
+def test_a_state_of_another_initial_model_is_refused(changes: dict[str, Any]) -> None:
+    """Its LoRA adapters or its KL reference would be those of another policy."""
+    settings = LearnerSettings(**changes)
+    trained = Learner(tiny_model(), settings)
+    trained.step(random_rollouts(), 0)
+    Learner(tiny_model(), settings).load_state_dict(trained.state_dict())
+    with pytest.raises(ConfigurationError, match="its weights are not those that the run started with"):
+        Learner(tiny_model(seed=1), settings).load_state_dict(trained.state_dict())
+
+
+def test_without_frozen_weights_the_initial_model_does_not_matter() -> None:
+    trained = Learner(tiny_model(), LearnerSettings())
+    other = Learner(tiny_model(seed=1), LearnerSettings())
+    other.load_state_dict(trained.state_dict())
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trained.weights(), other.weights(), strict=True))
+
+
 def test_bad_rollouts_are_named() -> None:
     learner = Learner(tiny_model(), LearnerSettings())
     for spoil, message in (

@@ -138,6 +138,8 @@ def tensors_of(state: Any, name: str = "") -> dict[str, Tensor]:
         entries: Any = state.items()
     elif isinstance(state, list | tuple):
         entries = enumerate(state)
+    elif isinstance(state, str):
+        return {name: torch.tensor(list(state.encode()))}
     else:
         return {name: torch.tensor(float(state))}
     return {key: tensor for part, value in entries for key, tensor in tensors_of(value, f"{name}/{part}").items()}

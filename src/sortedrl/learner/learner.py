@@ -24,6 +24,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,17 @@ from sortedrl.learner.models import (
     ValueModel,
     cast_weights,
     checkpoint_layers,
+    checksum,
     compile_layers,
     copy_into,
+    require_same_model,
     response_logprobs,
     scattered,
     trainable,
     with_adapters,
 )
 from sortedrl.learner.optimizer import AdamW
-from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_dtype, require_streamable
+from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_streamable
 from sortedrl.learner.update_metrics import Tally, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
@@ -90,8 +93,7 @@ class Learner:
 
     def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
         self.settings = settings
-        self._dtype = "bfloat16" if settings.bf16 else "float32"
-        cast_weights(model, getattr(torch, self._dtype))
+        cast_weights(model, torch.bfloat16 if settings.bf16 else torch.float32)
         model.train(False)
         self.model = model
         self.critic = ValueModel(model).eval() if settings.algorithm == "ppo" else None
@@ -203,7 +205,7 @@ class Learner:
         """Plain containers with the learner's own tensors: save them before the next step."""
         state: dict[str, Any] = {
             "updates": self.updates,
-            "dtype": self._dtype,
+            "initial_model": self._initial_model,
             "normalizer_tokens": self._normalizer_tokens,
             "statistics": self._statistics.state_dict(),
             "policy": {name: weight.detach() for name, weight in trainable(self.model).items()},
@@ -216,7 +218,7 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, in a learner built from the same initial model with the same settings."""
-        require_dtype(self._dtype, state.get("dtype", self._dtype))  # older versions did not save it
+        require_same_model(str(self.model.name_or_path), self._initial_model, state.get("initial_model"))
         self._drop_gradient()
         copy_into(trainable(self.model), state["policy"], "policy")
         self._optimizer.load_state_dict(state["optimizer"])
@@ -227,6 +229,13 @@ class Learner:
         # A run continues with the constant that its optimizer has seen. Older versions saved None at update 0.
         self._normalizer_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
         self.updates = int(state["updates"])
+
+    @cached_property
+    def _initial_model(self) -> dict[str, str]:
+        """With a checksum of the weights that no state holds: the base model of LoRA, the reference of the KL term."""
+        models = [self.model] if self._reference_scorer is None else [self.model, self._reference_scorer.model]
+        frozen = (weight for model in models for weight in model.parameters() if not weight.requires_grad)
+        return {"dtype": "bfloat16" if self.settings.bf16 else "float32", "frozen": checksum(frozen)}
 
     def _drop_gradient(self) -> None:
         """Forget the rollouts that were accumulated and their gradient."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sortedrl.core.schedule import ConfigurationError
 from sortedrl.learner.batching import UpdateBatch
 from sortedrl.learner.losses import selected_logprobs
 from sortedrl.learner.settings import require
@@ -26,7 +28,7 @@ class TokenScorer:
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
-        self._model = model
+        self.model = model
         self._temperature = temperature
         head: nn.Module | None = model.get_output_embeddings()
         self._head = head if head is not None and self._gives_the_logits(head) else None
@@ -37,7 +39,7 @@ class TokenScorer:
 
         The head's output is replaced by large numbers for this check: a cap would not show on small ones.
         """
-        tokens_bt = torch.tensor([[0, 1]], device=self._model.device)
+        tokens_bt = torch.tensor([[0, 1]], device=self.model.device)
         inputs: list[Tensor] = []
 
         def probe(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ class TokenScorer:
 
         handle = head.register_forward_hook(probe)
         try:
-            logits = self._model(input_ids=tokens_bt, use_cache=False).logits
+            logits = self.model(input_ids=tokens_bt, use_cache=False).logits
         finally:
             handle.remove()
         if len(inputs) != 1 or not bool((logits == 4096.0).all()):
@@ -54,7 +56,7 @@ class TokenScorer:
         return bool(torch.allclose(inputs[0], self._hidden(tokens_bt), rtol=1e-2, atol=1e-3))
 
     def _hidden(self, tokens_bt: Tensor) -> Tensor:
-        hidden_bth: Tensor = self._model.base_model(input_ids=tokens_bt, use_cache=False).last_hidden_state
+        hidden_bth: Tensor = self.model.base_model(input_ids=tokens_bt, use_cache=False).last_hidden_state
         return hidden_bth
 
     def __call__(self, batch: UpdateBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
@@ -70,7 +72,7 @@ class TokenScorer:
         if self._head is not None:
             head, features_btf = self._head, self._hidden(tokens_bt)
         else:
-            head, features_btf = nn.Identity(), self._model(input_ids=tokens_bt, use_cache=False).logits
+            head, features_btf = nn.Identity(), self.model(input_ids=tokens_bt, use_cache=False).logits
         return selected_logprobs(
             features_btf[row_n, place_n - 1], tokens_bt[row_n, place_n], head, self._temperature, entropy_gradient
         )
@@ -163,6 +165,37 @@ def compile_layers(module: PreTrainedModel) -> None:
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True)
+
+
+def checksum(weights: Iterable[Tensor]) -> str:
+    """The same for the same weights on any device: sums of their bits as integers do not depend on the order."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        (tuple(weight.shape), int(weight.detach().view(integers[weight.element_size()]).sum(dtype=torch.int64)))
+        for weight in weights
+    ]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def require_same_model(name: str, own: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
+    """Refuse a state that belongs to another initial model: `dtype`, and `frozen`, a checksum of its frozen weights."""
+    if saved is None:  # older versions did not save it
+        return
+    if own["dtype"] != saved["dtype"]:
+        raise ConfigurationError(
+            "dtype",
+            own["dtype"],
+            f"the state was saved with weights in {saved['dtype']}",
+            "Resume with that type; if dtype is auto, on the same kind of device: it is bfloat16 on a GPU and float32 "
+            "on a CPU.",
+        )
+    if own["frozen"] != saved["frozen"]:
+        raise ConfigurationError(
+            "model",
+            name,
+            "its weights are not those that the run started with, and a state with LoRA or a KL penalty needs them",
+            "Restore the model's files (on the hub: its revision), or start a new run.",
+        )
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -251,18 +251,6 @@ def require_streamable(settings: LearnerSettings) -> None:
     )
 
 
-def require_dtype(own: str, saved: str) -> None:
-    """Refuse a state of weights of another type: `auto` may have found another device."""
-    if own != saved:
-        raise ConfigurationError(
-            "dtype",
-            own,
-            f"the state was saved with weights in {saved}",
-            "Resume with that type; if dtype is auto, on the same kind of device: it is bfloat16 on a GPU and float32 "
-            "on a CPU.",
-        )
-
-
 def require(holds: bool, name: str, value: object, why: str) -> None:
     if not holds:
         raise ValueError(f"{name} = {value}: {why}")
