@@ -29,6 +29,7 @@ def sortedrl(*words: str, cwd: Path | None = None) -> Done:
     return forked.run(words, cwd=cwd, environment=os.environ | {"COLUMNS": "160"})
 
 
+@pytest.mark.slow
 def test_simulate_takes_several_turns() -> None:
     words = ["--turns", "3", "--median-length", "60", "--environment-seconds", "4", "--step-time", "h200-8b"]
     words += ["--cohorts", "1", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "32"]
@@ -117,6 +118,7 @@ def test_plan_names_a_choice_and_says_when_it_is_not_needed() -> None:
     assert "You do not need this" in flat.stdout
 
 
+@pytest.mark.slow
 def test_plan_states_what_kv_reuse_would_add() -> None:
     def found(*flags: str) -> dict[str, Any]:
         costly = ["--step-time", "h200-8b", "--prefill-seconds-per-token", "2e-4", "--expectation", "oracle"]
@@ -148,6 +150,7 @@ def test_simulate_honours_the_settings_of_the_schedule() -> None:
     assert overlapping["baseline"]["wall_seconds"] == plain["baseline"]["wall_seconds"]
 
 
+@pytest.mark.slow
 def test_plan_counts_the_learners_time() -> None:
     def best(*flags: str) -> float:
         return float(json.loads(sortedrl("plan", "--json", *SMALL, *flags).stdout)["choice"]["of_limit"])

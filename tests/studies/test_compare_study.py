@@ -58,7 +58,10 @@ def test_arms_are_run_at_every_point_of_the_grid() -> None:
     assert found["fast,partial,overlap=true"] == {"learning_rate": 1e-3, "mode": "partial", "overlap": True}
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), st.lists(st.integers(), min_size=1, max_size=3, unique=True)))
+INTEGERS = st.integers(-(2**63), 2**63 - 1)  # of TOML
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.lists(INTEGERS, min_size=1, max_size=3, unique=True)))
 def test_a_grid_has_every_combination_once(grid: dict[str, list[int]]) -> None:
     if not grid:
         return

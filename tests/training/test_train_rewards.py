@@ -60,6 +60,7 @@ def wait_for_a_reward_that_hangs(run: int) -> list[int]:
     raise AssertionError("no worker spins")
 
 
+@pytest.mark.slow
 def test_a_slow_reward_shows_as_the_bottleneck_everywhere(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
