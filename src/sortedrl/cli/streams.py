@@ -46,6 +46,6 @@ def stdout_goes_to_stderr() -> Iterator[None]:
             yield
     finally:
         with suppress(OSError, ValueError):
-            ours.flush()  # whoever kept the stream wrote to it meanwhile
+            ours.flush()  # code that kept the stream may have written to it
         os.dup2(kept, 1)
         os.close(kept)

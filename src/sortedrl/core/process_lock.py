@@ -116,10 +116,7 @@ def process_is_there(path: Path) -> bool | None:
 
 
 def _opened(path: Path) -> int | None:
-    for access in (
-        os.O_RDWR,
-        os.O_RDONLY,
-    ):  # NFS needs the first one for LOCK_EX; another user has the second
+    for access in (os.O_RDWR, os.O_RDONLY):  # NFS needs the first one for LOCK_EX; another user has the second
         with suppress(OSError):
             return os.open(path, access)
     return None

@@ -11,7 +11,7 @@ from sortedrl.studies.plan import Allowed, Option, choose, is_allowed, larger_up
 from sortedrl.studies.simulate import Case
 
 WARM = " (warm)"
-MUCH = 1.5  # times the staleness: worth the name of a slower mode
+MUCH = 1.5  # if the choice has this many times the staleness of a slower mode, that mode is named, too
 MILLION_TOKENS = 100  # trained on, for the hours in the sentence
 PRECISE_COHORTS, PRECISE_SEEDS = 20, 3
 

@@ -257,7 +257,11 @@ class TrainingRun:
                 f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )
         self.folder.require_in_place()
-        after = self._evaluate(done) if self.evaluated is None or self.evaluated[0] != done else self.evaluated[1]
+        if self.evaluated is not None and self.evaluated[0] == done:
+            after = self.evaluated[1]
+        else:
+            self.folder.drop_evaluation(done)  # a run that is resumed after its last update has only its mean
+            after = self._evaluate(done)
         self._save(done)
         self._export()
         assert self.before is not None
@@ -339,7 +343,6 @@ class TrainingRun:
             line["pass_at_k"] = pass_at_k(found.correct, self.settings.eval_samples)._asdict()
         if found.parts:
             line["held_out_parts"] = dict(found.parts)
-        self.folder.drop_evaluation(done)
         self.folder.append("metrics.jsonl", line)
         self.trackers.line(line)
         self.console.line(line)
