@@ -202,7 +202,7 @@ class Bench:
             prefill_seconds_per_token=profile.prefill_of(found),
             prefill_tokens_per_step=engine.info().prefill_tokens_per_step,
             kv_tokens=engine.info().kv_tokens,
-            weight_update_seconds=engine.weight_update_seconds,
+            weight_update_seconds=self.checked.weight_update_seconds,
             machine=machine(),
         )
         known.write(self.options.out / f"profile_{self.options.shape}.json")

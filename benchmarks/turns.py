@@ -37,6 +37,7 @@ from sleeping_tools import SleepingTools
 from sortedrl.core import events
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
+from sortedrl.core.engine import UNCHANGED
 from sortedrl.core.events import Event, EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
@@ -335,7 +336,7 @@ class Bench:
         alarm.start()
         reused, inside, began = engine.reused_kv_tokens, engine.inside_seconds, time.perf_counter()
         for _ in controller:
-            controller.publish()
+            controller.publish(UNCHANGED)
         alarm.cancel()
         tools.close()
         seconds = time.perf_counter() - began

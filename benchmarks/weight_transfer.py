@@ -155,7 +155,7 @@ def main() -> int:
             record(
                 way=way,
                 version=version,
-                seconds=round(engine.weight_update_seconds, 3),
+                seconds=round(checked.weight_update_seconds, 3),
                 nats_apart=round(checked.last_difference, 5),
             )
         engine.close()

@@ -95,7 +95,10 @@ def fresh_import(module: str) -> tuple[float, list[str]]:
 
 @pytest.mark.parametrize("module", ["sortedrl", "sortedrl.core"])
 def test_importing_the_scheduler_is_quick_and_needs_nothing_but_python(module: str) -> None:
-    runs = [fresh_import(module) for _ in range(5)]
+    runs, standard = [], []
+    for _ in range(5):  # in turn: a busy machine slows both down
+        runs.append(fresh_import(module))
+        standard.append(fresh_import("asyncio, dataclasses, logging, statistics")[0])
     foreign = {name for _, modules in runs for name in modules if name.split(".")[0] not in sys.stdlib_module_names}
     assert {name.split(".")[0] for name in foreign} == {"sortedrl"}
-    assert min(seconds for seconds, _ in runs) < 0.100
+    assert min(seconds for seconds, _ in runs) < 2 * min(standard)  # 1.1 to 1.3 times; 0.07 s on a quiet machine

@@ -123,6 +123,15 @@ def test_a_size_that_is_no_int_is_refused(size: Any) -> None:
         Schedule(rollouts_per_update=size)
 
 
+@pytest.mark.parametrize(
+    "setting", [{"max_prompt_tokens": 0}, {"max_prompt_tokens": 1.5}, {"score_wait_seconds": float("nan")}]
+)
+def test_a_limit_that_no_prompt_or_score_can_meet_is_refused(setting: dict[str, Any]) -> None:
+    [name] = setting
+    with pytest.raises(ConfigurationError, match=f"{name} = "):
+        Schedule(**setting)
+
+
 def test_expected_lengths_may_be_numbers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     lengths = {f"p{i}": numpy.float64(3.0) for i in range(4)}

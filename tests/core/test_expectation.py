@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scenarios import run
 from sortedrl.core import Prompt, Rollout, Segment, SensedLengths, events, expectation
+from sortedrl.core.buffer import Buffer
 from sortedrl.core.expectation import expected_length
 
 
@@ -58,6 +59,16 @@ def test_a_rollout_that_was_stopped_is_expected_to_go_beyond_what_it_reached() -
     assert expected_length(rollout("p", reached=50), sensed) == 70
     assert expected_length(rollout("p", reached=100), sensed) == 130
     assert expected_length(rollout("p", 100), sensed) == 130
+
+
+def test_a_shorter_attempt_does_not_lower_what_a_rollout_has_reached() -> None:
+    buffer, regenerated = Buffer(), rollout("p")
+    buffer.load([regenerated], 0, whole_groups=False, key=lambda one: (one.id,))
+    for length in (100, 40):
+        buffer.start()
+        regenerated.append(Segment(range(length), range(length), 0))
+        buffer.put_back(regenerated, keep=False, key=lambda one: (one.id,))
+    assert expected_length(regenerated, SensedLengths(first_guess=70)) == 130
 
 
 def test_a_forgotten_prompt_is_unknown_again() -> None:

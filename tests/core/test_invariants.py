@@ -33,17 +33,35 @@ from sortedrl.engines.step_time import StepTime
 from sortedrl.observe.metrics import Metrics
 
 
-@examples(450)
-@given(peaceful())
-def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
+def check_peaceful(scenario: Scenario) -> None:
     run = checked_run(scenario)
     check_batch_sizes(run)
     assert run.run_metrics.rejected == run.run_metrics.failures == 0
 
 
-@examples(600)
+@examples(200)
+@given(peaceful())
+def test_what_must_hold_when_nothing_goes_wrong(scenario: Scenario) -> None:
+    check_peaceful(scenario)
+
+
+@examples(300)
 @given(troubled())
 def test_what_must_hold_under_any_fault(scenario: Scenario) -> None:
+    checked_run(scenario)
+
+
+@pytest.mark.slow
+@examples(1000)
+@given(peaceful())
+def test_what_must_hold_when_nothing_goes_wrong_in_many_runs(scenario: Scenario) -> None:
+    check_peaceful(scenario)
+
+
+@pytest.mark.slow
+@examples(1500)
+@given(troubled())
+def test_what_must_hold_under_any_fault_in_many_runs(scenario: Scenario) -> None:
     checked_run(scenario)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from sortedrl.core import ConfigurationError, read_events
+from sortedrl.core import ConfigurationError, Controller, Prompt, read_events
 from sortedrl.core.events import Published, RunBegan, without_rolled_back
+from sortedrl.core.strategies.paper import Partial
 from sortedrl.observe.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +140,61 @@ def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> No
     next(iter(controller))
     assert [controller.publish(step) for step in range(2)] == [1, 2]
     made["events"].close()
+
+
+def test_a_batch_without_a_publish_after_it_is_pointed_out_once(
+    in_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the engine keeps the old weights, and the report calls every token on-policy."""
+    made = names_of_a_user(CountingLearner())
+    set_up, _, _ = blocks()
+    exec(set_up, made)
+    controller = made["controller"]
+    batches = iter(controller)
+    for version in (1, 2):
+        next(batches)
+        assert controller.publish(version) == version
+    assert not caplog.messages
+    for _ in range(3):
+        next(batches)
+    assert caplog.messages == [
+        "update 3 is handed out, but no weights were published after the one before: staleness is wrong until you call "
+        "controller.publish(weights) once per batch"
+    ]
+    made["events"].close()
+
+
+PARTS = {
+    "prompts": ([Prompt("a", [1])], r"prompts is a list: pass Prompts\(dataset\)"),
+    "scorer": (lambda rollout: 1.0, r"scorer is a function: pass ScoreAtOnce\(reward\)"),
+    "schedule": ("partial", r"schedule is a str: pass Schedule\(mode="),
+    "strategy": (Partial, "strategy is the class Partial: pass an instance with its name"),
+    "log": ("my_run/events.jsonl", r"log is a str: pass EventLog\(EventFile"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_wrong_part_of_the_loop_is_named_with_what_to_write_instead(name: str, in_folder: Path) -> None:
+    made = names_of_a_user(CountingLearner())
+    exec(blocks()[0], made)
+    made["events"].close()
+    parts = {key: made[key] for key in ("engine", "prompts", "scorer", "schedule")}
+    part, expected = PARTS[name]
+    with pytest.raises(TypeError, match=expected):
+        Controller(**parts | {name: part})
+
+
+def test_a_strategy_of_the_user_s_own_runs_as_documented(in_folder: Path) -> None:
+    made = names_of_a_user(CountingLearner())
+    made["dataset"] = [(f"p{number}", [0] * (1 + number * 7 % 5), "e") for number in range(PROMPTS)]
+    page = (ROOT / "docs" / "my_loop.md").read_text(encoding="utf-8")
+    own = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "strategy=" in block)
+    exec(blocks()[0] + own, made)
+    lengths = []
+    for batch in made["controller"]:
+        lengths.append([len(rollout.prompt.tokens) for rollout in batch])
+        made["controller"].publish(len(lengths))
+    made["events"].close()
+    assert sum(map(len, lengths)) == PROMPTS
+    assert max(lengths[0]) < max(lengths[-1]), "short prompts come first"
+    assert made["controller"].state()["mode"] == "short-prompts-first"

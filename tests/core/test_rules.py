@@ -87,14 +87,15 @@ def started_in(run: Run, harvest: int) -> list[int]:
 def test_a_cohort_is_loaded_when_nothing_of_the_last_is_untrained(mode: str) -> None:
     lengths = [7, 1, 2, 9, 3, 3, 1, 8, 2, 5, 4, 1]
     result = run(mode, lengths, slots=3, rollouts_per_update=2, prompts_per_cohort=4)
-    untrained = 0
+    untrained, loaded_early = 0, False
     for event in result.events:
         if isinstance(event, events.Loaded):
-            assert untrained == 0 or mode == "partial+lookahead"
+            loaded_early |= untrained > 0
             untrained += event.rollouts
         elif isinstance(event, events.Updated):
             untrained -= len(event.rollouts)
     assert untrained == 0
+    assert loaded_early == STRATEGIES[mode].works_ahead
 
 
 def test_the_datasets_end_closes_a_cohort_early() -> None:
@@ -343,6 +344,14 @@ def test_a_request_keeps_what_it_was_given_while_its_rollout_grows() -> None:
     kept = [event.prefix for event in result.all(events.Submitted)]
     assert sum(kept) > 0
     assert [request.prefix_length for request in result.engine.requests] == kept
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_that_uses_no_expectation_runs_the_same_with_any(mode: str) -> None:
+    lengths = [7, 1, 2, 9, 3, 3, 1, 8, 2, 5, 4, 6]
+    plan = scenario(mode, lengths, slots=3, rollouts_per_update=4, prompts_per_cohort=8)
+    orders = [start_order(Run(plan, expectation=known_lengths(known)).to_end()) for known in (lengths, lengths[::-1])]
+    assert (orders[0] != orders[1]) == STRATEGIES[mode].uses_expectation
 
 
 def test_planned_starts_the_shortest_expected_first() -> None:
@@ -628,8 +637,8 @@ def test_an_overdue_rollout_is_started_whatever_the_cap_says() -> None:
     assert result.run_metrics.staleness_max == 1
 
 
-def test_an_overdue_rollout_whose_score_never_comes_is_restarted_once_and_then_rejected() -> None:
-    result = run(
+def run_without_a_score_of_the_overdue_one() -> Run:
+    return run(
         "april",
         [3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
         slots=4,
@@ -638,10 +647,22 @@ def test_an_overdue_rollout_whose_score_never_comes_is_restarted_once_and_then_r
         score_seconds=(NEVER, *[0] * 11),
         score_wait_seconds=5,
     )
+
+
+def test_an_overdue_rollout_whose_score_never_comes_is_restarted_once_and_then_rejected() -> None:
+    result = run_without_a_score_of_the_overdue_one()
     assert [event.rollout for event in result.all(events.Regenerated)] == [0]
     assert [(event.rollout, event.reason) for event in result.all(events.Rejected)] == [(0, "no score in time, twice")]
     assert result.run_metrics.staleness_max <= 1
     assert result.run_metrics.waste > 0
+
+
+def test_a_harvest_does_not_wait_for_an_overdue_rollout_that_it_gave_up() -> None:
+    """It has no old tokens any more, so no bound asks for it."""
+    result = run_without_a_score_of_the_overdue_one()
+    (regenerated,) = result.all(events.Regenerated)
+    update = next(event for event in result.all(events.Updated) if event.at >= regenerated.at)
+    assert update.at == regenerated.at and 0 not in update.rollouts
 
 
 def test_only_overdue_rollouts_are_restarted_when_a_harvest_waits_for_their_scores() -> None:

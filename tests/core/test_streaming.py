@@ -252,6 +252,20 @@ def test_an_interrupt_in_mid_harvest_drops_the_gradient_and_no_rollout(mode: str
     assert set(dropped) <= set(again.streamed()) | set(trained)
 
 
+def test_after_an_interrupt_the_learner_does_not_work_beside_the_caller() -> None:
+    """The caller saves a checkpoint next."""
+    learner = RecordingLearner(0.1)
+    first = controller_over(paced(), None)
+
+    def interrupting(rollouts: Sequence[Rollout], version: int) -> None:
+        learner.is_working = True  # before the controller can react
+        first.interrupt()
+        learner.accumulate(rollouts, version)
+
+    first = controller_over(paced(), interrupting)
+    assert trained_by(first) == [] and len(learner.parts) == 1 and not learner.is_working
+
+
 def test_an_engine_that_dies_in_mid_harvest_lets_the_learner_end_and_keeps_its_rollouts() -> None:
     engine = paced()
     learner = RecordingLearner(0.1)

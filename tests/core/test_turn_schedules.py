@@ -16,9 +16,11 @@ from sortedrl.core.strategies.paper import Partial
 from sortedrl.core.turns import Turns
 
 SEEDS_PER_TEST = 200
+QUICK_BLOCKS = 4
+BLOCKS = [pytest.param(n, marks=[] if n < QUICK_BLOCKS else [pytest.mark.slow]) for n in range(10)]
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", BLOCKS)
 def test_no_slot_is_held_while_an_environment_works_and_no_rollout_is_lost(block: int) -> None:
     """The same seeds in every run; fresh ones by the thousand: benchmarks/random_schedules.py --turns."""
     faults: Counter[str] = Counter()

@@ -177,6 +177,24 @@ def test_a_broken_observation_is_a_failure_of_the_environment() -> None:
         assert "an observation" in rejected.reason
 
 
+def test_turns_that_a_failed_environment_cannot_bring_back_cost_one_failure() -> None:
+    """The failure of the instance, not also the loss of its turns: the rollout is regenerated, not rejected."""
+    run = turning("partial", [2], max_retries=1, rollouts_per_update=1, bring_back="never")
+    environments: Any = run.environments
+    collect = environments.collect
+
+    def broken_in_its_second_turn(answer: Answer) -> Answer:
+        rollout = run.controller.live[0]
+        breaks = rollout.observations == 1 and not rollout.failures
+        return Answer(0, answer.call, error="broke") if breaks else answer
+
+    environments.collect = lambda: [broken_in_its_second_turn(answer) for answer in collect()]
+    run.to_end()
+    assert run.all(events.EnvironmentFailed)[0].reason == "its environment: broke"
+    assert [event.dropped for event in run.all(events.Regenerated)] == [4]
+    assert not run.all(events.Rejected) and [rollout.attempt for rollout in run.batches[0]] == [1]
+
+
 def test_a_prompt_that_fills_the_context_is_rejected_at_load() -> None:
     run = turning("partial", [2], prompt_tokens=(5,), max_context_tokens=5, rollouts_per_update=1).to_end()
     (rejected,) = run.all(events.Rejected)

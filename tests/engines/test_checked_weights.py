@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -81,6 +82,20 @@ def pair(bend: Bend, **options: Any) -> tuple[Bent, CheckedWeights]:
     model = model_of("Llama")
     engine = Bent(engine_of(model), bend)
     return engine, CheckedWeights(engine, logprobs_of(model), PROBES, **options)
+
+
+def test_the_time_of_a_weight_update_is_measured_for_any_engine() -> None:
+    """An engine with only the protocol does not report it."""
+
+    class Slow(Bent):
+        def update_weights(self, weights: Any, version: int) -> None:
+            time.sleep(0.05)
+            self.inner.update_weights(weights, version)
+
+    model = model_of("Llama")
+    checked = CheckedWeights(Slow(engine_of(model), lambda change: [change]), logprobs_of(model), PROBES)
+    checked.update_weights(None, 1)
+    assert checked.weight_update_seconds >= 0.05
 
 
 @pytest.mark.parametrize("fault", FAULTS)

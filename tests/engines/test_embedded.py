@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from small_models import VOCABULARY, engine_of, model_of
-from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.engine import Engine, EngineDied, Request, Sampling
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
@@ -584,6 +586,29 @@ def test_load_while_requests_are_in_the_engine_is_refused() -> None:
     engine.submit([request(0, [1], 5)])
     with pytest.raises(RuntimeError, match="1 "):
         engine.update_weights(None, 1)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """This process may have 2 GiB more than it has: large allocations fail, as on a full GPU."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (own + 2**31, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_an_engine_out_of_memory_is_dead_with_one_line(little_memory: None) -> None:
+    engine = engine_of(model_of("Llama", max_position_embeddings=4096), slots=2**17, max_length=4096)
+    engine.submit([request(0, [1] * 2100, 5)])
+    assert engine.poll(), "it has started"
+    for _ in range(2):
+        with pytest.raises(EngineDied, match=r"embedded engine ran out of memory .* contexts of up to 2100") as died:
+            engine.poll()
+        assert "fewer slots than 131072" in str(died.value) and "\n" not in str(died.value)
+    for call in (lambda: engine.submit([]), lambda: engine.abort([0]), lambda: engine.update_weights(None, 1)):
+        with pytest.raises(EngineDied, match="ran out of memory"):
+            call()
 
 
 # CUDA

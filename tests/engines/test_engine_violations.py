@@ -137,6 +137,62 @@ def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode
     assert controller.ignored_changes == (2 if reason is None else 0)
 
 
+class ReportsWithAborts(Unruly):
+    """Has changes of other requests to report when it aborts one."""
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        self._step()
+        return super().abort(ids)
+
+
+def test_what_an_abort_reports_of_other_requests_counts() -> None:
+    log: list[Any] = []
+    extra = after(Started, lambda change: tokens(change, [0.5]))  # not a log-probability
+    schedule = Schedule(mode="partial", rollouts_per_update=4, prompts_per_cohort=12, max_response_tokens=MOST)
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
+    engine = ReportsWithAborts(extra, 2)
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
+    trained = []
+    for batch in controller:
+        trained += batch
+        controller.publish()
+    assert sorted(rollout.id for rollout in trained) == list(range(12))
+    assert all(rollout.tokens == list(range(len(rollout))) for rollout in trained)
+    assert sum(isinstance(event, events.Failed) for event in log) == 2
+
+
+class FailsAtTheEnd(PacedEngine):
+    """Delivers all tokens of its first response, then fails it in place of its end."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=1, length_of=lambda request: 10 * MOST)
+        self._has_failed = False
+
+    def _report(self) -> list[Change]:
+        changes = super()._report()
+        for place, change in enumerate(changes):
+            if isinstance(change, Finished) and not self._has_failed:
+                self._has_failed = True
+                changes[place] = Failed(change.id, change.at, "lost")
+        return changes
+
+
+def test_a_response_that_fails_at_its_token_limit_is_regenerated() -> None:
+    """It has no room for another token, so it cannot be resumed."""
+    log: list[Any] = []
+    engine = FailsAtTheEnd()
+    schedule = Schedule(mode="partial", rollouts_per_update=1, prompts_per_cohort=2, max_response_tokens=MOST)
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(2)])
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
+    trained = []
+    for batch in controller:
+        trained += batch
+        controller.publish()
+    assert [(event.dropped, event.reason) for event in log if isinstance(event, events.Failed)] == [(MOST, "lost")]
+    assert sorted(rollout.attempt for rollout in trained) == [0, 1]
+    assert all(request.max_new_tokens == MOST for request in engine.submitted)
+
+
 @pytest.mark.parametrize("damage", [[[5], [None]], [[5], [float("nan")]], [[5, 6], [-1.0]]])
 def test_a_checkpoint_with_values_that_must_not_be_trained_on_restores(damage: list[Any]) -> None:
     plan = scenario("partial", [7, 1, 12, 2, 5, 5, 9, 1], slots=3, rollouts_per_update=3, prompts_per_cohort=8)

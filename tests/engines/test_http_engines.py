@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[
 from closing import closed_after
 from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
-from sortedrl.core import EngineDied, Request, Sampling
-from sortedrl.core.engine import Engine, Preempted, Started
+from sortedrl.core import UNCHANGED, Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
+from sortedrl.core.engine import Engine, Preempted, Started, Tokens
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines import settings as engine_settings
+from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.registry import make_engine
 from sortedrl.engines.servers import streams as server_streams
@@ -44,8 +48,13 @@ from sortedrl.training.engine import bare_engine
 pytestmark = pytest.mark.usefixtures("one_thread", "closes_all")
 
 
+def llama(seed: int = 0) -> Any:
+    """With one layer: most of the time here is the stand-in's decoding."""
+    return model_of("Llama", seed, num_hidden_layers=1)
+
+
 def stand_in(**options: Any) -> SglangStandIn:
-    return closed_after(SglangStandIn(model_of("Llama"), **options))
+    return closed_after(SglangStandIn(llama(), **options))
 
 
 def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEngine:
@@ -67,7 +76,7 @@ class TestSglangStandIn(EngineContract):
         return engine_at(stand_in(incremental=self.incremental), slots)
 
     def weights(self, version: int) -> Any:
-        return model_of("Llama", seed=version).state_dict()
+        return llama(seed=version).state_dict()
 
     def reproducible(self, request: Request) -> Request:
         return request._replace(sampling=Sampling(temperature=0.0))
@@ -103,7 +112,7 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
 
 
 def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:
-    server, learner = stand_in(), model_of("Llama", seed=5)
+    server, learner = stand_in(), llama(seed=5)
     ledger = Ledger(engine_at(server))
     ledger.engine.update_weights(iter(learner.state_dict().items()), 3)
     assert server.calls == ["pause", "update 3", "continue"]
@@ -267,11 +276,13 @@ def test_more_slots_than_the_server_runs_are_refused() -> None:
 
 def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
     server = stand_in(step_seconds=0.005)
-    ledger = Ledger(engine_at(server))
+    engine = engine_at(server)
+    ledger = Ledger(engine)
     ledger.submit([endless(id, 200) for id in range(6)])
     while min(len(ledger.tokens(id)) for id in range(4)) < 3:
         ledger.apply(ledger.engine.poll())
-    time.sleep(0.05)
+    while len({change.id for change in engine._outbox._changes if isinstance(change, Tokens)}) < 4:
+        time.sleep(0.005)
     server.kill()
     with pytest.raises(EngineDied, match=f"{server.url}: it no longer responds"):
         while True:
@@ -353,7 +364,7 @@ def test_weights_that_the_server_does_not_take_end_the_engine() -> None:
     server.refuses_weights = True
     engine = engine_at(server)
     with pytest.raises(EngineDied, match=r"version 2 did not complete \(CUDA out of memory\)"):
-        engine.update_weights(model_of("Llama").state_dict(), 2)
+        engine.update_weights(llama().state_dict(), 2)
     assert server.calls == ["pause", "update 2"], "it stays paused"
     with pytest.raises(EngineDied):
         engine.submit([endless(0, 3)])
@@ -363,13 +374,13 @@ def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path
     server = stand_in()
     engine = engine_at(server, weights_folder=tmp_path / "not-there")
     with pytest.raises(ConfigurationError, match="weights_folder"):
-        engine.update_weights(model_of("Llama").state_dict(), 2)
+        engine.update_weights(llama().state_dict(), 2)
     assert server.calls == [], "the server was not touched"
 
 
 def test_weights_leave_nothing_behind(tmp_path: Path) -> None:
     engine = engine_at(stand_in(), weights_folder=tmp_path)
-    engine.update_weights(model_of("Llama").state_dict(), 1)
+    engine.update_weights(llama().state_dict(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -381,12 +392,40 @@ def test_a_new_version_without_new_weights_empties_the_cache_all_the_same() -> N
     assert engine.version == 3 and server.calls == ["pause", "flush", "continue"]
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda engine: engine,
+        lambda engine: ServerPool([engine]),
+        lambda engine: ForcedLengths(engine, lambda request: 3),
+        lambda engine: CheckedWeights(engine, lambda tokens, start: [], [[1]]),
+    ],
+    ids=["server", "pool", "forced lengths", "checked"],
+)
+def test_weights_that_were_forgotten_are_an_error(wrapped: Callable[[HttpEngine], EngineBase]) -> None:
+    """The server has its own copy: before, it silently generated with the old weights under the new version."""
+    engine = wrapped(engine_at(stand_in()))
+    controller = Controller(
+        engine, Prompts([Prompt("p", [1])]), ScoreAtOnce(len), Schedule(rollouts_per_update=1, max_response_tokens=2)
+    )
+    with pytest.raises(ValueError, match=r"publish\(\) without weights.*UNCHANGED"):
+        controller.publish()
+    assert controller.version == 0
+    assert controller.publish(UNCHANGED) == 1
+    engine.close()
+
+
 def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [stand_in() for _ in range(3)]
     pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])
     files = []
-    monkeypatch.setattr(weight_files, "write_weights", lambda w, file: (files.append(file), write_weights(w, file)))
-    learner = model_of("Llama", seed=9)
+
+    def write(weights: Any, file: Path) -> None:
+        files.append(file)
+        write_weights(weights, file)
+
+    monkeypatch.setattr(weight_files, "write_weights", write)
+    learner = llama(seed=9)
     pool.update_weights(learner.state_dict(), 4)
     pool.close()
     assert len(files) == 1 and list(tmp_path.iterdir()) == []
@@ -396,7 +435,7 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
 
 
 def test_a_pool_takes_a_folder_as_a_single_server_does(tmp_path: Path) -> None:
-    server, learner = stand_in(), model_of("Llama", seed=9)
+    server, learner = stand_in(), llama(seed=9)
     write_weights(learner.state_dict(), tmp_path / "model.safetensors")
     pool = ServerPool([engine_at(server, slots=2)])
     pool.update_weights(tmp_path, 4)

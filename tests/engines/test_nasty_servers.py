@@ -170,6 +170,24 @@ def busy_then_silent(count: int) -> Setup:
     return lambda server: setattr(server, "act", act)
 
 
+def busy_for_one_prompt(others: int) -> Setup:
+    """Refuses one prompt until it has accepted so many others."""
+
+    def set_up(server: NastyServer) -> None:
+        accepted: set[int] = set()
+
+        async def act(_: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+            prompt = (body.get("token_ids") or body["input_ids"])[0]
+            if prompt == 3 and len(accepted) < others:
+                return await status(429)()
+            accepted.add(prompt)
+            return None
+
+        server.act = act
+
+    return set_up
+
+
 async def drips_comments(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     response = await server.stream(request, server.lines(body)[:1])
     for _ in range(400):
@@ -339,6 +357,7 @@ FAULTS: dict[str, Fault] = {
     "a page of 502": Fault(first(3, status(502, "<html>Bad Gateway</html>")), LOSSLESS),
     "504 now and then": Fault(every(4, status(504)), LOSSLESS),
     "429 now and then": Fault(every(3, status(429)), LOSSLESS),
+    "429 for one prompt until others were served": Fault(busy_for_one_prompt(ROLLOUTS - 4), LOSSLESS),
     "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
     "429, then accepted and silent for a while": Fault(busy_then_silent(1), LOSSLESS),
     "429, then accepted and silent for ever": Fault(busy_then_silent(10**9), DIES, "set a larger silence_seconds"),
@@ -481,7 +500,7 @@ def test_a_run_ends_right_or_with_one_clear_error(
             with pytest.raises(ConfigurationError, match=fault.says):
                 engine_at(server)
             return
-        engine = engine_at(server, **({"unavailable_seconds": 1.0} if fault.outcome == DIES else {}))
+        engine = engine_at(server, **({"unavailable_seconds": 0.5} if fault.outcome == DIES else {}))
         try:
             run = run_on(engine, tmp_path)
         finally:

@@ -172,6 +172,23 @@ def test_the_loss_is_a_preemption_that_says_what_is_computed_again() -> None:
     assert not any(isinstance(c, Started) and c.id == lost.id for c in pool.abort([0]) if c.at < lost.at)
 
 
+def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock() -> None:
+    members = paced(1, 2)
+    pool = pool_of(members)
+    pool.submit(requests(500, 500))
+    started: set[int] = set()
+    while len(started) < 2:
+        started |= {change.id for change in pool.poll() if isinstance(change, Started)}
+    (lost,) = members[0].submitted
+    members[1].clock_offset -= 5.0
+    members[0].die()
+    while len(members[1].submitted) < 2:  # no poll: the loss and the new start are in one report
+        time.sleep(0.01)
+    time.sleep(0.05)
+    changes = [type(change) for change in pool.poll() if change.id == lost.id]
+    assert changes.index(Preempted) < changes.index(Started)
+
+
 def test_moved_requests_go_before_those_that_never_ran() -> None:
     members = paced(2, 2)
     ledger = Ledger(pool_of(members))

@@ -351,8 +351,16 @@ def test_lengths_are_read_from_csv(tmp_path: Path) -> None:
     assert read_lengths(path) == ReplayedLengths(((12, 9),))
     path.write_text("12\n9\n")
     assert read_lengths(path) == ReplayedLengths(((12, 9),))
+    path.write_text("Prompt;Response_Length\na, b;12\nc;7\na, b;3\n")
+    assert read_lengths(path) == ReplayedLengths(((12, 3), (7,)))
     path.write_text(f"length,response\n40000,{'word ' * 40_000}\n9,word\n")
     assert read_lengths(path) == ReplayedLengths(((40000, 9),))
+
+
+def test_lengths_are_read_from_columns_between_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.tsv"
+    path.write_text("prompt\tlength\na;b\t12\nc\t7\n")
+    assert read_lengths(path) == ReplayedLengths(((12,), (7,)))
 
 
 def test_files_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -393,6 +401,7 @@ def test_a_broken_csv_file_is_named_with_its_line(tmp_path: Path, text: str, wor
     [
         ("", "no lengths in this file"),
         ("12\n{\n", "line 2: not JSON"),
+        ('{"a', r"line 1: not JSON \(Unterminated string starting at column 2\)"),
         ("12\n-3\n", "line 2: length -3 is not a number of tokens"),
         ("0\n", "line 1: length 0"),
         ('"long"\n', "line 1: length 'long'"),

@@ -34,7 +34,7 @@ class PacedEngine:
         self._step_seconds = step_seconds
         self._dies_at_call = dies_at_call
         self._cannot_load = cannot_load
-        self._clock_offset = clock_offset
+        self.clock_offset = clock_offset
         self._calls = 0
         self._version = 0
         self._queue: deque[Request] = deque()
@@ -45,7 +45,7 @@ class PacedEngine:
         self._dies_at_call = self._calls
 
     def now(self) -> float:
-        return time.perf_counter() + self._clock_offset
+        return time.perf_counter() + self.clock_offset
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_alive()

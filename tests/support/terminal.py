@@ -23,7 +23,7 @@ ENVIRONMENT = INHERITED | {"PYTHONPATH": f"{SUPPORT.parents[1] / 'src'}:{SUPPORT
 SMALL = {
     "task": "toy:SayA", "scoring": "at-once", "reward-workers": 0,
     "slots": 8, "rollouts-per-update": 16, "prompts-per-cohort": 8, "rollouts-per-prompt": 4,
-    "max-response-tokens": 40, "max-prompt-tokens": 16, "eval-problems": 8, "learning-rate": 3e-3, "threads": 1,
+    "max-response-tokens": 24, "max-prompt-tokens": 16, "eval-problems": 8, "learning-rate": 3e-3, "threads": 1,
 }  # fmt: skip
 _TOKEN = re.compile(r"\x1b\[(?P<args>[?0-9;]*)(?P<verb>[A-Za-z])|(?P<plain>[^\x1b\r\n]+)|(?P<control>[\r\n])")
 

@@ -2,6 +2,7 @@
 
 from sortedrl.core.controller import Batch, Controller, StaleTokens
 from sortedrl.core.engine import (
+    UNCHANGED,
     Change,
     Engine,
     EngineDied,
@@ -29,6 +30,7 @@ from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 
 __all__ = [
     "STRATEGIES",
+    "UNCHANGED",
     "Answer",
     "Batch",
     "Change",

@@ -31,13 +31,15 @@ from typing import Any, TypeVar
 from sortedrl.core import events
 from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
-from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.engine import UNCHANGED, Engine, Request, Sampling
+from sortedrl.core.engine_base import with_defaults
 from sortedrl.core.engine_reports import EngineReports
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.late_scores import LateScores
 from sortedrl.core.loading import PromptLoader
+from sortedrl.core.loop_parts import check_parts
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.overlap import run_beside
 from sortedrl.core.prompts import Prompts
@@ -76,6 +78,7 @@ class Controller:
         max_updates: int | None = None,
         stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
+        check_parts(prompts, scorer, schedule, strategy, log)
         if engine.slots < 1:
             raise ConfigurationError("slots", engine.slots, "the engine can run nothing", "Give it at least 1 slot.")
         self.engine = engine
@@ -105,6 +108,7 @@ class Controller:
         self._streaming = Streaming(stream_to, self.strategy, self._state, self._clock, self.log)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._published_after = 0  # updates that were handed out at the last `publish`
+        self._unpublished = 0  # batches handed out since the last `publish`, or the start of this object
         self._batches_left = 0  # of the last harvest, not yet handed out
         self._phase = ""
         self._gate = ""
@@ -191,6 +195,9 @@ class Controller:
         """The learner has new weights. Returns their version. Call it at most once per batch: the staleness bound
         relies on it, so with `max_staleness` a second call is refused.
 
+        Without `weights`, the engine must decode with the learner's own module. An engine with a copy of the weights
+        would continue with the old ones, so the call is refused; pass `UNCHANGED` if they are still the right ones.
+
         The weights reach the engine when the next harvest starts (at once with `overlap`), so that several updates
         from one harvest cost one weight update. To use the engine before that, as an evaluation does, call
         `update_engine` first.
@@ -201,10 +208,16 @@ class Controller:
                 f"publish was called twice after update {s.updates - 1}: with max_staleness, each batch makes one "
                 "version. Publish once per batch, after the last optimizer step."
             )
+        if weights is None and with_defaults(self.engine).copies_weights:
+            raise ValueError(
+                "publish() without weights: the engine has its own copy and would continue with the old ones. "
+                "Pass the learner's weights, or sortedrl.core.UNCHANGED if they have not changed."
+            )
         self._published_after = s.updates
+        self._unpublished = 0
         s.version += 1
         s.learning = False
-        self._weights = (weights, s.version)
+        self._weights = (None if weights is UNCHANGED else weights, s.version)
         self.log.append(events.Published(self._clock.now(), s.version))
         if self.schedule.overlap:
             self.update_engine()
@@ -420,6 +433,13 @@ class Controller:
 
     def _hand_out(self, groups: list[Group]) -> Batch:
         s = self._state
+        if self._unpublished == 1:  # once is enough
+            _log.warning(
+                "update %d is handed out, but no weights were published after the one before: staleness is wrong until "
+                "you call controller.publish(weights) once per batch",
+                s.updates,
+            )
+        self._unpublished += 1
         rollouts = sorted((m for group in groups for m in group.members), key=lambda m: (len(m), m.id))
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.errors import UserError
@@ -36,6 +37,15 @@ from sortedrl.core.rollout import Prompt, Segment
 
 class EngineDied(UserError, RuntimeError):
     """The engine and all requests in it are lost: its process ended, or its server does not answer."""
+
+
+class Unchanged(Enum):
+    """`controller.publish(UNCHANGED)`: a new version with the same weights, as in a benchmark without a learner."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +137,7 @@ class Engine(Protocol):
         """
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """Generate with these weights from now on. Called only while no request is submitted."""
+        """Generate with these weights from now on. Called only while no request is submitted.
+
+        None: it decodes with the learner's own module, or the weights are `UNCHANGED`.
+        """

@@ -21,8 +21,8 @@ class EngineInfo:
 class EngineBase(Engine):
     """Derive an engine from this class to offer more than the protocol; every default means "not offered"."""
 
-    weight_update_seconds: float = 0.0  # duration of the last weight update
     inside_seconds: float | None = None  # total time in the inference library's own code; the rest is overhead
+    copies_weights: bool = False  # it never sees the learner's weights: `publish` without weights is an error
 
     @property
     def is_available(self) -> bool:
@@ -45,6 +45,7 @@ class ForwardingEngine(EngineBase):
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.slots = inner.slots
+        self.copies_weights = getattr(inner, "copies_weights", False)
 
     def now(self) -> float:
         return self.inner.now()

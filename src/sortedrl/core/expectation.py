@@ -1,7 +1,8 @@
 """Expected lengths from observed lengths, without a prediction model.
 
-Expected = max(estimate, 1.3 x the length when last aborted). The estimate is the prompt's mean length in the last
-epoch, else the mean of the finished members of its group, else the median of recently finished rollouts.
+Expected = max(estimate, 1.3 x the longest length that the rollout has reached in any attempt). The estimate is the
+prompt's mean length in the last epoch, else the mean of the finished members of its group, else the median of recently
+finished rollouts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
 
-BEYOND_REACHED = 1.3  # a rollout that was aborted at n tokens is expected to reach at least 1.3 n
+BEYOND_REACHED = 1.3  # a rollout that has reached n tokens, in any attempt, is expected to reach at least 1.3 n
 RECENT = 1024  # window of the running median, in finished rollouts
 
 

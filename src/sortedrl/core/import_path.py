@@ -6,8 +6,23 @@ import difflib
 import importlib
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from sortedrl.core.scoring import reason_of
+
+_NOT_YOURS = tuple(str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+_NOT_YOURS += (str(Path(__file__).parents[1]), "<frozen ")
+
+
+def fault_in_your_code(error: Exception) -> str:
+    """An error in one line, with the last line of your own code that led to it, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    yours = [frame for frame in frames if not frame.filename.startswith(_NOT_YOURS)]
+    return f"{reason_of(error)} ({yours[-1].filename}:{yours[-1].lineno})" if yours else reason_of(error)
 
 
 def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
@@ -29,6 +44,8 @@ def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> 
             f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
             "set PYTHONPATH to the folder that contains it"
         ) from error
+    except Exception as error:
+        raise ValueError(f"the module {module_name!r} cannot be imported: {fault_in_your_code(error)}") from error
     if not hasattr(module, attribute):
         own = _own_names(module, is_candidate)
         near = difflib.get_close_matches(attribute, own, n=1)

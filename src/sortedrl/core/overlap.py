@@ -1,4 +1,4 @@
-"""Generation while the learner steps: the step runs in its own thread, the engine stays in the calling thread."""
+"""Generation while the learner works: its work runs in its own thread, the engine stays in the calling thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def run_beside(step: Callable[[], Result], generate: Callable[[], None]) -> Resu
     An error of `generate` is raised after the step has ended, with an error of the step as a note. A
     KeyboardInterrupt is raised at once.
     """
-    stepping: Future[Result] = Future()
-    threading.Thread(target=_run, args=(step, stepping), name="learner", daemon=True).start()
+    stepping = in_learner_thread(step)
     try:
         while not stepping.done():
             generate()
@@ -29,8 +28,15 @@ def run_beside(step: Callable[[], Result], generate: Callable[[], None]) -> Resu
     return stepping.result()
 
 
-def _run(step: Callable[[], Result], stepping: Future[Result]) -> None:
-    try:
-        stepping.set_result(step())
-    except BaseException as error:
-        stepping.set_exception(error)
+def in_learner_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Starts `work` in a thread of its own; the future gets its result or its error."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="learner", daemon=True).start()
+    return future

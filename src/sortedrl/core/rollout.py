@@ -136,7 +136,7 @@ class Rollout:
     attempt: int = 0  # how often it was regenerated
     failures: int = 0  # of its requests and of calls of its environment
     forced_regenerations: int = 0  # regenerations because its score was late
-    reached: int = 0  # its length when it was last aborted
+    reached: int = 0  # the most tokens of the policy that it had when it went back to waiting, over all attempts
     truncated: bool = False  # a limit ended it: see `ended_by`
     reward: float | None = None
     detail: Any = None  # from the scorer, for the learner or the log

@@ -74,15 +74,15 @@ class Schedule:
             _at_least("max_staleness", self.max_staleness, 1, hint=" For 0 use mode = on-policy.")
         if self.max_wait_updates is not None:
             _at_least("max_wait_updates", self.max_wait_updates, 1)
-        for key in ("max_turns", "max_context_tokens"):
+        for key in ("max_prompt_tokens", "max_turns", "max_context_tokens"):
             if getattr(self, key) is not None:
                 _at_least(key, getattr(self, key), 1)
         if not self.max_environment_seconds > 0:
             raise ConfigurationError(
                 "max_environment_seconds", self.max_environment_seconds, "must be above 0", "Set the seconds per call."
             )
-        if self.score_wait_seconds < 0:
-            raise ConfigurationError("score_wait_seconds", self.score_wait_seconds, "negative", "Use 0 or more.")
+        if not self.score_wait_seconds >= 0:
+            raise ConfigurationError("score_wait_seconds", self.score_wait_seconds, "not a time", "Use 0 or more.")
 
     def response_length(self, rollout: Rollout) -> int:
         """The tokens that `max_response_tokens` counts."""

@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from typing import Protocol
 
 from sortedrl.core import events
 from sortedrl.core.events import EventLog
+from sortedrl.core.overlap import in_learner_thread
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy
@@ -79,19 +79,12 @@ class LearnerThread:
         return now + CHECK_SECONDS
 
     def start(self, rollouts: Sequence[Rollout], version: int) -> None:
-        work: Future[float] = Future()
-        self._work = work
+        self._work = in_learner_thread(lambda: self._timed(rollouts, version))
 
-        def run() -> None:
-            began = time.perf_counter()
-            try:
-                self._accumulate(rollouts, version)
-            except BaseException as error:
-                work.set_exception(error)
-            else:
-                work.set_result(time.perf_counter() - began)
-
-        threading.Thread(target=run, name="learner", daemon=True).start()
+    def _timed(self, rollouts: Sequence[Rollout], version: int) -> float:
+        began = time.perf_counter()
+        self._accumulate(rollouts, version)
+        return time.perf_counter() - began
 
     def wait(self) -> None:
         if self._work is not None:

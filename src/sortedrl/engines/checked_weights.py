@@ -60,6 +60,7 @@ class CheckedWeights(ForwardingEngine):
         super().__init__(inner)
         self.inner: EngineBase = with_defaults(inner)
         self.last_difference = 0.0
+        self.weight_update_seconds = 0.0  # of the last one, without the check
         self._logprobs_of = logprobs_of
         self._probes = probes
         self._tolerance = tolerance
@@ -67,8 +68,9 @@ class CheckedWeights(ForwardingEngine):
         self._probe_seconds = probe_seconds
 
     def update_weights(self, weights: Any, version: int) -> None:
+        began = self.inner.now()
         self.inner.update_weights(weights, version)
-        self.weight_update_seconds = self.inner.weight_update_seconds  # without the check
+        self.weight_update_seconds = self.inner.now() - began
         self.check(f"after the weight update to version {version}")
 
     def check(self, when: str) -> None:

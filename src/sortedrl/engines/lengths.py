@@ -23,6 +23,8 @@ from sortedrl.core.seeds import derive_seed, mixing
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
 MOST_TOKENS = 10_000_000  # anything longer is an error in the file
 MOST_CSV_FIELD = 1 << 30  # characters: a file may have the responses in a column beside their lengths
+CSV_DELIMITERS = ",;\t"  # spreadsheets write semicolons where the comma is the decimal mark
+CSV_ENDINGS = (".csv", ".tsv")
 LENGTH_NAMES = ("length", "response_length", "completion_length", "completion_tokens", "output_tokens")
 PROMPT_NAMES = ("prompt", "prompt_id")
 _NORMAL = NormalDist()
@@ -83,7 +85,7 @@ def read_lengths(path: Path) -> ReplayedLengths:
     responses are correlated.
     """
     by_prompt: dict[object, list[int]] = {}
-    for line_number, prompt, length in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path):
+    for line_number, prompt, length in _csv_rows(path) if path.suffix.lower() in CSV_ENDINGS else _json_rows(path):
         if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
             why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
             raise ValueError(f"{path}, line {line_number}: {why}")
@@ -107,15 +109,17 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, object, object]]:
     """The first line names the columns, unless the file is one column of numbers."""
     csv.field_size_limit(MOST_CSV_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file)
+        first = file.readline()
+        file.seek(0)
+        rows = csv.reader(file, delimiter=max(CSV_DELIMITERS, key=first.count))
         header = next(rows, [])
-        names = [name.strip() for name in header]
+        names = [name.strip().lower() for name in header]
         if len(names) == 1 and isinstance(_number(names[0]), float):
             yield 1, None, _number(names[0])
             names = ["length"]
         length, prompt = _first_of(LENGTH_NAMES, names), _first_of(PROMPT_NAMES, names)
         if names and length is None:
-            raise ValueError(f"{path}, line 1: no column `length` in {names}")
+            raise ValueError(f"{path}, line 1: no column `length` in {header}")
         for row in rows:
             if any(cell.strip() for cell in row):
                 cells = dict(zip(names, row, strict=False))
@@ -138,7 +142,9 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {line_number}: not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(
+            f"{path}, line {line_number}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+        ) from None
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deeply nested lists
         raise ValueError(f"{path}, line {line_number}: {error}") from None
     if not isinstance(value, dict):

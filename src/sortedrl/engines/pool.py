@@ -129,17 +129,16 @@ class Pool(EngineBase):
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.slots = sum(engine.slots for engine in engines)
+        self.copies_weights = any(with_defaults(engine).copies_weights for engine in engines)
         self._lock = threading.Lock()  # guards everything below
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}  # all requests in the pool
         self._queue: deque[_Entry] = deque()
-        self._home_of: dict[
-            int, _Member
-        ] = {}  # by id of an aborted request: the member that may still have its KV cache
+        self._home_of: dict[int, _Member] = {}  # by id of an aborted request: the member that may have its KV
         self._outbox: list[Change] = []
         self._submitted = 0
         self._version = 0
-        self._has_loaded = False
+        self._was_updated = False
         self._last_time = float("-inf")
         self._defect: BaseException | None = None  # unexpected error in a member's thread, raised to the caller
         self._is_closed = False
@@ -186,7 +185,7 @@ class Pool(EngineBase):
                     del member.entries[entry.request.id]
                 named = [id for id, entry in member.entries.items() if entry.unwanted]
                 if named:
-                    calls.append(_Call(_stop_of(named)))
+                    calls.append(_Call(_abort_of(named)))
                     self._call(member, calls[-1])
             self._wait_for(calls)
             for id in unwanted:
@@ -201,18 +200,16 @@ class Pool(EngineBase):
         """Update the weights of all members in parallel. A member whose update fails is lost."""
         if isinstance(weights, Iterator):
             weights = list(weights)  # an iterator would be exhausted by the first member
-        began = self.now()
         with self._lock:
             require_empty(len(self._entries), version)
-            self._version, self._has_loaded = version, True
-            loading = [member for member in self._members if member.lost is None]
-            calls = [_Call(_weight_update_of(weights, version), loses_on_any_error=True) for _ in loading]
-            for member, call in zip(loading, calls, strict=True):
+            self._version, self._was_updated = version, True
+            present = [member for member in self._members if member.lost is None]
+            calls = [_Call(_weight_update_of(weights, version), loses_on_any_error=True) for _ in present]
+            for member, call in zip(present, calls, strict=True):
                 member.has_weights = True
                 self._call(member, call)
             self._wait_for(calls)
             self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
-        self.weight_update_seconds = self.now() - began
 
     # Members
 
@@ -247,7 +244,7 @@ class Pool(EngineBase):
 
     def _add(self, engine: Engine, place: int) -> None:
         member = _Member(engine, self._lock, place)
-        member.has_weights = not self._has_loaded
+        member.has_weights = not self._was_updated
         self._members[place : place + 1] = [member]
         member.thread = threading.Thread(target=self._serve, args=(member,), name=f"engine {place}", daemon=True)
         member.thread.start()
@@ -380,7 +377,7 @@ class Pool(EngineBase):
         on_the_way = {entry.request.id for entry in member.inbox}
         waiting = [id for id, e in member.entries.items() if not (e.in_slot or e.unwanted or id in on_the_way)]
         if waiting[:room]:
-            self._call(member, _Call(_stop_of(waiting[:room]), gives_back=waiting[:room]))
+            self._call(member, _Call(_abort_of(waiting[:room]), gives_back=waiting[:room]))
 
     def _take_back(self, member: _Member, ids: Sequence[int]) -> None:
         back = [entry for id in ids if (entry := member.entries.pop(id, None)) is not None]
@@ -432,16 +429,16 @@ def _advanced(engine: Engine, new: Sequence[Request], call: _Call | None) -> Seq
     return call.do(engine) if call is not None else engine.poll(engine.now() + _SLICE_SECONDS)
 
 
-def _stop_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
+def _abort_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
     return lambda engine: engine.abort(ids)
 
 
 def _weight_update_of(weights: Any, version: int) -> Callable[[Engine], Sequence[Change]]:
-    def load(engine: Engine) -> Sequence[Change]:
+    def update(engine: Engine) -> Sequence[Change]:
         engine.update_weights(weights, version)
         return ()
 
-    return load
+    return update
 
 
 def _split(inbox: Sequence[_Entry]) -> tuple[list[_Entry], list[_Entry]]:

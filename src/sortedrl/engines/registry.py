@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from sortedrl.core.engine import Engine
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.engine_spec import EngineSpec
-from sortedrl.core.import_path import import_object
+from sortedrl.core.errors import UserError
+from sortedrl.core.import_path import fault_in_your_code, import_object
 from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
@@ -86,13 +87,19 @@ def check_urls(name: str, urls: Sequence[str], slots: int) -> None:
 def _from_import_path(path: str, spec: EngineSpec) -> Engine:
     try:
         factory = import_object(path)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise ConfigurationError("engine", path, str(error), "See docs/engine_authors.md.") from None
     if not callable(factory):
         raise ConfigurationError(
             "engine", path, "it is not a function", "Name a function that takes an EngineSpec and returns an engine."
         )
-    engine: Engine = factory(spec)
+    try:
+        engine: Engine = factory(spec)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"the factory raised {fault_in_your_code(error)}"
+        raise ConfigurationError("engine", path, reason, "See docs/engine_authors.md.") from error
     missing = [name for name in _METHODS if not callable(getattr(engine, name, None))]
     missing += [] if hasattr(engine, "slots") else ["slots"]
     if missing:

@@ -67,6 +67,8 @@ class VllmEngine(EngineBase):
     `tokenizer` is only needed for stop strings.
     """
 
+    copies_weights = True
+
     def __init__(
         self,
         model: str,
@@ -146,7 +148,6 @@ class VllmEngine(EngineBase):
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
         """Copy the weights into vLLM's model. None: only the version has changed."""
         require_empty(len(self._inside), version)
-        began = self.now()
         self._drain()
         self._wake(weights_only=weights is not None)
         if weights is not None:
@@ -160,7 +161,6 @@ class VllmEngine(EngineBase):
         if not self.kv_cache_reuse.survives_update_to(version) and not self._core.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: stale KV would be used")
         self.version = version
-        self.weight_update_seconds = self.now() - began
 
     def sleep(self) -> None:
         """Free GPU memory for the learner until the next `update_weights` or `submit`. The engine must be empty."""

@@ -70,6 +70,8 @@ class EngineHost:
 class RayEngine(EngineBase):
     """An engine in an actor. `options` go to the actor: num_gpus, num_cpus, resources, scheduling_strategy ..."""
 
+    copies_weights = True
+
     def __init__(self, make_engine: Callable[[], Engine], *, start_seconds: float = 600.0, **options: Any) -> None:
         host = ray.remote(EngineHost).options(max_restarts=0, max_task_retries=0, **options)
         self._actor = host.remote(make_engine)

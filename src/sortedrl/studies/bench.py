@@ -19,7 +19,7 @@ from pydantic import Field
 
 from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
-from sortedrl.core.engine import Engine, Request
+from sortedrl.core.engine import UNCHANGED, Engine, Request
 from sortedrl.core.engine_base import with_defaults
 from sortedrl.core.events import EventLog, JsonLines, Sink
 from sortedrl.core.prompts import Prompts
@@ -298,7 +298,7 @@ def run(
     inside_before, began = known.inside_seconds, time.perf_counter()
     for batch in controller:
         uncut.add(batch)
-        controller.publish()
+        controller.publish(UNCHANGED)
         on_update(batch.update + 1)
     seconds = time.perf_counter() - began
     found = asdict(metrics.run_metrics(uncut.mean()))

@@ -133,11 +133,11 @@ class SchedulerState:
 class Strategy:
     name: str
     keeps_tokens: ClassVar[bool] = False  # of aborted rollouts
-    gated: ClassVar[bool] = True  # the next cohort is loaded after all of this one was trained on
+    gated: ClassVar[bool] = True  # rollouts of the next cohort are trained on after all of this one
+    works_ahead: ClassVar[bool] = False  # gated, but rollouts of the next cohort may start before the end of this one
     reorders: ClassVar[bool] = False  # keys change between harvests
-    on_policy: ClassVar[bool] = (
-        False  # all tokens of a batch are of one version, so every ready rollout is trained on now
-    )
+    # All tokens of a batch are of one version, so every ready rollout is trained on now.
+    on_policy: ClassVar[bool] = False
     oversubscribe: ClassVar[float | None] = None  # the default of the schedule's setting; None: unlimited
 
     def check(self, schedule: Schedule) -> None:
@@ -159,6 +159,11 @@ class Strategy:
                 f"while the learner steps",
                 "Leave it out, or use a partial mode.",
             )
+
+    @property
+    def uses_expectation(self) -> bool:
+        """Whether it orders waiting rollouts by expected length."""
+        return False
 
     @property
     def can_stream(self) -> bool:
@@ -221,9 +226,8 @@ class Strategy:
 
     def reachable(self, s: SchedulerState) -> int:
         """Untrained rollouts for this and later harvests: of this cohort, or of all data without a cohort gate."""
-        return (
-            s.untrained_here if self.gated else s.untrained_here + s.prompts.remaining * s.schedule.rollouts_per_prompt
-        )
+        not_loaded = 0 if self.gated else s.prompts.remaining * s.schedule.rollouts_per_prompt
+        return s.untrained_here + not_loaded
 
     def wanted(self, s: SchedulerState) -> int:
         """Rollouts that the coming update wants."""

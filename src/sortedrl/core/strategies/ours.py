@@ -32,6 +32,10 @@ class PlannedOnPolicy(OnPolicy):
     reorders: ClassVar[bool] = True
     oversubscribe: ClassVar[float | None] = 1.0
 
+    @property
+    def uses_expectation(self) -> bool:
+        return True
+
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (s.expected(rollout), s.buffer.group_of(rollout).id, rollout.id)
 
@@ -41,6 +45,10 @@ class PlannedPartial(Partial):
     """Aborted rollouts first, then shortest expected length first."""
 
     reorders: ClassVar[bool] = True
+
+    @property
+    def uses_expectation(self) -> bool:
+        return True
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         return (group.gate, NEW, s.expected(rollout), group.id, rollout.id)
@@ -53,6 +61,8 @@ class LookaheadPartial(Partial):
     Rollouts of the next cohort never count toward the current harvest. Under a staleness bound they start only if the
     remaining updates of the current cohort do not exceed the bound.
     """
+
+    works_ahead: ClassVar[bool] = True
 
     def to_load(self, s: SchedulerState) -> int:
         may_look_ahead = (
@@ -96,6 +106,10 @@ class ElevatorPartial(Partial):
 
     gated: ClassVar[bool] = False
     reorders: ClassVar[bool] = True
+
+    @property
+    def uses_expectation(self) -> bool:
+        return True
 
     def to_load(self, s: SchedulerState) -> int:
         return max(0, cohort_prompts(s) - s.buffer.never_started // s.schedule.rollouts_per_prompt)

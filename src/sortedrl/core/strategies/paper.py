@@ -33,6 +33,10 @@ class Baseline(Strategy):
     on_policy: ClassVar[bool] = True
     longest_first: bool = False
 
+    @property
+    def uses_expectation(self) -> bool:
+        return self.longest_first
+
     def to_load(self, s: SchedulerState) -> int:
         return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
 

@@ -216,14 +216,7 @@ class SlotDecoder:
         while capacity < length:
             capacity *= 2
         capacity = min(capacity, self._capacity_limit)
-        try:
-            self.cache.grow(capacity)
-        except torch.OutOfMemoryError as error:
-            size = capacity * self.rows * self.cache.bytes_per_token / 2**30
-            raise MemoryError(
-                f"a context of {length} tokens needs a KV cache of {self.rows} slots x {capacity} tokens "
-                f"({size:.1f} GiB), which does not fit on {self.device}: use fewer slots or a smaller max_length"
-            ) from error
+        self.cache.grow(capacity)
         if self._graphs is not None:
             self._graphs = _StepGraphs()
 

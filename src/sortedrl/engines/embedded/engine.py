@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
+from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Request, Started, Tokens
 from sortedrl.core.engine_base import EngineBase, EngineInfo
+from sortedrl.core.errors import first_sentences
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.refusals import refusal, require_empty, require_new
@@ -153,6 +154,7 @@ class EmbeddedEngine(EngineBase):
         self._vacated = False  # rows became free since the last arrangement
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
+        self._died: str | None = None
 
     def info(self) -> EngineInfo:
         return EngineInfo(vocabulary=int(self._model.config.get_text_config().vocab_size))
@@ -161,6 +163,7 @@ class EmbeddedEngine(EngineBase):
         return time.perf_counter()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        self._raise_if_dead()
         require_new(requests, {request.id for request in self._queue} | self._running.keys())
         for request in requests:
             self._check_sampling(request)
@@ -172,14 +175,26 @@ class EmbeddedEngine(EngineBase):
                 self._unreported.append(Failed(request.id, self.now(), reason))
 
     def poll(self, until: float | None = None) -> list[Change]:
+        self._raise_if_dead()
         self._admit()
-        while self._running and not self._unreported and (until is None or self.now() < until):
-            self._advance()
+        try:
+            while self._running and not self._unreported and (until is None or self.now() < until):
+                self._advance()
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._died = (
+                f"the embedded engine ran out of memory ({first_sentences(error)}) for contexts of up to "
+                f"{max(map(len, self._running.values()))} tokens. Free memory on {self._decoder.device}, or start "
+                f"again with fewer slots than {self.slots} or a lower max_response_tokens"
+            )
+            raise EngineDied(self._died) from error
         if until is not None and not self._running and not self._unreported:
             time.sleep(max(0.0, until - self.now()))
         return self._report()
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
+        self._raise_if_dead()
         unwanted = set(ids)
         self._queue = deque(request for request in self._queue if request.id not in unwanted)
         stopped = [running for id, running in self._running.items() if id in unwanted]
@@ -192,11 +207,17 @@ class EmbeddedEngine(EngineBase):
 
     def update_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Copy the weights into the model. None: it is the learner's module and already has them."""
+        self._raise_if_dead()
         require_empty(len(self._running) + len(self._queue), version)
         if weights is not None:
             copy_weights(self._model, dict(weights))
         self._decoder.follow_weights()
         self.version = version
+
+    def _raise_if_dead(self) -> None:
+        """Memory ran out in the middle of a step: rows of the decoder may be half written."""
+        if self._died is not None:
+            raise EngineDied(self._died)
 
     def _admit(self) -> None:
         """Fill free slots with waiting requests in submission order."""
@@ -301,6 +322,11 @@ class EmbeddedEngine(EngineBase):
         if not 0 < sampling.top_p <= 1:
             raise ValueError(f"top_p = {sampling.top_p}: use more than 0 and at most 1 (no cut)")
         self._stop_watches.of(request)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """PyTorch has a type for it on a GPU only."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:

@@ -87,11 +87,6 @@ class SlotCache(Cache):  # type: ignore[misc]
                 stored[layer] = pad(tensor, (0, 0, 0, extra))
         self.capacity = capacity
 
-    @property
-    def bytes_per_token(self) -> int:
-        stored = (*self.keys.values(), *self.values.values())
-        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored)
-
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for stored in (self.keys, self.values):
             for tensor in stored.values():

@@ -49,6 +49,8 @@ class HttpEngine(ServerStreams, EngineBase):
     model; larger token ids are refused.
     """
 
+    copies_weights = True
+
     def __init__(
         self,
         url: str,
@@ -147,13 +149,11 @@ class HttpEngine(ServerStreams, EngineBase):
         """
         self._raise_if_dead()
         require_empty(len(self._outbox.inside), version)
-        began = self.now()
         if weights is None or isinstance(weights, Path):
             self._update_from(weights, version)
         else:
             self._send(dict(with_output_layer(weights)), version)
         self.version = version
-        self.weight_update_seconds = self.now() - began
 
     def _send(self, weights: dict[str, Any], version: int) -> None:
         """From GPU to GPU if the server can and the weights are on one GPU, otherwise in a file."""
