@@ -49,11 +49,12 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
 }
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -226,8 +227,8 @@ def test_neither_padding_nor_micro_batches_change_the_gradient(changes: dict[str
 
 
 def test_gradient_checkpointing_changes_nothing_and_dropout_stays_off() -> None:
-    plain = gradients(Learner(tiny_model(), LearnerSettings()), random_rollouts())
-    model = tiny_model(attention_dropout=0.5)
+    plain = gradients(Learner(tiny_model(**TWO_LAYERS), LearnerSettings()), random_rollouts())
+    model = tiny_model(attention_dropout=0.5, **TWO_LAYERS)
     checkpointed = gradients(Learner(model, LearnerSettings(gradient_checkpointing=True)), random_rollouts())
     assert_close(checkpointed, plain)
     assert any(layer.training for layer in model.model.layers)
@@ -250,11 +251,12 @@ def test_gradient_checkpointing_keeps_the_dropout_of_a_layer_itself_off() -> Non
 @pytest.mark.parametrize("above_tokens", [0, 30, 10**6])
 def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) -> None:
     """Rollouts of different lengths, a few per micro-batch: with 30 some are recomputed and some are not."""
-    plain = gradients(Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=40)), random_rollouts())
+    model, same_model = tiny_model(**TWO_LAYERS), tiny_model(**TWO_LAYERS)
+    plain = gradients(Learner(model, LearnerSettings(tokens_per_micro_batch=40)), random_rollouts())
     settings = LearnerSettings(
         tokens_per_micro_batch=40, gradient_checkpointing=True, recompute_above_tokens=above_tokens
     )
-    learner = Learner(tiny_model(), settings)
+    learner = Learner(same_model, settings)
     sizes, layer_passes = [], []
     trunk = learner.model.model
     trunk.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
@@ -267,7 +269,7 @@ def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) ->
 
 def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
     torch.manual_seed(0)
-    config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=30.0)
+    config = Gemma2Config(**SHAPE | TWO_LAYERS, head_dim=8, final_logit_softcapping=30.0)
     model = Gemma2ForCausalLM(config)  # type: ignore[no-untyped-call]
     rollouts = random_rollouts()
     logprobs, _ = TokenScorer(model.train(False), 1.0)(update_batch(rollouts, 0))
@@ -351,6 +353,15 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
     assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * metrics["stale_fraction"])
 
 
+def test_the_mismatch_is_measured_before_the_first_step() -> None:
+    """Later steps of the update see weights that the engine never had."""
+    settings = LearnerSettings(steps_per_update=2, learning_rate=0.1, warmup_updates=0)
+    learner = Learner(tiny_model(), settings)
+    metrics = learner.step(sampled_with(learner.model, random_rollouts()), version=0)
+    assert 0 < metrics["mismatch_tokens"] < metrics["tokens_trained"]
+    assert metrics["mismatch_max_abs"] < 1e-3
+
+
 def test_mismatch_by_age_is_of_fresh_tokens_by_the_oldest_token_of_their_rollout() -> None:
     """Ages 0, 1, 2 and 3 (one bin), and 9 (the open bin), in one update; the bin of ages 4 to 7 has no tokens."""
     rollouts: list[Rollout] = []
@@ -396,6 +407,17 @@ def test_effective_sample_size_is_of_untruncated_weights_by_token_and_by_rollout
     assert metrics["ess_token_fraction"] == pytest.approx(by_token, rel=1e-4)
     assert metrics["ess_rollout_fraction"] == pytest.approx(by_rollout, rel=1e-4)
     assert by_rollout < by_token < 1
+
+
+def test_the_learning_rate_rises_over_the_first_updates() -> None:
+    """Also after a restore: the count of updates is part of the state."""
+    settings = LearnerSettings(learning_rate=4e-3, warmup_updates=4)
+    learner = Learner(tiny_model(), settings)
+    rates = [learner.step(random_rollouts(), version=0)["learning_rate"] for _ in range(2)]
+    resumed = Learner(tiny_model(), settings)
+    resumed.load_state_dict(learner.state_dict())
+    rates += [resumed.step(random_rollouts(), version=0)["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3, 4e-3])
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -519,6 +541,46 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
     assert learner.step(random_rollouts(), version=0)["skipped_steps"] == 1
     handle.remove()
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
+
+
+def test_every_skipped_step_shows_also_behind_a_finite_one() -> None:
+    """Two steps, the second without a finite gradient: the norm of the first one must not hide it."""
+    learner = Learner(tiny_model(), LearnerSettings(steps_per_update=2))
+    backward_passes = itertools.count()
+    learner.model.lm_head.weight.register_hook(lambda gradient: gradient * (math.nan if next(backward_passes) else 1.0))
+    metrics = learner.step(random_rollouts(), version=0)
+    assert metrics["micro_batches"] == 2  # one per step
+    assert metrics["skipped_steps"] == 1
+    assert math.isnan(metrics["grad_norm"])
+
+
+def test_a_step_of_the_critic_that_is_skipped_is_counted() -> None:
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="ppo"))
+    assert learner.critic is not None
+    before = weights_of(learner.critic)
+    learner.critic.head.weight.register_hook(lambda gradient: gradient * math.inf)
+    metrics = learner.step(random_rollouts(), version=0)
+    assert metrics["skipped_steps"] == 1 and not math.isfinite(metrics["critic_grad_norm"])
+    assert math.isfinite(metrics["grad_norm"])
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.critic).items())
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
+def test_the_loss_of_an_update_does_not_grow_with_its_number_of_steps(aggregation: Any) -> None:
+    """Without a change of the weights, the same rollouts have the same loss, in one step or in three."""
+    found = []
+    for steps in (1, 3):
+        settings = LearnerSettings(
+            algorithm="ppo", aggregation=aggregation, steps_per_update=steps, learning_rate=1e-20,
+            critic_learning_rate=1e-20, normalizer_tokens=100,
+        )  # fmt: skip
+        rollouts = random_rollouts()
+        for rollout in rollouts:  # of one length: every step has as many tokens
+            rollout.segments = [Segment(tokens_of(rollout.id, 5), [-1.0] * 5, 0)]
+            rollout.__post_init__()
+        metrics = Learner(tiny_model(), settings).step(rollouts, version=0)
+        found.append((metrics["policy_loss"], metrics["critic_loss"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_sorting_by_length_saves_padding() -> None:
@@ -658,6 +720,28 @@ def test_no_batch_of_the_first_cohort_sets_the_scale_for_the_others(algorithm: A
     assert min(scales) > 1 / 1.5 and max(scales) < 1.5, scales
 
 
+def test_the_critic_is_the_baseline_of_the_first_cohort() -> None:
+    """It starts at the mean of the initial rewards, so that is not subtracted a second time."""
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="ppo"))
+    learner.set_initial_rewards([99.0, 100.0, 101.0])
+    rollouts = random_rollouts()
+    for rollout in rollouts:
+        rollout.reward = 100.0 + rollout.id % 3 - 1
+    assert abs(learner.step(rollouts, version=0)["advantage_mean"]) < 1
+
+
+def test_an_update_is_the_reference_of_the_next_cohort() -> None:
+    """Rewards of 9 to 11 in both cohorts: the first one has no predecessor, so only there they are used as scored."""
+    learner = Learner(tiny_model(), LearnerSettings(algorithm="reinforce++"))
+    means = []
+    for cohort in (0, 1):
+        rollouts = random_rollouts(prompts=12, siblings=1, cohort=cohort, seed=cohort)
+        for rollout in rollouts:
+            rollout.reward = 9.0 + rollout.id % 3
+        means.append(learner.step(rollouts, version=0)["advantage_mean"])
+    assert 9 < means[0] < 11 and abs(means[1]) < 1
+
+
 def test_initial_rewards_are_for_a_learner_without_updates() -> None:
     learner = Learner(tiny_model(), LearnerSettings())
     learner.step(random_rollouts(), version=0)
@@ -673,6 +757,12 @@ def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
     first, second = Learner(tiny_model(), settings), Learner(tiny_model(), settings)
     second.step(short, version=0)
     assert_close(gradients(second, long), gradients(first, long))
+
+
+def test_a_resumed_run_keeps_the_constant_that_it_started_with() -> None:
+    first, resumed = (Learner(tiny_model(), LearnerSettings(normalizer_tokens=tokens)) for tokens in (1000, 9000))
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.step(random_rollouts(), version=0) == first.step(random_rollouts(), version=0)
 
 
 def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
@@ -691,7 +781,7 @@ def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
 def test_the_critic_learns_to_explain_returns() -> None:
     """The reward depends on the prompt: what the critic can know before the first token."""
     settings = LearnerSettings(algorithm="ppo", critic_learning_rate=3e-3, warmup_updates=0)
-    learner = Learner(tiny_model(), settings)
+    learner = Learner(tiny_model(**TWO_LAYERS), settings)
     rollouts = sampled_with(learner.model, random_rollouts(prompts=6, siblings=4))
     for rollout in rollouts:
         rollout.reward = float(int(rollout.prompt.id[1:]) % 3)
@@ -736,14 +826,14 @@ def test_a_restored_learner_makes_the_same_next_step_to_the_bit(changes: dict[st
     settings = LearnerSettings(learning_rate=1e-3, warmup_updates=5, **changes)
     learner = Learner(tiny_model(), settings)
     for version in range(3):
-        learner.step(random_rollouts(cohort=version // 2, seed=version), version)
+        learner.step(random_rollouts(2, cohort=version // 2, seed=version), version)
     state = through_a_file(learner.state_dict())
     model = tiny_model()
     torch.manual_seed(123)  # LoRA starts from random numbers; they must not matter
     restored = Learner(model, settings)
     restored.load_state_dict(state)
     for version in range(3, 5):
-        rollouts = random_rollouts(cohort=1, seed=version)
+        rollouts = random_rollouts(2, cohort=1, seed=version)
         assert learner.step(rollouts, version) == restored.step(rollouts, version)
     for (name, ours), (other_name, theirs) in zip(learner.weights(), restored.weights(), strict=True):
         assert name == other_name and torch.equal(ours, theirs)
@@ -752,7 +842,7 @@ def test_a_restored_learner_makes_the_same_next_step_to_the_bit(changes: dict[st
 def test_state_of_another_model_is_refused() -> None:
     state = Learner(tiny_model(), LearnerSettings()).state_dict()
     with pytest.raises(ValueError, match="names differ"):
-        Learner(tiny_model(num_hidden_layers=1), LearnerSettings()).load_state_dict(state)
+        Learner(tiny_model(**TWO_LAYERS), LearnerSettings()).load_state_dict(state)
     with pytest.raises(ValueError, match="this model has"):
         Learner(tiny_model(vocab_size=VOCABULARY + 1), LearnerSettings()).load_state_dict(state)
 
@@ -881,11 +971,12 @@ def test_bf16_weights_keep_steps_that_bf16_would_round_away() -> None:
 @pytest.mark.parametrize("loaded_as", [torch.float32, torch.bfloat16])
 def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: torch.dtype) -> None:
     """Rotary frequencies must stay in fp32, as in every engine: rounded ones are off by radians after 1,000 tokens."""
-    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    tiny_model(**small).save_pretrained(tmp_path)  # attention in bf16 is slow on most CPUs
     engines = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     settings = LearnerSettings(algorithm="ppo", kl_coefficient=0.1, bf16=True)
     learner = Learner(Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=loaded_as), settings)
-    context, response = tokens_of(1, 1500), tokens_of(2, 50)
+    context, response = tokens_of(1, 1000), tokens_of(2, 50)
     assert learner.logprobs_of(context, response) == response_logprobs(engines, context, response)
     assert learner.critic is not None
     own = engines.model.rotary_emb.inv_freq

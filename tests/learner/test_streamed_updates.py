@@ -23,7 +23,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "initializer_range": 0.3,
@@ -239,6 +239,24 @@ def test_a_gradient_of_another_version_is_dropped() -> None:
     learner.accumulate(in_groups(batch)[0], 0)
     learner.accumulate(in_groups(batch)[1], 1)
     assert _same_as_without(learner, batch, 1)["streamed_fraction"] == 0.25
+
+
+def test_a_gradient_for_another_version_than_the_batch_is_dropped() -> None:
+    learner = learner_with(tokens_per_micro_batch=60, algorithm="grpo")
+    batch = batch_of(0)
+    learner.accumulate(in_groups(batch)[0], 0)
+    assert _same_as_without(learner, batch, 1)["streamed_fraction"] == 0.0
+
+
+def test_a_gradient_of_the_weights_before_a_restore_is_dropped() -> None:
+    trained_before, streamed_to = learner_with(algorithm="grpo"), learner_with(algorithm="grpo")
+    trained_before.step(batch_of(0), 0)
+    batch = batch_of(1)
+    streamed_to.accumulate(in_groups(batch)[0], 1)
+    streamed_to.load_state_dict(trained_before.state_dict())
+    found = streamed_to.step(batch, 1)
+    assert found.pop("streamed_fraction") == 0.0
+    assert found == trained_before.step(batch, 1)
 
 
 def test_advantages_that_later_rollouts_change_are_computed_again() -> None:

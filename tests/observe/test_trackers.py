@@ -328,7 +328,7 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     folder = tmp_path / "run"
     words = f"""train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
         --scoring at-once --reward-workers 0 --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8
-        --max-response-tokens 40 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
+        --max-response-tokens 24 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
         --rollouts-per-prompt 4 --tracker tensorboard"""
     run = Scraper([*words.split(), *config_file(tmp_path, prometheus_port=0)])
 

@@ -79,6 +79,16 @@ def test_pairing_finds_a_gain_that_unpaired_intervals_miss() -> None:
     assert mean_at_k(after).low < mean_at_k(before).high
 
 
+@pytest.mark.parametrize(("before", "after"), [(False, False), (True, True), (False, True), (True, False)])
+def test_the_same_change_of_every_problem_is_not_certainty(before: bool, after: bool) -> None:
+    """With 20 problems, up to 16 % of all problems may change in another way (Wilson)."""
+    gain = paired_difference([[before]] * 20, [[after]] * 20)
+    assert gain.value == int(after) - int(before)
+    assert -1 <= gain.low <= gain.value <= gain.high <= 1
+    assert gain.high - gain.low == pytest.approx(2 * 0.161, abs=1e-3)
+    assert paired_difference([[before]] * 2000, [[after]] * 2000).low == pytest.approx(gain.value, abs=5e-3)
+
+
 def test_gain_pairs_problems_by_id() -> None:
     before = Evaluation.of({"a": [True, True], "b": [False, False]})
     after = Evaluation.of({"b": [False, True], "a": [True, True]})

@@ -2,26 +2,40 @@ from __future__ import annotations
 
 import pickle
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("reasoning_gym")
+if find_spec("reasoning_gym") is None:  # its import takes seconds, which only the worker that runs these tests needs
+    pytest.skip("reasoning-gym is not installed: pip install '.[puzzles]'", allow_module_level=True)
 
 from sortedrl.tasks.reasoning_gym import ReasoningGym, extract_answer, roles
 from sortedrl.tasks.task import Problem
 
 
-def test_the_reference_scores_one_in_tags_and_on_the_last_line() -> None:
-    task = ReasoningGym("leg_counting", count=20, held_out_count=5)
+@pytest.fixture(scope="module")
+def factors() -> ReasoningGym:
+    """Shared: a task that scores starts two processes, which import the whole library."""
+    return ReasoningGym("prime_factorization", count=20, held_out_count=5)
+
+
+@pytest.fixture(scope="module")
+def countdown() -> ReasoningGym:
+    """The library evaluates an answer to this puzzle as Python."""
+    return ReasoningGym("countdown", count=2, held_out_count=1, limit_seconds=2.0)
+
+
+def test_the_reference_scores_one_in_tags_and_on_the_last_line(factors: ReasoningGym) -> None:
+    task = factors
     for problem in [*task.train(), *task.held_out()]:
         reference = problem.answer["answer"]
         tagged = task.score(problem, f"<think>7?</think> <answer>0</answer>, no: <answer> {reference}\n</answer>")
         assert tagged.correct and tagged.value == 1.0 and tagged.parts["tagged"] == 1.0
         plain = task.score(problem, f"Let me count.\n{reference}\n")
         assert plain.correct and plain.parts["tagged"] == 0.0
-        assert not task.score(problem, f"<answer>{int(reference) + 1}</answer>").correct
-        assert task.score(problem, "").value == 0.0
+        assert not task.score(problem, f"<answer>{reference} × 2</answer>").correct
+        assert task.score(problem, "").value <= 0.01  # what the library gives for any text
 
 
 def test_problems_are_split_by_seed_and_do_not_overlap() -> None:
@@ -60,30 +74,27 @@ def test_knights_and_knaves_are_compared_exactly() -> None:
     assert task.score(problem, f"<answer>{both}</answer>").value == 0.0
 
 
-def test_an_answer_that_the_scorer_cannot_read_is_wrong() -> None:
-    task = ReasoningGym("prime_factorization", count=2, held_out_count=1)
-    reward = task.score(task.train()[0], "<answer>no number</answer>")
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(factors: ReasoningGym) -> None:
+    reward = factors.score(factors.train()[0], "<answer>no number</answer>")
     assert reward.value == 0.0 and reward.parts["unreadable"] == 1.0
 
 
-def test_an_answer_that_takes_hours_to_evaluate_is_wrong_within_its_time_limit() -> None:
-    """The library evaluates an answer to this puzzle as Python: in this process, 9**9**9 would block the run."""
-    task = ReasoningGym("countdown", count=2, held_out_count=1, limit_seconds=1.0)
-    problem = task.train()[0]
+def test_an_answer_that_takes_hours_to_evaluate_is_wrong_within_its_time_limit(countdown: ReasoningGym) -> None:
+    """In this process, 9**9**9 would block the run."""
+    problem = countdown.train()[0]
     began = time.monotonic()
-    reward = task.score(problem, "<answer>9**9**9</answer>")
+    reward = countdown.score(problem, "<answer>9**9**9</answer>")
     assert time.monotonic() - began < 120
     assert reward.value == 0.0 and reward.parts["timed_out"] == 1.0
-    right = task.score(problem, f"<answer>{problem.answer['metadata']['expression']}</answer>")
+    right = countdown.score(problem, f"<answer>{problem.answer['metadata']['expression']}</answer>")
     assert right.correct and right.parts["timed_out"] == 0.0
 
 
-def test_an_answer_that_is_code_does_not_run_in_the_process_of_the_run(tmp_path: Path) -> None:
-    task = ReasoningGym("countdown", count=2, held_out_count=1)
+def test_an_answer_that_is_code_does_not_run_in_the_process_of_the_run(tmp_path: Path, countdown: ReasoningGym) -> None:
     pid = tmp_path / "pid"
     code = f'__import__("os").system("echo $PPID > {pid}")'
-    task.score(task.train()[0], f"<answer>{code}</answer>")
-    assert int(pid.read_text()) in task._library_score.process_ids()
+    countdown.score(countdown.train()[0], f"<answer>{code}</answer>")
+    assert int(pid.read_text()) in countdown._library_score.process_ids()
 
 
 def test_a_copy_for_a_worker_process_scores_alike() -> None:

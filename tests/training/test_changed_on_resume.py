@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import toy
+from sortedrl.cli import main
+from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.learner.learner import Learner
 from sortedrl.training.build import OutOfMemory
 from sortedrl.training.run_dir import RunFolder
@@ -19,20 +21,19 @@ from sortedrl.training.trainer import train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def run_out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
+
+
 def test_a_run_out_of_memory_can_be_resumed_with_smaller_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
-        )
-
     small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "updates": 1}
     small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 20}
     small |= {"model": str(toy.make_model(tmp_path)), "max_prompt_tokens": 16, "eval_problems": 4, "threads": 1}
     run = tmp_path / "run"
     with monkeypatch.context() as patched:
-        patched.setattr(Learner, "step", fail)
+        patched.setattr(Learner, "step", run_out_of_memory)
         with pytest.raises(OutOfMemory) as stopped:
             train(TrainSettings(**small, out=run), print)
     message = str(stopped.value)
@@ -42,6 +43,55 @@ def test_a_run_out_of_memory_can_be_resumed_with_smaller_micro_batches(
     memory = {"tokens_per_micro_batch": 32, "gradient_checkpointing": True, "recompute_above_tokens": 16}
     summary = train(TrainSettings(**small, **memory, out=run, resume=run), print)
     assert summary["updates"] == 1
+
+
+def test_a_model_that_does_not_fit_is_one_line_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's state is made before the run: smaller micro-batches would not help."""
+    monkeypatch.setattr(Learner, "__init__", run_out_of_memory)
+    model, run = str(toy.make_model(tmp_path)), tmp_path / "run"
+    with pytest.raises(OutOfMemory) as stopped:
+        train(TrainSettings(model=model, task="toy:SayA", reward_workers=0, threads=1, out=run), print)
+    message = str(stopped.value)
+    assert message.startswith("the model and its optimizer do not fit (CUDA out of memory. Tried to allocate 2.00 GiB)")
+    assert "lora_rank" in message and "tokens_per_micro_batch" not in message
+    assert not run.exists()
+
+
+def test_a_resumed_run_draws_the_random_numbers_that_come_next(tmp_path: Path) -> None:
+    """A reward in this process may draw them, and making its task may seed the generator."""
+    small: dict[str, Any] = {"task": "toy:Noisy", "reward_workers": 0, "scoring": "at-once", "slots": 8}
+    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 8}
+    small |= {"model": str(toy.make_model(tmp_path)), "max_prompt_tokens": 16, "eval_problems": 4, "threads": 1}
+    small |= {"eval_every": 2, "checkpoint_every": 2}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(TrainSettings(**small, updates=4, out=whole), print)
+    train(TrainSettings(**small, updates=2, out=halves), print)
+    train(TrainSettings(**small, updates=4, out=halves, resume=halves), print)
+    assert rewards_in(halves) == rewards_in(whole)
+
+
+def rewards_in(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["reward"] for line in lines if "reward" in line]
+
+
+def test_a_run_whose_engine_is_out_of_memory_is_not_blamed_on_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(SlotDecoder, "step", fail)
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--task", "toy:SayA", "--reward-workers", "0"]
+    words += ["--max-prompt-tokens", "16", "--max-response-tokens", "16", "--eval-problems", "4"]
+    capsys.readouterr()
+    assert main(["eval", *words]) == 2
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
+    for error in (lines := capsys.readouterr().err.splitlines()):
+        assert error.startswith("sortedrl: the embedded engine ran out of memory (CUDA out of memory. Tried to ")
+    assert len(lines) == 2 and lines[1].endswith(f"sortedrl train --resume {tmp_path / 'run'}")
 
 
 def test_a_run_may_be_resumed_with_other_servers(tmp_path: Path) -> None:
@@ -54,3 +104,19 @@ def test_a_run_may_be_resumed_with_other_servers(tmp_path: Path) -> None:
     again.open_to_resume(TrainSettings(**before | {"engine_urls": ("http://c:8001",), "resume": folder.path}), print)
     again.close()
     assert json.loads((folder.path / "config.json").read_text())["engine_urls"] == ["http://c:8001"]
+
+
+def test_a_resumed_run_refuses_another_folder_and_may_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "updates": 1}
+    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 8}
+    small |= {"model": str(toy.make_model(tmp_path / "model")), "max_prompt_tokens": 16, "eval_problems": 4}
+    train(TrainSettings(**small, threads=1, out=Path("run")), print)
+    assert main(["train", "--resume", "run", "--updates", "2", "--out", "elsewhere"]) == 2
+    assert "out = 'elsewhere' (set by flag --out): a resumed run continues in its own folder" in capsys.readouterr().err
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert main(["train", "--resume", "moved", "--updates", "2"]) == 0
+    assert main(["train", "--resume", "moved", "--updates", "3", "--out", str(tmp_path / "moved")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "moved"]

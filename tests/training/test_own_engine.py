@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -52,12 +53,42 @@ def engine(spec):
 """
 
 
+def closing_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes `closing_engine:engine` importable; returns the file that its `close` leaves."""
+    module = folder / "closing_engine.py"
+    module.write_text(CLOSING)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "closing_engine", raising=False)  # that of another test
+    return module.with_suffix(".closed")
+
+
 def test_an_evaluation_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "closing_engine.py").write_text(CLOSING)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    closed = closing_engine(tmp_path, monkeypatch)
     words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL[:8]]
     assert main(["eval", *words, "--eval-problems", "4", "--threads", "1"]) == 0
-    assert (tmp_path / "closing_engine.closed").exists()
+    assert closed.exists()
+
+
+def test_a_run_that_cannot_start_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may have started a server, which would outlive the run."""
+    closed = closing_engine(tmp_path, monkeypatch)
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = config_file(tmp_path, prometheus_port=taken.getsockname()[1])
+        assert main(["train", *words, "--out", str(tmp_path / "run"), *port]) == 2
+    assert closed.exists()
+
+
+def test_a_resume_that_is_refused_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, data = closing_engine(tmp_path, monkeypatch), tmp_path / "problems"
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL]
+    data.write_text("8 4")
+    words += ["--task", "toy:CountsInFile", "--data", str(data), "--out", str(tmp_path / "run")]
+    assert main(["train", *words]) == 0
+    closed.unlink()
+    data.write_text("9 4")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--updates", "3"]) == 2
+    assert closed.exists()
 
 
 TALKATIVE = """
@@ -113,6 +144,13 @@ def test_stdout_is_one_json_object_although_the_engine_prints(
         ("def factory(spec): return object()", "without now, submit, poll, abort, update_weights, slots"),
         ("factory = 3", "it is not a function"),
         ("def factorie(spec): return None", "did you mean 'factorie'?"),
+        (
+            "import json\ndef factory(spec): json.loads('no\\nJSON')",
+            "the factory raised JSONDecodeError: Expecting value",
+        ),
+        ("def factory(): return None", "factory() takes 0 positional arguments but 1 was given"),
+        ("def factory(spec: return None", "cannot be imported: SyntaxError: "),
+        ("\n1 / 0", "cannot be imported: ZeroDivisionError: division by zero ("),
     ],
 )
 def test_a_wrong_factory_is_one_line(
@@ -125,6 +163,7 @@ def test_a_wrong_factory_is_one_line(
     error = capsys.readouterr().err
     assert expected in error and "set by flag --engine" in error
     assert len(error.splitlines()) == 1
+    assert "JSON" not in expected or f"{name}.py:2)" in error, "the line of the factory, not that of the library"
 
 
 def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:

@@ -95,7 +95,7 @@ def prompts_of(*answers: Any) -> list[Prompt]:
 def saved(train: list[Prompt], held_out: list[Prompt]) -> Checkpoint:
     digests = {"train": problem_digests(train), "held_out": problem_digests(held_out)}
     notes = {"before_ids": [prompt.id for prompt in held_out], "problems": digests}
-    return Checkpoint(Path(), {}, {"prompts": {"size": len(train)}}, notes)
+    return Checkpoint(Path(), {}, {"prompts": {"size": len(train)}}, notes, {})
 
 
 def test_another_order_is_another_reason_than_an_edit() -> None:

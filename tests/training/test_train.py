@@ -34,7 +34,7 @@ SMALL = [
     "--rollouts-per-prompt",
     "4",
     "--max-response-tokens",
-    "40",
+    "24",
     "--max-prompt-tokens",
     "16",
     "--eval-problems",

@@ -44,7 +44,7 @@ from sortedrl.training.rewards import Rewards
 from sortedrl.training.settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
-SMALL_FLAGS = "--slots 8 --max-response-tokens 40 --max-prompt-tokens 16 --max-context-tokens 80 --eval-problems 10"
+SMALL_FLAGS = "--slots 8 --max-response-tokens 24 --max-prompt-tokens 16 --max-context-tokens 64 --eval-problems 8"
 TRAIN_FLAGS = "--rollouts-per-update 16 --prompts-per-cohort 16 --rollouts-per-prompt 2 --threads 1"
 DIALOGUE = "eval --task knights_and_knaves:dialogue --task-options count 240 --eval-problems 40 --threads 1 --json"
 GUESS = (

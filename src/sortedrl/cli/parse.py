@@ -36,7 +36,8 @@ class FlagError(UserError, ValueError):
 def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     """The settings. Raises `FlagError` or `ConfigurationError`; prints the help and exits where it is asked for.
 
-    A resumed run starts from the settings that it was started with; a file is read over them.
+    A resumed run starts from the settings that it was started with, in the folder where it is now; a file is read over
+    them.
     """
     if "--help" in args or "-h" in args:
         print(help_page(kind, program))
@@ -45,7 +46,7 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     path = _config_path(args)
     run = _value_of("--resume", args)
     try:
-        values = {} if run is None else {**saved_settings(Path(run))[0], "resume": run}
+        values = {} if run is None else {**saved_settings(Path(run))[0], "resume": run, "out": run}
         old_names.refuse_old_keys(values, kind.model_fields)
         if path is not None:
             named = _read_toml(path)

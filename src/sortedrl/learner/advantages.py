@@ -165,7 +165,7 @@ def group_indices(keys: Sequence[Hashable]) -> Tensor:
     return torch.tensor([index.setdefault(key, len(index)) for key in keys], dtype=torch.long)
 
 
-def _set_sums(values_b: Tensor, group_b: Tensor) -> Tensor:
+def _group_sums(values_b: Tensor, group_b: Tensor) -> Tensor:
     """The sum over each rollout's group."""
     sums = torch.zeros(int(group_b.max()) + 1, dtype=values_b.dtype).index_add_(0, group_b, values_b)
     return sums[group_b]
@@ -173,26 +173,26 @@ def _set_sums(values_b: Tensor, group_b: Tensor) -> Tensor:
 
 def centered_on_group(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     """Reward minus the mean of the group; 0 for a rollout that is alone in its group."""
-    return rewards_b - _set_sums(rewards_b, group_b) / _set_sums(torch.ones_like(rewards_b), group_b)
+    return rewards_b - _group_sums(rewards_b, group_b) / _group_sums(torch.ones_like(rewards_b), group_b)
 
 
 def grpo_advantages(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     """Deviation from the group's mean, in sample standard deviations of the group."""
     centered_b = centered_on_group(rewards_b, group_b)
-    degrees_b = (_set_sums(torch.ones_like(rewards_b), group_b) - 1).clamp(min=1)
-    return centered_b / ((_set_sums(centered_b.square(), group_b) / degrees_b).sqrt() + SMALLEST_DEVIATION)
+    degrees_b = (_group_sums(torch.ones_like(rewards_b), group_b) - 1).clamp(min=1)
+    return centered_b / ((_group_sums(centered_b.square(), group_b) / degrees_b).sqrt() + SMALLEST_DEVIATION)
 
 
 def rloo_advantages(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     """Reward minus the mean of the others in the group; 0 for a rollout that is alone in its group."""
-    size_b = _set_sums(torch.ones_like(rewards_b), group_b)
+    size_b = _group_sums(torch.ones_like(rewards_b), group_b)
     return centered_on_group(rewards_b, group_b) * size_b / (size_b - 1).clamp(min=1)
 
 
 def zero_variance(rewards_b: Tensor, group_b: Tensor) -> Tensor:
     """True if a rollout's group has several members, all with the same reward."""
-    size_b = _set_sums(torch.ones_like(rewards_b), group_b)
-    spread_b = _set_sums(centered_on_group(rewards_b, group_b).abs(), group_b)
+    size_b = _group_sums(torch.ones_like(rewards_b), group_b)
+    spread_b = _group_sums(centered_on_group(rewards_b, group_b).abs(), group_b)
     return (size_b > 1) & (spread_b < 1e-6 * size_b)
 
 

@@ -46,6 +46,7 @@ class Checkpoint:
     learner: dict[str, Any]
     controller: dict[str, Any]
     notes: dict[str, Any]  # data of the run, such as its best score
+    random: dict[str, Any]  # state of the random number generators, for `restore_random`
 
 
 def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> Path:
@@ -181,8 +182,7 @@ def _read(path: Path) -> Checkpoint:
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _require_known_format(path, state)
     learner = torch.load(path / "learner.pt", map_location="cpu", weights_only=True)
-    _restore_random(state["random"])
-    return Checkpoint(path, learner, state["controller"], state["notes"])
+    return Checkpoint(path, learner, state["controller"], state["notes"], state["random"])
 
 
 def _set_aside(path: Path) -> Path:
@@ -222,7 +222,9 @@ def _random_state() -> dict[str, Any]:
     return {"python": [kind, list(numbers), gauss], "torch": torch.get_rng_state().tolist()}
 
 
-def _restore_random(state: dict[str, Any]) -> None:
+def restore_random(state: dict[str, Any]) -> None:
+    """Python's and PyTorch's generators continue where they were. Call it last: a model or a task that is made may draw
+    random numbers, or seed a generator."""
     kind, numbers, gauss = state["python"]
     random.setstate((kind, tuple(numbers), gauss))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))

@@ -48,9 +48,7 @@ from sortedrl.learner.advantages import (
 from sortedrl.learner.batching import (
     UpdateBatch,
     balanced_parts,
-    micro_batches,
     overhead_tokens,
-    padded_tokens,
     sorted_micro_batches,
     update_batch,
 )
@@ -79,7 +77,7 @@ from sortedrl.learner.models import (
 )
 from sortedrl.learner.optimizer import AdamW
 from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_streamable
-from sortedrl.learner.update_metrics import Tally, summary
+from sortedrl.learner.update_metrics import Tally, padding, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
 
@@ -114,11 +112,11 @@ class Learner:
             self._adapted = with_adapters(model, settings.lora_rank).eval()
             if self.critic is not None:
                 with_adapters(self.critic.trunk, settings.lora_rank).eval()
-        for module in (model, self.critic.trunk if self.critic is not None else None):
-            if module is not None and settings.gradient_checkpointing:
-                checkpoint_layers(module, settings.recompute_above_tokens)
-            if module is not None and settings.compile_layers:
-                compile_layers(module)
+        for trained in [model] if self.critic is None else [model, self.critic.trunk]:
+            if settings.gradient_checkpointing:
+                checkpoint_layers(trained, settings.recompute_above_tokens)
+            if settings.compile_layers:
+                compile_layers(trained)
         self._optimizer = AdamW(list(trainable(model).values()), settings.weight_decay)
         self._critic_optimizer = (
             AdamW(list(trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None
@@ -367,7 +365,8 @@ class Learner:
                 self._optimizer_step(batch, warm, tally)
             self.updates += 1
             metrics |= summary(tally, batch)
-            metrics |= self._padding(batch, [so_far.rollouts[row].id for row in rows], tally.computed_tokens)
+            ids = [so_far.rollouts[row].id for row in rows]
+            metrics |= padding(batch.lengths_b.tolist(), ids, tally.computed_tokens, settings.tokens_per_micro_batch)
             if self._is_streamed_to:
                 metrics["streamed_fraction"] = so_far.streamed / len(so_far.rollouts)
             if self.critic is not None:
@@ -376,14 +375,6 @@ class Learner:
                 metrics[f"explained_variance/harvest_{harvest_index}"] = metrics["explained_variance"]
         self._statistics = found.statistics
         return metrics
-
-    def _padding(self, batch: UpdateBatch, ids: Sequence[int], computed: int) -> dict[str, float]:
-        """`padding_fraction`: the fraction of computed tokens that are padding. `padding_saved`: the fraction of tokens
-        saved compared with micro-batches of the same limit in the order in which the prompts were loaded."""
-        lengths = batch.lengths_b.tolist()
-        load_order = sorted(range(len(batch)), key=lambda row: ids[row])
-        unsorted = padded_tokens(micro_batches(load_order, lengths, self.settings.tokens_per_micro_batch), lengths)
-        return {"padding_fraction": 1.0 - sum(lengths) / computed, "padding_saved": 1.0 - computed / unsorted}
 
     def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> dict[str, float]:
         """The optimizer steps of an update whose gradients depend on all of its rollouts; returns further metrics."""
@@ -485,12 +476,13 @@ class Learner:
         tally.close_step(normalizer, ess, learning_rate)
         if self._gradient_cosine is not None:
             tally.gradient_cosines += self._gradient_cosine.with_previous()
-        norm = self._step_of(self._optimizer, learning_rate, normalizer)
-        tally.grad_norms.append(norm)
-        tally.skipped_steps += not math.isfinite(norm)
+        norms = [self._step_of(self._optimizer, learning_rate, normalizer)]
+        tally.grad_norms.append(norms[0])
         if self._critic_optimizer is not None:
             of_critic = warm * self.settings.critic_learning_rate
-            tally.critic_grad_norms.append(self._step_of(self._critic_optimizer, of_critic, normalizer))
+            norms.append(self._step_of(self._critic_optimizer, of_critic, normalizer))
+            tally.critic_grad_norms.append(norms[1])
+        tally.skipped_steps += not all(map(math.isfinite, norms))
 
     def _step_of(self, optimizer: AdamW, learning_rate: float, normalizer: float) -> float:
         norm = optimizer.grad_norm() / normalizer

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from sortedrl.learner.batching import UpdateBatch
+from sortedrl.learner.batching import UpdateBatch, micro_batches, padded_tokens
 from sortedrl.learner.losses import effective_sample_fraction, kl_k3
 
 CONTEXT_AGES = (0, 1, 2, 4, 8)  # first age of each bin of `mismatch_by_age`; the last one is open
@@ -28,27 +29,27 @@ class Tally:
     kl_reference: list[Tensor] = field(default_factory=list)
     summed_policy_loss: list[Tensor] = field(default_factory=list)  # since the last optimizer step, like the next
     summed_critic_loss: list[Tensor] = field(default_factory=list)
-    policy_loss: float = 0.0  # of all optimizer steps so far, like the next
-    critic_loss: float = 0.0
     rollout_log_weight: list[Tensor] = field(default_factory=list)  # since the last step: new / behavior, untruncated
-    ess_rollouts: list[float] = field(default_factory=list)  # one per step, like the next
+    policy_losses: list[float] = field(default_factory=list)  # one per optimizer step, like the next
+    critic_losses: list[float] = field(default_factory=list)
+    ess_rollouts: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     gradient_cosines: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
     micro_batches: int = 0
     computed_tokens: int = 0  # including padding
-    skipped_steps: int = 0
+    skipped_steps: int = 0  # the gradient of the policy or the critic was not finite
 
     def close_step(self, normalizer: float, ess_rollouts: float, learning_rate: float) -> None:
         """The micro-batches since the last call belong to one optimizer step, with this normalizer."""
         self.ess_rollouts.append(ess_rollouts)
         self.learning_rates.append(learning_rate)
         self.rollout_log_weight.clear()
-        self.policy_loss += torch.stack(self.summed_policy_loss).sum().item() / normalizer
+        self.policy_losses.append(torch.stack(self.summed_policy_loss).sum().item() / normalizer)
         self.summed_policy_loss.clear()
         if self.summed_critic_loss:
-            self.critic_loss += torch.stack(self.summed_critic_loss).sum().item() / normalizer
+            self.critic_losses.append(torch.stack(self.summed_critic_loss).sum().item() / normalizer)
             self.summed_critic_loss.clear()
 
 
@@ -56,7 +57,7 @@ def summary(tally: Tally, batch: UpdateBatch) -> dict[str, float]:
     """`batch`: the rollouts that were trained on."""
     advantages_n = batch.advantages_br[batch.mask_br]
     metrics = {
-        "policy_loss": tally.policy_loss,
+        "policy_loss": fmean(tally.policy_losses),
         "advantage_mean": advantages_n.mean().item(),
         "advantage_std": advantages_n.std(correction=0).item(),
         "entropy": torch.cat(tally.entropy).mean().item(),
@@ -65,7 +66,7 @@ def summary(tally: Tally, batch: UpdateBatch) -> dict[str, float]:
         "ess_token_fraction": effective_sample_fraction(torch.cat(tally.gap)),
         "ess_rollout_fraction": tally.ess_rollouts[0],
         "learning_rate": min(tally.learning_rates),
-        "grad_norm": max(tally.grad_norms),
+        "grad_norm": _largest(tally.grad_norms),
         "skipped_steps": float(tally.skipped_steps),
         "micro_batches": float(tally.micro_batches),
         "staleness_mean": batch.staleness_br[batch.mask_br].float().mean().item(),
@@ -76,10 +77,23 @@ def summary(tally: Tally, batch: UpdateBatch) -> dict[str, float]:
     if tally.kl_reference:
         metrics["kl_reference"] = torch.cat(tally.kl_reference).mean().item()
     if tally.critic_grad_norms:
-        metrics["critic_loss"] = tally.critic_loss
-        metrics["critic_grad_norm"] = max(tally.critic_grad_norms)
+        metrics["critic_loss"] = fmean(tally.critic_losses)
+        metrics["critic_grad_norm"] = _largest(tally.critic_grad_norms)
     gap_n, staleness_n = torch.cat(tally.gap), torch.cat(tally.staleness)
     return metrics | mismatch(gap_n, staleness_n) | mismatch_by_age(gap_n, staleness_n, torch.cat(tally.context_age))
+
+
+def _largest(norms: list[float]) -> float:
+    """NaN if one of them is: `max` would hide it behind a number."""
+    return math.nan if any(map(math.isnan, norms)) else max(norms)
+
+
+def padding(lengths: Sequence[int], ids: Sequence[int], computed: int, token_budget: int) -> dict[str, float]:
+    """`padding_fraction`: the fraction of `computed` tokens that are padding. `padding_saved`: the fraction of tokens
+    saved compared with micro-batches of the same limit in load order, which is that of the rollouts' ids."""
+    load_order = sorted(range(len(ids)), key=lambda row: ids[row])
+    unsorted = padded_tokens(micro_batches(load_order, lengths, token_budget), lengths)
+    return {"padding_fraction": 1.0 - sum(lengths) / computed, "padding_saved": 1.0 - computed / unsorted}
 
 
 def mismatch(gap_n: Tensor, staleness_n: Tensor) -> dict[str, float]:

@@ -6,10 +6,12 @@ and the measured scores.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.scoring import one_line
 from sortedrl.models.hub import prepare_hub
 
 _HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*(/\w[\w.-]*)?")  # name or owner/name
@@ -39,14 +41,26 @@ def check_model_path(name: str) -> None:
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ConfigurationError("model", name, "this folder has no config.json", _FIX)
+        if fault := _fault_of(Path(name) / "config.json"):
+            raise ConfigurationError("model", name, f"its config.json {fault}", _FIX)
     elif not _HUB_NAME.fullmatch(name):
         raise ConfigurationError("model", name, "there is no such folder", _FIX)
+
+
+def _fault_of(config: Path) -> str:
+    """Why the file is no model's configuration; empty if it may be one."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({one_line(str(error))})"
+    return "" if isinstance(found, dict) else f"has a {type(found).__name__} in place of a JSON object"
 
 
 def unreadable_model(name: str, error: Exception) -> ConfigurationError:
     """Why a model could not be read, in one line."""
     if name == "built-in" or Path(name).is_dir():
-        why = f"no causal language model can be read there ({str(error).strip().splitlines()[0].rstrip('.')})"
+        reason = str(error).strip() or type(error).__name__
+        why = f"no causal language model can be read there ({reason.splitlines()[0].rstrip('.')})"
     else:
         why = "there is no such folder, and no such model could be loaded from the Hugging Face hub"
     return ConfigurationError("model", name, why, _FIX)

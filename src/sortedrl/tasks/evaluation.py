@@ -2,8 +2,8 @@
 
 All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 % by default: Wilson's if
 every problem was sampled once, otherwise a bootstrap over problems (samples of one problem are not independent, but
-problems are). If all problems have the same score, a bootstrap has no spread, and Wilson's interval over the problems
-is used: 20 of 20 correct is not certainty.
+problems are). If all problems have the same score or the same difference, a bootstrap has no spread, and Wilson's
+interval over the problems is used: 20 of 20 correct is not certainty.
 """
 
 from __future__ import annotations
@@ -110,7 +110,17 @@ def paired_difference(before: Correct, after: Correct, confidence: float = 0.95)
     samples_per_problem(before)
     samples_per_problem(after)
     differences = [fmean(new) - fmean(old) for old, new in zip(before, after, strict=True)]
+    if min(differences) == max(differences):
+        return _equal_difference(differences[0], len(differences), confidence)
     return _resampled(differences, confidence)
+
+
+def _equal_difference(difference: float, problems: int, confidence: float) -> Estimate:
+    """The mean difference if all problems have the same one. Wilson's interval bounds the fraction of problems with
+    another one, which can be anything from -1 to 1."""
+    others = wilson(0, problems, confidence).high
+    middle = difference * (1 - others)
+    return Estimate(difference, max(-1.0, middle - others), min(1.0, middle + others))
 
 
 def wilson(right: float, trials: int, confidence: float = 0.95) -> Estimate:

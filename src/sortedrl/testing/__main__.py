@@ -50,7 +50,7 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 def imported(path: str) -> EngineFactory:
     try:
         found = import_object(path)
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"no engine factory {path}: {error}") from None
     if not callable(found):
         raise UserError(f"{path} is not a function. Name one that takes an EngineSpec and returns an engine")

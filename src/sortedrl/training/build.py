@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.core.errors import UserError
+from sortedrl.core.errors import UserError, first_sentences
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.learner.settings import LearnerSettings, learner_settings_from
 from sortedrl.training.cpu_threads import threads_here
@@ -63,11 +63,21 @@ def learning_rate_notice(settings: TrainSettings, parameters: int) -> str | None
 
 
 def out_of_memory(error: torch.OutOfMemoryError, settings: TrainSettings, folder: Path) -> OutOfMemory:
-    reason = ". ".join(str(error).split("\n")[0].split(". ")[:2]).rstrip(".")
+    """In an update."""
     checkpointing = "" if settings.gradient_checkpointing else " or set gradient_checkpointing = true"
     return OutOfMemory(
-        f"the learner ran out of memory ({reason}). Lower tokens_per_micro_batch = {settings.tokens_per_micro_batch}"
-        f"{checkpointing} in a TOML file, then continue with sortedrl train --resume {folder} --config FILE"
+        f"the learner ran out of memory ({first_sentences(error)}). Lower tokens_per_micro_batch = "
+        f"{settings.tokens_per_micro_batch}{checkpointing} in a TOML file, then continue with "
+        f"sortedrl train --resume {folder} --config FILE"
+    )
+
+
+def out_of_memory_at_start(error: torch.OutOfMemoryError, settings: TrainSettings) -> OutOfMemory:
+    """Before the first update: the weights and the optimizer's state do not fit, even without activations."""
+    engine = " Or lower gpu_memory_utilization in engine_options." if settings.engine == "vllm" else ""
+    return OutOfMemory(
+        f"the model and its optimizer do not fit ({first_sentences(error)}): in bfloat16, training takes 12 bytes per "
+        f"weight. Use a smaller model, or train adapters with lora_rank = 16.{engine}"
     )
 
 

@@ -105,6 +105,6 @@ def _read_module(name: str, model: str) -> Any:
     on_gpu = torch.cuda.is_available()
     try:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
         raise unreadable_model(name, error) from None
     return module.to("cuda" if on_gpu else "cpu").eval()

@@ -15,12 +15,13 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
-from sortedrl.tasks.registry import task_by_name
+from sortedrl.tasks.registry import is_built_in, task_by_name
 from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, checked_problems
 from sortedrl.training.build import device_of, dtype_of
@@ -59,12 +60,68 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
         )
         train, held_out = (encode(part, tokenizer, settings.max_prompt_tokens, tokens_of) for part in problems)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise _task_error(settings, error) from None
+        raise _task_error(settings, str(error)) from None
+    except Exception as error:
+        if is_built_in(settings.task):
+            raise
+        raise _task_error(settings, fault_in_your_code(error)) from error
+    _check_turns(settings, task)
+    if not only_evaluates and (overlap := _overlap(*problems, task)):
+        log(overlap)
     for part in (train, held_out):
         notice = part.rejection_notice()
         if notice:
             log(notice)
-    return Resources(model, tokenizer, task, train.prompts, held_out.prompts)
+    in_context = (_within_context(part.prompts, settings.longest_context(), log) for part in (train, held_out))
+    return Resources(model, tokenizer, task, *in_context)
+
+
+def _check_turns(settings: ModelSettings, task: AnyTask) -> None:
+    if settings.max_turns is not None and not isinstance(task, EnvironmentTask | ServedTask):
+        raise ConfigurationError(
+            "max_turns",
+            settings.max_turns,
+            f"task {settings.task} has neither an environment nor tools, so every response has one turn",
+            "Leave it out, set --tools, or use a task with an environment (docs/environments.md).",
+        )
+
+
+def _overlap(train: Sequence[Problem], held_out: Sequence[Problem], task: AnyTask) -> str | None:
+    """A notice if problems are in both parts: a score on them is not held out.
+
+    The data of an environment may depend on the id alone, so there only ids count.
+    """
+    has_environment = isinstance(task, EnvironmentTask | ServedTask)
+
+    def marks(problem: Problem) -> set[str]:
+        content = repr((problem.system, problem.question, problem.answer))
+        return {problem.id} if has_environment else {problem.id, content}
+
+    trained_on = {mark for problem in train for mark in marks(problem)}
+    shared = [problem.id for problem in held_out if marks(problem) & trained_on]
+    if not shared:
+        return None
+    return (
+        f"{len(shared)} of {len(held_out)} held-out problems are also problems to train on, such as {shared[0]!r}: "
+        "their score also rewards memorizing. Return other problems from held_out()"
+    )
+
+
+def _within_context(prompts: tuple[Prompt, ...], context: int, log: Log) -> tuple[Prompt, ...]:
+    """The prompts that leave room for a response."""
+    fitting = tuple(prompt for prompt in prompts if len(prompt.tokens) < context)
+    if prompts and not fitting:
+        shortest = min(len(prompt.tokens) for prompt in prompts)
+        raise ConfigurationError(
+            "max_context_tokens",
+            context,
+            f"no prompt leaves room for a response: the shortest has {shortest} tokens",
+            "Set it to the longest prompt plus max_response_tokens, or leave it out.",
+        )
+    if len(fitting) < len(prompts):
+        left_out = len(prompts) - len(fitting)
+        log(f"{left_out} of {len(prompts)} prompts fill max_context_tokens = {context} and are left out")
+    return fitting
 
 
 def _tokens_of(task: AnyTask, tokenizer: PreTrainedTokenizerBase) -> Callable[[Problem], Sequence[int]] | None:
@@ -76,11 +133,11 @@ def _tokens_of(task: AnyTask, tokenizer: PreTrainedTokenizerBase) -> Callable[[P
     return None
 
 
-def _task_error(settings: ModelSettings, error: Exception) -> ConfigurationError:
-    """Blames the data if the error is about them, else the task."""
-    about_data = settings.data is not None and (str(settings.data) in str(error) or "'data'" in str(error))
+def _task_error(settings: ModelSettings, reason: str) -> ConfigurationError:
+    """Blames the data if the reason is about them, else the task."""
+    about_data = settings.data is not None and (str(settings.data) in reason or "'data'" in reason)
     key, value = ("data", str(settings.data)) if about_data else ("task", settings.task)
-    return ConfigurationError(key, value, str(error), "See docs/tasks.md.")
+    return ConfigurationError(key, value, reason, "See docs/tasks.md.")
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
@@ -88,7 +145,7 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype_of(settings))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
         raise unreadable_model(settings.model, error) from None
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(

@@ -275,10 +275,10 @@ def refuse_changes(settings: TrainSettings, folder: RunFolder, log: Log) -> None
     refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
     if refused:
         listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())
-        key = next(iter(refused))
+        key, free = next(iter(refused)), ", ".join(sorted(EXTENDING_KEYS - {"out", "resume"}))
         raise ConfigurationError(
             key, refused[key], f"the run in {folder.path} was started with other settings ({listed})",
-            f"Leave these flags out, or start a new run; only {', '.join(sorted(EXTENDING_KEYS))} may change.",
+            f"Leave these flags out, or start a new run; only {free} may change.",
         )  # fmt: skip
     folder.write("config.json", as_json(settings))
 

@@ -183,6 +183,10 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
 
     def check(self) -> None:
         super().check()
+        if self.resume is not None and self.out is not None and self.out.resolve() != self.resume.resolve():
+            raise ConfigurationError(
+                "out", str(self.out), f"a resumed run continues in its own folder, {self.resume}", "Leave it out."
+            )
         strategy_named(self.mode).check(schedule_of(self))
         learner_settings_from(self, self.mode)
         if self.overlap:

@@ -39,6 +39,6 @@ class SkippedSteps:
         self._in_a_row = self._in_a_row + 1 if skipped >= self._steps_per_update else 0
         if self._in_a_row >= MOST_IN_A_ROW:
             raise NotFinite(
-                f"the gradients of the last {self._in_a_row} updates, up to {update}, were not finite, so nothing was "
-                f"learned from them. {self._fix}"
+                f"the gradients of the last {self._in_a_row} updates, up to {update}, were not finite, so their steps "
+                f"were skipped. {self._fix}"
             )

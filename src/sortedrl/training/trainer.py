@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +21,7 @@ from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.core.streaming import Accumulate, StreamedLearner
@@ -48,12 +47,14 @@ from sortedrl.training.build import (
     learner_settings_of,
     learning_rate_notice,
     out_of_memory,
+    out_of_memory_at_start,
     set_threads,
 )
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Log, Resources, read_resources
 from sortedrl.training.rewards import Rewards, RewardSource
+from sortedrl.training.rollout_samples import line_of, sampled
 from sortedrl.training.run_dir import RunFolder, replace_folder
 from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
@@ -67,14 +68,25 @@ class NothingLearned(UserError, RuntimeError):
 
 
 class TrainingRun:
-    def __init__(self, settings: TrainSettings, folder: RunFolder, resources: Resources, console: RunConsole) -> None:
+    """What it opens is closed by `to_close`, so that also a run that cannot start leaves no worker and no server."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        resources: Resources,
+        console: RunConsole,
+        to_close: ExitStack,
+    ) -> None:
         self.settings = settings
         self.folder = folder
         self.resources = resources
         self.console = console
         self.metrics = Metrics()
         self.sampling = Sampling(temperature=settings.temperature)
-        self.rewards = Rewards(settings, resources, settings.scoring)  # first: its workers start meanwhile
+        self.trackers = to_close.enter_context(closing(Trackers(console.log)))
+        # First of what takes time: its workers start meanwhile.
+        self.rewards = to_close.enter_context(closing(Rewards(settings, resources, settings.scoring)))
         embedded = settings.engine == "embedded"
         self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
         self.engine_shares_model = embedded and not self.has_plain_copy
@@ -82,7 +94,7 @@ class TrainingRun:
         if self.has_plain_copy:  # another engine has weights of its own: the copy is for the export, off the GPU
             self.plain_model = copy_on(resources.model.device if embedded else torch.device("cpu"), resources.model)
         self.learner = Learner(resources.model, learner_settings_of(settings))
-        engine = self._engine()
+        engine = to_close.enter_context(closing(self._engine()))
         self.checked = self._checked(engine)
         self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()
@@ -90,6 +102,7 @@ class TrainingRun:
         self.training_rewards = self._training_rewards()
         self.evaluation_rewards = self.rewards.source()
         self.batched = Batched(self.metrics)
+        to_close.callback(self.batched.flush)
         self.log = EventLog(self.batched)
         self.controller = Controller(
             self.engine,
@@ -112,7 +125,6 @@ class TrainingRun:
         self.saved: tuple[Any, ...] | None = None  # the progress that the newest checkpoint holds
         self.seconds_before = 0.0  # of earlier parts of a resumed run
         self.began = time.perf_counter()
-        self.trackers = Trackers(console.log)
         require_login(settings.tracker)
         if settings.prometheus_port is not None:
             endpoint = Endpoint(settings.prometheus_port)
@@ -145,15 +157,6 @@ class TrainingRun:
         checked = checked_engine(engine, self.settings, self.resources.train, self.learner.logprobs_of)
         checked.update_weights(self.learner.weights(), 0)
         return checked
-
-    def close(self) -> None:
-        """Close files, reward workers and the engine."""
-        try:
-            self.batched.flush()
-        finally:
-            self.folder.close()
-            self.rewards.close()
-            self.engine.close()
 
     def show(self) -> None:
         """From now on the console shows the run. Its folder must be there: before that its name may change."""
@@ -195,6 +198,7 @@ class TrainingRun:
         self.seconds_before = saved.notes["seconds"]
         self.reward_pool.recent = saved.notes.get("recent_rewards", [])  # older versions did not save them
         self.saved = self._progress()
+        checkpoint.restore_random(saved.random)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
@@ -321,11 +325,10 @@ class TrainingRun:
         """Held-out score of the weights after `done` updates; the engine gets them first."""
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
-        held_out = self._held_out()
         watch = self._rejection_watch()
         found = evaluate(
             self.engine,
-            held_out,
+            self._held_out(),
             self.evaluation_rewards.scorer,
             environments=self.evaluation_rewards.environments,
             samples=self.settings.eval_samples,
@@ -337,6 +340,11 @@ class TrainingRun:
         )
         if notice := unscored_notice(watch):
             self.console.log(notice)
+        self._record_evaluation(done, found)
+        self.evaluated = (done, found)
+        return found
+
+    def _record_evaluation(self, done: int, found: Evaluation) -> None:
         score = mean_at_k(found.correct)
         line: dict[str, Any] = {"update": done, "seconds": self._seconds(), "held_out": score._asdict()}
         if self.settings.eval_samples > 1:
@@ -350,10 +358,8 @@ class TrainingRun:
         parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
         self.console.log(
             f"held-out score after {_updates(done)}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
-            f" ({len(held_out)} problems{parts})"
+            f" ({len(found.correct)} problems{parts})"
         )
-        self.evaluated = (done, found)
-        return found
 
     def _record(self, batch: Batch, stats: dict[str, float]) -> None:
         self.folder.require_in_place()
@@ -380,35 +386,10 @@ class TrainingRun:
             **stats,
         }
         self.folder.append("metrics.jsonl", line)
-        self._write_rollouts(batch, done)
+        for rollout in sampled(batch, self.settings.save_rollouts):
+            self.folder.append("rollouts.jsonl", line_of(rollout, done, self.resources.tokenizer))
         self.trackers.line(line)
         self.console.line(line)
-
-    def _write_rollouts(self, batch: Batch, done: int) -> None:
-        wanted = max(1, min(self.settings.save_rollouts, len(batch)))
-        for place in range(wanted if self.settings.save_rollouts else 0):
-            rollout = batch.rollouts[place * (len(batch) - 1) // max(1, wanted - 1)]
-            response = str(self.resources.tokenizer.decode(rollout.tokens))
-            self.folder.append(
-                "rollouts.jsonl",
-                {
-                    "update": done,
-                    "rollout": rollout.id,
-                    "prompt": rollout.prompt.id,
-                    "question": rollout.prompt.payload.question,
-                    "response": response,
-                    "reward": rollout.reward,
-                    "detail": rollout.detail,
-                    "truncated": rollout.truncated,
-                    "segments": [[segment.version, len(segment)] for segment in rollout.segments],
-                    "segment_ends": self._segment_ends(rollout, response),
-                },
-            )
-
-    def _segment_ends(self, rollout: Rollout, response: str) -> list[int]:
-        """Where each segment ends in the response, in characters."""
-        inner = accumulate(map(len, rollout.segments[:-1]))
-        return [*(len(self.resources.tokenizer.decode(rollout.tokens[:end])) for end in inner), len(response)]
 
     @cached_property
     def updates_in_all(self) -> int:
@@ -461,7 +442,10 @@ def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) 
     torch.manual_seed(settings.seed)
     folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
     with closing(folder):
-        return _train_in(folder, settings, log, console or PlainConsole(log))
+        try:
+            return _train_in(folder, settings, log, console or PlainConsole(log))
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory_at_start(error, settings) from error
 
 
 def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: RunConsole) -> dict[str, Any]:
@@ -473,23 +457,24 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         resumed = checkpoint.load_newest_intact(folder.checkpoints, log)
     resources = read_resources(settings, log)
     set_threads(settings, resources.model)
-    run = TrainingRun(settings, folder, resources, console)
-    if resumed is None:
-        folder.create(settings, log)
-    run.show()
-    log(f"run folder {folder.path}")
-    log(f"{len(resources.train)} problems, {_updates(run.updates_in_all)}, mode {settings.mode}")
-    if notice := learning_rate_notice(settings, resources.model.num_parameters()):
-        log(notice)
-    if resumed is not None:
-        run.resume(resumed)
-        log(f"resumed after {_updates(resumed.controller['updates'])}, from {resumed.path}")
-    for name in settings.tracker:
-        run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
-    try:
-        with run.console, closing(run.trackers), closing(run), folder.removal_explained():
-            return run.run()
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(error, settings, folder.path) from error
-    except (EngineDied, WeightsDiffer, TooManyRejected) as error:
-        raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
+    with ExitStack() as to_close:
+        run = TrainingRun(settings, folder, resources, console, to_close)
+        if resumed is None:
+            folder.create(settings, log)
+        run.show()
+        log(f"run folder {folder.path}")
+        log(f"{len(resources.train)} problems, {_updates(run.updates_in_all)}, mode {settings.mode}")
+        if notice := learning_rate_notice(settings, resources.model.num_parameters()):
+            log(notice)
+        if resumed is not None:
+            run.resume(resumed)
+            log(f"resumed after {_updates(resumed.controller['updates'])}, from {resumed.path}")
+        for name in settings.tracker:
+            run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
+        try:
+            with console, closing(to_close), folder.removal_explained():  # closing may log: the console ends last
+                return run.run()
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, settings, folder.path) from error
+        except (EngineDied, WeightsDiffer, TooManyRejected) as error:
+            raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error

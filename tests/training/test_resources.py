@@ -1,0 +1,108 @@
+"""What a run reads: limits that no prompt or task can meet are errors before the run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import toy
+from sortedrl.cli import main
+from sortedrl.tasks.task import Problem
+from sortedrl.training.resources import read_resources
+from sortedrl.training.settings import EvalSettings, TrainSettings
+
+
+class Growing(toy.SayA):
+    """Prompts of one to eight words."""
+
+    def train(self) -> list[Problem]:
+        return [Problem(f"train-{words}", " ".join(["q1"] * words), "a") for words in range(1, 9)]
+
+    held_out = train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(toy.make_model(tmp_path_factory.mktemp("model") / "toy"))
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1, error
+    return error
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_context_below_every_prompt_is_refused_at_once(
+    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, a run rejected every rollout of every epoch, for half a minute."""
+    monkeypatch.chdir(tmp_path)
+    error = refusal([command, "--model", model, "--task", "toy:SayA", "--max-context-tokens", "2"], capsys)
+    assert "max_context_tokens = 2 (set by flag --max-context-tokens): no prompt leaves room" in error
+    assert "the shortest has 2 tokens" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_that_fill_the_context_are_left_out_and_counted(model: str) -> None:
+    lines: list[str] = []
+    read = read_resources(EvalSettings(model=model, task="test_resources:Growing", max_context_tokens=6), lines.append)
+    assert [len(prompt.tokens) for prompt in read.train] == [1, 2, 3, 4, 5]
+    assert read.held_out == read.train
+    assert lines == ["3 of 8 prompts fill max_context_tokens = 6 and are left out"] * 2
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_limit_of_turns_is_refused_if_responses_have_one(
+    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [command, "--model", model, "--max-turns", "3", "--task"]
+    error = refusal([*words, "toy:SayA"], capsys)
+    assert "max_turns = 3 (set by flag --max-turns): task toy:SayA has neither an environment nor tools" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_of_turns_is_taken_if_responses_have_several(model: str) -> None:
+    assert read_resources(EvalSettings(model=model, task="toy:Talk", max_turns=3), print).train
+
+
+class Leaking(toy.SayA):
+    """The first two held-out problems are trained on: one under its id, one under another id."""
+
+    def held_out(self) -> list[Problem]:
+        first, second = self.train()[:2]
+        copied = Problem("other-id", second.question, second.answer)
+        return [first, copied, *super().held_out()]
+
+
+class SameQuestion(toy.SayA):
+    """As in a game of guessing: the question is the same, and the answer differs."""
+
+    def train(self) -> list[Problem]:
+        return [Problem(f"train-{i}", "q1", i) for i in range(8)]
+
+    def held_out(self) -> list[Problem]:
+        return [Problem(f"held-out-{i}", "q1", 8 + i) for i in range(8)]
+
+
+class SameTalk(toy.Talk):
+    """An environment may draw its data by the id of a problem."""
+
+    def held_out(self) -> list[Problem]:
+        return [Problem(f"held-out/{problem.id}", problem.question, problem.answer) for problem in self.train()]
+
+
+def test_held_out_problems_that_are_trained_on_are_pointed_out(model: str) -> None:
+    lines: list[str] = []
+    read_resources(TrainSettings(model=model, task="test_resources:Leaking"), lines.append)
+    [line] = lines
+    assert line.startswith("2 of 42 held-out problems are also problems to train on, such as 'train-0'")
+    for task in ("test_resources:SameQuestion", "test_resources:SameTalk", "toy:SayA"):
+        read_resources(TrainSettings(model=model, task=task), lines.append)
+    read_resources(EvalSettings(model=model, task="test_resources:Leaking"), lines.append)
+    assert lines == [line]
