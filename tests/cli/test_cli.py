@@ -21,8 +21,8 @@ from sortedrl.settings.base import Settings
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.training.settings import TrainSettings
 
-SMALL = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
-SMALL += ["--step-time", "memory-bound"]
+SIZES = ["--cohorts", "2", "--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "32"]
+SMALL = [*SIZES, "--step-time", "memory-bound"]
 
 
 def sortedrl(*words: str, cwd: Path | None = None) -> Done:
@@ -87,6 +87,14 @@ def test_own_lengths_are_replayed(tmp_path: Path) -> None:
     assert 50 <= json.loads(done.stdout)["modes"]["baseline"]["mean_length"] <= 130
 
 
+@pytest.mark.parametrize(("count", "is_few"), [(1, True), (31, True), (32, False)])
+def test_a_file_of_few_lengths_is_pointed_out(tmp_path: Path, count: int, is_few: bool) -> None:
+    (tmp_path / "mine.jsonl").write_text("\n".join(str(20 + i) for i in range(count)))
+    words = ["--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "32", "--cohorts", "1"]
+    done = sortedrl("simulate", "--lengths", str(tmp_path / "mine.jsonl"), "--modes", "baseline", *words)
+    assert ("fewer than a cohort of 32" in done.stderr) == is_few
+
+
 def test_own_measured_step_times_are_fitted(tmp_path: Path) -> None:
     points = tmp_path / "points.csv"
     rows = [(r, c, 0.005 + 3e-5 * r + 2.5e-8 * c) for r in (1, 32, 128) for c in (0, 10_000, 300_000)]
@@ -108,13 +116,12 @@ def test_own_measured_step_times_are_fitted(tmp_path: Path) -> None:
 
 
 def test_plan_names_a_choice_and_says_when_it_is_not_needed() -> None:
-    short = ["--cohorts", "2", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
-    wide = json.loads(sortedrl("plan", "--json", *short).stdout)
+    wide = json.loads(sortedrl("plan", "--json", *SIZES).stdout)
     assert wide["needed"] is True
     assert wide["choice"]["of_limit"] > wide["baseline"]["of_limit"]
     assert wide["staleness_frontier"] and wide["bias_frontier"]
     equal_lengths = ["--length-sd-between", "0", "--length-sd-within", "0"]
-    flat = sortedrl("plan", *short, *equal_lengths)
+    flat = sortedrl("plan", *SIZES, *equal_lengths)
     assert "You do not need this" in flat.stdout
 
 
@@ -313,6 +320,14 @@ BAD_INPUT = {
     "no lengths file": (["simulate", "--lengths", "/nowhere.jsonl"], ["lengths", "No such file"]),
     "memory below one response": (["simulate", "--kv-tokens", "100"], ["kv_tokens = 100", "8321"]),
     "oversubscribe below 1": (["simulate", "--oversubscribe", "0.5"], ["oversubscribe = 0.5"]),
+    "a time of an environment that is never asked": (
+        ["plan", "--environment-seconds", "9"],
+        ["environment_seconds = 9.0 (set by flag --environment-seconds)", "one turn", "Set --turns"],
+    ),
+    "tokens of an environment that is never asked": (
+        ["simulate", "--observation-tokens", "9"],
+        ["observation_tokens = 9"],
+    ),
     "a cap that plan searches itself": (
         ["plan", "--oversubscribe", "2"],
         ["no such flag", "plan tries"],
@@ -373,6 +388,17 @@ def in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
         return Done(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan", "bench"])
+@pytest.mark.parametrize("flag", ["--median-length", "--length-sd-between", "--length-sd-within"])
+def test_a_flag_for_drawn_lengths_is_not_ignored_beside_a_file_of_lengths(
+    command: str, flag: str, in_this_process: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.jsonl").write_text("100\n200\n")
+    done = in_this_process(command, "--lengths", "mine.jsonl", flag, "1.5", "--dry-run")
+    assert done.returncode == 2 and f"(set by flag {flag}): no length is drawn: all are those of mine" in done.stderr
+    assert in_this_process(command, "--lengths", "mine.jsonl", "--dry-run").returncode == 0
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)

@@ -21,6 +21,8 @@ import toy
 from forked import Done
 from processes import is_running, wait_for_end
 from sortedrl.studies.compare import runs as compare_runs
+from sortedrl.studies.compare.conduct import conduct
+from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
 from sortedrl.studies.compare.progress import StudyProgress, TimeLeft
 from sortedrl.studies.compare.runs import Ended, Run, Runner, core_shares, error_of, runs_of
 from sortedrl.studies.compare.study import parsed_study
@@ -192,6 +194,7 @@ class Scripted:
                 return subprocess.Popen(["/bin/sh", "-c", script], stdout=log, stderr=log, start_new_session=True)
 
         monkeypatch.setattr(compare_runs, "start", start)
+        monkeypatch.setattr(compare_runs, "POLL_SECONDS", 0.02)
 
     def run(self, *, seeds: int, jobs: int = 1) -> None:
         study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)
@@ -275,6 +278,66 @@ def test_the_other_runs_save_if_a_result_cannot_be_written(monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space left"):
         study.run(seeds=1, jobs=2)
     assert (tmp_path / "saved").exists()
+
+
+SUMMARY = {"seconds": 3.0, "metrics": dict.fromkeys(FROM_THE_SUMMARY.values(), 0.1)}
+METRICS = [
+    {"update": 0, "seconds": 1.0, "held_out": {"value": 0.2}},
+    {"update": 1, "seconds": 2.0, "rollouts": 16, "length": 5.0, "correct": 0.5, "grad_norm": 1.0},
+    {"update": 1, "seconds": 3.0, "held_out": {"value": 0.6}},
+]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path / "good"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS))
+    return folder
+
+
+@pytest.mark.parametrize("damage", ['{"update": 1, "sec', "5\n", "[1, 2]\n", '{"held_out": 3}\n', "\0", "\n", ""])
+def test_damaged_metrics_are_one_error(damage: str, good: Path) -> None:
+    read_run(good, ["grad_norm"])
+    (good / "metrics.jsonl").write_text(damage)
+    with pytest.raises(IncompleteRun, match=str(good)):
+        read_run(good, ["grad_norm"])
+
+
+def test_a_finished_run_with_damaged_metrics_is_run_again(
+    good: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The study was killed before it had read the results, or asks for one more metric now."""
+    out, damage = tmp_path / "out", '{"update": 1, "sec'
+    scripted = Scripted(monkeypatch, tmp_path, lambda run, attempt: f"cp -r {good} {{folder}}")
+    text = STUDY.format(model="m", settings=SETTINGS)
+
+    def conducted(text: str) -> str:
+        scripted.started.clear()
+        stream = io.StringIO()
+        conduct(parsed_study(text, "toy"), out, 1, lambda settings: None, stream, "0")
+        assert all("error" not in line for line in {by_name(line): line for line in lines(out)}.values())
+        return stream.getvalue()
+
+    conducted(text)
+    assert len(scripted.started) == 4
+    broken = out / "runs/elevator/seed-1"
+    (broken / "metrics.jsonl").write_text(damage)
+    assert "4 of 4 runs are finished" in conducted(text) and not scripted.started, "its results are known"
+
+    with_one_more = text.replace('metrics = ["grad_norm"]', 'metrics = ["grad_norm", "entropy"]')
+    printed = conducted(with_one_more)
+    assert scripted.started == ["elevator seed 1"] and "elevator seed 1 is run again, and its folder is now" in printed
+    assert (broken.with_name("damaged-seed-1") / "metrics.jsonl").read_text() == damage
+
+    (broken / "metrics.jsonl").write_text(damage)
+    kept = [line for line in lines(out) if by_name(line) != ("elevator", 1)]
+    (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    conducted(with_one_more)
+    assert scripted.started == ["elevator seed 1"]
+    assert not conducted(with_one_more).count("run again") and not scripted.started
 
 
 def test_failed_runs_are_no_work_done_in_the_time_left(tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ def test_turns_of_a_log_are_neither_doubled_nor_forced_on_an_engine(tmp_path: Pa
     folder = log_of(tmp_path / "run", workload())
     with pytest.raises(ConfigurationError, match=r"turns = 2.*Leave out --turns"):
         SimulateSettings(lengths=folder, turns=2).check()
+    with pytest.raises(ConfigurationError, match=r"environment_seconds = 9.*which are replayed. Leave it out"):
+        SimulateSettings(lengths=folder, environment_seconds=9).check()
     with pytest.raises(ConfigurationError, match="responses of one turn"):
         BenchSettings(lengths=folder).check()
 

@@ -43,6 +43,7 @@ ROWS = [
     "cohort-at-once",
 ]
 SMALL = ["--cohorts", "4", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "64"]
+PLANNED = ["--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "32"]  # plan tries many schedules
 
 
 def sortedrl(*words: str, columns: int = 100) -> Done:
@@ -72,8 +73,13 @@ def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_secon
     assert seconds < 15, f"{seconds:.1f} CPU-seconds: 6 are wanted on a quiet machine"
 
 
-def test_simulate_fits_a_narrow_terminal() -> None:
-    lines = sortedrl("simulate", *SMALL, columns=80).stdout.splitlines()
+@pytest.fixture(scope="module")
+def answer() -> str:
+    return sortedrl("simulate", *SMALL, columns=80).stdout
+
+
+def test_simulate_fits_a_narrow_terminal(answer: str) -> None:
+    lines = answer.splitlines()
     assert max(map(len, lines)) <= 160  # piped: a fixed width
     assert len(lines) <= 30
 
@@ -86,10 +92,10 @@ def test_json_has_the_metrics_of_every_row() -> None:
         assert metrics["goodput_error"] is None or 0 <= metrics["goodput_error"] < 1
 
 
-def test_details_adds_the_parts() -> None:
-    plain, more = (sortedrl("simulate", *SMALL, *flags).stdout for flags in ([], ["--details"]))
+def test_details_adds_the_parts(answer: str) -> None:
+    more = sortedrl("simulate", *SMALL, "--details").stdout
     for word in ("drain", "rollouts by segments", "of limit"):
-        assert word not in plain and word in more
+        assert word not in answer and word in more
 
 
 @pytest.fixture
@@ -169,9 +175,9 @@ def test_plan_tries_each_kind_of_partial_mode_at_other_update_sizes() -> None:
 
 
 def test_plan_and_simulate_agree_on_the_same_schedule() -> None:
-    sizes = SMALL[2:]  # with the number of cohorts that each command has by default
-    simulated = json.loads(sortedrl("simulate", "--json", "--modes", "partial+lookahead", *sizes).stdout)
-    planned = json.loads(sortedrl("plan", "--json", *sizes).stdout)
+    """With the number of cohorts that each command has by default."""
+    simulated = json.loads(sortedrl("simulate", "--json", "--modes", "partial+lookahead", *PLANNED).stdout)
+    planned = json.loads(sortedrl("plan", "--json", *PLANNED).stdout)
     same = next(o for o in planned["options"] if o["name"] == "partial+lookahead, cohort 4 x update")
     assert same["goodput"] == pytest.approx(simulated["modes"]["partial+lookahead"]["goodput"])
     own = next(row for row in planned["by_update_size"] if row["ratio"] == 1)
@@ -193,7 +199,7 @@ def test_plan_names_the_settings_of_a_choice() -> None:
     ],
 )
 def test_plan_states_how_far_off_the_simulator_was(words: list[str], line: str) -> None:
-    printed = sortedrl("plan", "--cohorts", "2", *SMALL[2:], *words).stdout
+    printed = sortedrl("plan", "--cohorts", "2", *PLANNED, *words).stdout
     assert line in " ".join(printed.split())
 
 
@@ -202,7 +208,7 @@ def test_a_profile_of_your_own_is_no_preset() -> None:
 
 
 def test_plan_names_what_its_bound_excludes() -> None:
-    words = ["plan", "--max-staleness-mean", "0.3", "--cohorts", "2", *SMALL[2:]]
+    words = ["plan", "--max-staleness-mean", "0.3", "--cohorts", "2", *PLANNED]
     found = json.loads(sortedrl(*words, "--json").stdout)
     own = next(row for row in found["by_update_size"] if row["ratio"] == 1)
     assert own["excluded"] is not None and "allowed 0.3" in own["excluded_because"]
@@ -263,6 +269,33 @@ def test_the_sentence_says_when_nothing_is_gained() -> None:
     modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.01e7, staleness=0.6)}
     assert conclusion(rows_of(*modes), modes).startswith("You do not need this: baseline")
     assert conclusion(rows_of("baseline"), modes).startswith("You do not need this")
+
+
+def test_a_gain_that_starts_with_the_second_epoch_is_no_reason_to_do_without() -> None:
+    names = {"baseline": "cold", "on-policy+planned": "cold", "on-policy+planned (warm)": "warm"}
+    rows = [
+        Case(name, replace(Workload(), expectation=quality), Schedule(mode=name.split()[0]))
+        for name, quality in names.items()
+    ]
+    modes = {name: metrics_of(name, rate) for name, rate in zip(names, (1e7, 1e7, 1.1e7), strict=True)}
+    text = conclusion(rows, modes)
+    assert text == (
+        "In a first epoch, baseline is as fast as any mode here without length bias; after it, "
+        "on-policy+planned (warm) gives 1.10 times."
+    )
+    modes["on-policy+planned (warm)"]["length_bias"] = -0.1
+    assert conclusion(rows, modes).startswith("You do not need this")
+
+
+def test_plan_does_not_call_a_mode_needless_that_a_bound_excludes() -> None:
+    small = ["plan", "--cohorts", "2", *SMALL[2:], "--max-staleness-mean", "0", "--json"]
+    found = json.loads(sortedrl(*small).stdout)
+    assert found["choice"]["name"].startswith("baseline") and found["choice"]["of_limit"] < 0.6
+    assert "You do not need this" not in found["reason"]
+    excluded = max((o for o in found["options"] if abs(o["length_bias"]) <= 0.02), key=lambda o: o["of_limit"])
+    assert found["reason"].startswith("Within your bounds no mode is more than 0.02 faster than baseline")
+    assert f"{excluded['name']} would reach {excluded['of_limit']:.2f}" in found["reason"]
+    assert "max_staleness_mean = 0" in found["reason"]
 
 
 def test_if_every_mode_has_length_bias_none_is_recommended() -> None:

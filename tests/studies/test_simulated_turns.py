@@ -127,6 +127,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return lambda name: runpy.run_path(str(BENCHMARKS / name), run_name=name.removesuffix(".py"))
 
 
+@pytest.mark.slow
 def test_turns_measured_on_a_gpu_are_predicted_from_the_cost_of_a_return(
     capsys: pytest.CaptureFixture[str], script: Callable[[str], dict[str, Any]]
 ) -> None:

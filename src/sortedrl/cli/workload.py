@@ -11,7 +11,13 @@ from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
-from sortedrl.studies.workload_settings import SimulatedSettings, WorkloadSettings, lengths_cut, simulated_schedule
+from sortedrl.studies.workload_settings import (
+    SimulatedSettings,
+    WorkloadSettings,
+    few_lengths,
+    lengths_cut,
+    simulated_schedule,
+)
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -30,8 +36,8 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
 
 
 def print_notices(settings: SimulatedSettings) -> None:
-    """What a user should see before the answer: cut responses, split groups, and updates that cannot fill the slots."""
-    for notice in (lengths_cut(settings), _split_groups(settings), _small_updates(settings)):
+    """What a user should see before the answer: cut or few responses, split groups, updates that cannot fill slots."""
+    for notice in (lengths_cut(settings), few_lengths(settings), _split_groups(settings), _small_updates(settings)):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
 

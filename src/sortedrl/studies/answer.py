@@ -26,9 +26,10 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     choice, _ = choose(comparable, Allowed())
     chosen = modes[choice.name]
     gain = _gain(chosen, base)
+    known = {first.workload.expectation, "warm"}  # `oracle` lengths exist in simulations only
+    usable = [options[row.name] for row in rows if row.workload.expectation in known]
     if choice.name == first.name or choice.is_baseline or gain < 1.02:
-        needless = "You do not need this: " if choice.is_baseline else ""
-        return f"{needless}{choice.name} is as fast as any mode here without length bias."
+        return _nothing_gained(choice, _best(usable), modes, base)
     text = (
         f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
         f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "
@@ -41,12 +42,20 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     if younger is not None and _gain(modes[younger.name], base) > 1.02:
         younger_gain = _gain(modes[younger.name], base)
         text += f"; with less staleness, {younger.name} gives {younger_gain:.2f} times at {younger.staleness_mean:.2f}"
-    known = {first.workload.expectation, "warm"}  # `oracle` lengths exist in simulations only
-    usable = [options[row.name] for row in rows if row.workload.expectation in known]
     fresh = _best([o for o in usable if STRATEGIES[o.schedule.mode].on_policy and o.staleness_mean == 0])
     if choice.staleness_mean > 0 and fresh is not None and _gain(modes[fresh.name], base) > 1.02:
         text += f"; without stale tokens, {fresh.name} gives {_gain(modes[fresh.name], base):.2f} times"
     return f"{text}.{larger_updates(choice)}"
+
+
+def _nothing_gained(
+    choice: Option, best: Option | None, modes: Mapping[str, Mapping[str, Any]], base: Mapping[str, Any]
+) -> str:
+    """No mode gains without an earlier epoch. The best one may gain after it, when lengths are known."""
+    text = f"{choice.name} is as fast as any mode here without length bias"
+    if best is not None and (later := _gain(modes[best.name], base)) > max(1.0, _gain(modes[choice.name], base)) + 0.02:
+        return f"In a first epoch, {text}; after it, {best.name} gives {later:.2f} times."
+    return f"{'You do not need this: ' if choice.is_baseline else ''}{text}."
 
 
 def _best(options: Sequence[Option]) -> Option | None:

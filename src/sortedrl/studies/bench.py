@@ -46,6 +46,7 @@ from sortedrl.studies.workload_settings import (
     PromptTokens,
     WorkloadSettings,
     check_context_fits,
+    check_lengths,
     kv_tokens_of,
     length_of,
     step_time_of,
@@ -140,6 +141,7 @@ class BenchSettings(WorkloadSettings, EngineSettings):
             if self.modes.count(mode) > 1:
                 raise ConfigurationError("modes", mode, "it is there twice", "A bench runs each mode once.")
         check_engine(self)
+        check_lengths(self)
         check_context_fits(self)
         check_is_no_folder("out", self.out, "bench.json")
         if self.replayed_episodes is not None:

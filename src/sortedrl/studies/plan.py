@@ -21,6 +21,7 @@ from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
     check_context_fits,
+    check_lengths,
     check_seeds,
     check_streaming,
     check_turns,
@@ -66,6 +67,7 @@ class PlanSettings(SimulatedSettings):
     def check(self) -> None:
         simulated_schedule(self)
         check_seeds(self)
+        check_lengths(self)
         check_turns(self)
         check_context_fits(self)
         check_streaming(self)
@@ -168,7 +170,11 @@ def plan(
         streamed=streamed,
         streamed_on_shared_gpu=on_shared_gpu,
         needed=needed,
-        reason=reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline, needed=needed)
+        reason=(
+            reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline)
+            if needed
+            else reason_for_baseline(choice, _too_stale(options, choice, allowed), allowed)
+        )
         + larger_updates(choice)
         + streaming_advice(choice, streamed, "If the learner has a device of its own, add --stream (exact)")
         + streaming_advice(choice, on_shared_gpu, "On one GPU with --engine vllm, set stream and stream_sms (exact)"),
@@ -211,14 +217,27 @@ def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tupl
     return tuple(kept)
 
 
-def reason(
-    choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option | None, baseline: Option, *, needed: bool
-) -> str:
-    if not needed:
+def reason_for_baseline(choice: Option, too_stale: Option | None, allowed: Allowed) -> str:
+    if too_stale is None:
         return (
             f"You do not need this: {choice.name} reaches {choice.of_limit:.2f} of the limit with on-policy, uncut "
             f"responses; no allowed mode is more than {CLOSE:.2f} faster."
         )
+    return (
+        f"Within your bounds no mode is more than {CLOSE:.2f} faster than {choice.name}, which reaches "
+        f"{choice.of_limit:.2f} of the limit. {too_stale.name} would reach {too_stale.of_limit:.2f} at token staleness "
+        f"{too_stale.staleness_mean:.2f} (max_staleness_mean = {allowed.staleness_mean:g})."
+    )
+
+
+def _too_stale(options: Sequence[Option], choice: Option, allowed: Allowed) -> Option | None:
+    """The fastest option that only the bound on staleness excludes, if it is much faster than the choice."""
+    fit = [o for o in options if is_allowed(o, replace(allowed, staleness_mean=None)) and not is_allowed(o, allowed)]
+    fastest = max(fit, key=lambda o: o.of_limit, default=None)
+    return fastest if fastest is not None and fastest.of_limit > choice.of_limit + CLOSE else None
+
+
+def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option | None, baseline: Option) -> str:
     text = (
         f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.of_limit / baseline.of_limit:.2f} x the best "
         f"baseline ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "

@@ -19,7 +19,6 @@ from pydantic import Field
 
 from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.strategies.ours import LookaheadPartial
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
@@ -28,6 +27,7 @@ from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
     check_context_fits,
+    check_lengths,
     check_seeds,
     check_streaming,
     check_turns,
@@ -43,15 +43,6 @@ DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
     "partial+elevator",
     "april",
     "cohort-at-once",
-)
-USES_EXPECTATION = frozenset(
-    {
-        "baseline+longest-first",
-        "cohort-at-once+longest-first",
-        "on-policy+planned",
-        "partial+planned",
-        "partial+elevator",
-    }
 )
 
 
@@ -86,6 +77,7 @@ class SimulateSettings(SimulatedSettings):
         for mode in self.modes_and_expectations()[0]:
             strategy_named(mode).check(with_mode(simulated_schedule(self), mode))
         check_seeds(self)
+        check_lengths(self)
         check_turns(self)
         check_context_fits(self)
         check_streaming(self)
@@ -114,7 +106,7 @@ def cases(workload: Workload, schedule: Schedule, modes: Sequence[str], expectat
     """With the first expectation a mode keeps its plain name. Modes that use no expectation appear once."""
     rows = []
     for mode in modes:
-        for quality in expectations if mode in USES_EXPECTATION else expectations[:1]:
+        for quality in expectations if strategy_named(mode).uses_expectation else expectations[:1]:
             name = mode if quality == expectations[0] else f"{mode} ({quality})"
             rows.append(Case(name, replace(workload, expectation=quality), with_mode(schedule, mode)))
     return rows
@@ -184,7 +176,7 @@ def _goodput_error(mode: str, runs: Sequence[Simulated]) -> float | None:
     """Over the parts of all runs, or over whole runs in modes that work ahead of a cohort's end: what one part of a run
     does in advance is missing in another, so their parts are not independent."""
     strategy = strategy_named(mode)
-    if strategy.gated and not isinstance(strategy, LookaheadPartial):
+    if strategy.gated and not strategy.works_ahead:
         return relative_error([rate for run in runs for rate in run.rates])
     return relative_error([run.run_metrics.trained_tokens_per_hour for run in runs])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -230,6 +230,18 @@ def lengths_cut(settings: LengthSettings) -> str | None:
     )
 
 
+def few_lengths(settings: WorkloadSettings) -> str | None:
+    """A notice if the file has too few responses for the errors that are printed."""
+    replayed, cohort = settings.replayed_lengths, settings.prompts_per_cohort * settings.rollouts_per_prompt
+    if replayed is None or replayed.count >= cohort:
+        return None
+    return (
+        f"{settings.lengths} has {replayed.count:,} response{'s' * (replayed.count > 1)}, fewer than a cohort of "
+        f"{cohort:,}: they are repeated. The gains depend on its longest responses, and their standard error does not "
+        "cover that. Give more responses."
+    )
+
+
 def step_time_of(settings: StepTimeSettings) -> StepTime:
     found = PRESETS.get(settings.step_time) or _from_step_time_file(settings, _fitted)
     if settings.prefill_seconds_per_token is not None:
@@ -255,14 +267,30 @@ def check_context_fits(settings: WorkloadSettings) -> None:
         )
 
 
+def check_lengths(settings: LengthSettings) -> None:
+    """Refuse settings of drawn lengths that a file of lengths would silently replace."""
+    if settings.lengths is not None:
+        why, fix = f"no length is drawn: all are those of {settings.lengths}", "Leave it out, or leave out --lengths."
+        _refuse_ignored(settings, ("median_length", "length_sd_between", "length_sd_within"), why, fix)
+
+
 def check_turns(settings: SimulatedSettings) -> None:
-    if settings.turns > 1 and settings.replayed_episodes is not None:
-        raise ConfigurationError(
-            "turns",
-            settings.turns,
-            f"the responses of {settings.lengths} have turns of their own, which are replayed",
-            "Leave out --turns.",
-        )
+    environment = ("observation_tokens", "environment_seconds")
+    if settings.replayed_episodes is not None:
+        why = f"the responses of {settings.lengths} have turns of their own, which are replayed"
+        if settings.turns > 1:
+            raise ConfigurationError("turns", settings.turns, why, "Leave out --turns.")
+        _refuse_ignored(settings, environment, why, "Leave it out.")
+    elif settings.turns == 1:
+        why = "responses have one turn, so no environment answers"
+        _refuse_ignored(settings, environment, why, "Set --turns, for example 5, or leave it out.")
+
+
+def _refuse_ignored(settings: BaseModel, keys: Iterable[str], why: str, fix: str) -> None:
+    for key in keys:
+        value = getattr(settings, key)
+        if value != type(settings).model_fields[key].default:
+            raise ConfigurationError(key, value, why, fix)
 
 
 def check_seeds(settings: SimulatedSettings) -> None:

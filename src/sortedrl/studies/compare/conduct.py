@@ -69,7 +69,7 @@ class _Conducted:
         for run in self.runs:
             before = known.get((run.arm, run.seed))
             if run.is_finished and _lacks_results(self.study, before):
-                self._record(Ended(run, None), before if _is_good(before) else None)
+                self._read_again(run, known)
         waiting = [run for run in self.runs if not run.is_finished and not _is_good(known.get((run.arm, run.seed)))]
         finished = len(self.runs) - len(waiting)
         self.log(f"{self.folder}: {finished} of {len(self.runs)} runs are finished, {min(jobs, len(waiting))} at once")
@@ -83,13 +83,27 @@ class _Conducted:
             write_outputs(comparison, self.folder / PAGE, self.folder / JSON, self.version, self.log)
         return comparison
 
-    def _record(self, ended: Ended, before: Line | None = None) -> None:
-        """Add the line of a run that ended, and make room."""
+    def _read_again(self, run: Run, known: dict[Key, Line]) -> None:
+        """Add the line of a run that finished in an earlier call. If its files are damaged, it has to run again."""
+        before = known.get((run.arm, run.seed))
+        try:
+            line = finished_line(self.study, run, before if _is_good(before) else None)
+        except IncompleteRun as damage:
+            known.pop((run.arm, run.seed), None)
+            self.log(f"{run.name} is run again, and its folder is now {run.set_aside()}: {damage}")
+        else:
+            self._add(run, line)
+
+    def _record(self, ended: Ended) -> None:
         run, error = ended.run, ended.error
         try:
-            line = finished_line(self.study, run, before) if error is None else failed_line(self.study, run, error)
+            line = finished_line(self.study, run) if error is None else failed_line(self.study, run, error)
         except IncompleteRun as incomplete:
             line = failed_line(self.study, run, str(incomplete))
+        self._add(run, line)
+
+    def _add(self, run: Run, line: Line) -> None:
+        """Add the line of a run that ended, and make room."""
         append(self.results, line)
         if "error" not in line and not self.study.keep_models:
             for name in LARGE:

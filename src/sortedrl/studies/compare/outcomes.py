@@ -73,10 +73,10 @@ def read_run(folder: Path, metrics: Sequence[str]) -> dict[str, Any]:
         lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         metrics_of_run = {name: summary["metrics"][key] for name, key in FROM_THE_SUMMARY.items()}
         wall_seconds = summary["seconds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        updates = [line for line in lines if "rollouts" in line]
+        curve = list(learning_curve(lines))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteRun(f"results of {folder} cannot be read: {error!r}") from None
-    updates = [line for line in lines if "rollouts" in line]
-    curve = list(learning_curve(lines))
     if not curve or not updates:
         raise IncompleteRun(f"{folder / 'metrics.jsonl'} has no {'updates' if curve else 'held-out score'}")
     return {

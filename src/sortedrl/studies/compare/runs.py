@@ -69,6 +69,12 @@ class Run:
     def can_resume(self) -> bool:
         return any(self.folder.glob("checkpoints/update-*"))
 
+    def set_aside(self) -> Path:
+        """Rename the run folder, so that the run starts again; returns its new name."""
+        damaged = self.folder.with_name(f"damaged-{self.folder.name}")
+        shutil.rmtree(damaged, ignore_errors=True)
+        return self.folder.rename(damaged)
+
     def fraction_done(self) -> float:
         """Of its updates; 0 before the first one."""
         if self.is_finished:
