@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core import Failed, TooManyRejected, strategy_named
+from sortedrl.core import EventFile, Failed, TooManyRejected, strategy_named
 from sortedrl.core.events import Event, Rejected, Scored, Updated, read_events, without_rolled_back
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import ConfigurationError, Schedule
@@ -608,6 +608,46 @@ def test_a_run_is_not_overwritten_and_a_strange_checkpoint_is_refused(tokenizer:
     with pytest.raises(ConfigurationError, match="another trainer"):
         other = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args))
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_run_without_an_update_is_no_run_and_one_without_a_checkpoint_cannot_go_on(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    def train(reward: Any) -> None:
+        trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=1), reward_funcs=reward).train()
+
+    def broken(completions: Any, **columns: Any) -> list[float]:
+        raise KeyError("solution")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="solution"):
+            train(broken)
+    train(Recorder())
+    assert len(updates_in(tmp_path)) == 1
+    with pytest.raises(ConfigurationError, match=r"delete events.jsonl: that run has no checkpoint") as refused:
+        train(Recorder())
+    assert "resume_from_checkpoint" not in str(refused.value)
+
+
+def test_the_log_of_a_run_in_its_first_harvest_is_not_replaced(tokenizer: Any, tmp_path: Path) -> None:
+    log = EventFile.open(tmp_path / "events.jsonl", must_be_new=True)
+    with pytest.raises(ConfigurationError, match="never overwritten"):
+        trainer_for(tmp_path, tokenizer).train()
+    log.close()
+
+
+@pytest.mark.parametrize(("slots", "engine"), [(0, "embedded"), (2.5, "embedded"), (True, "vllm"), (4, None)])
+def test_slots_that_no_engine_can_have_are_refused(
+    slots: Any, engine: str | None, tokenizer: Any, tmp_path: Path
+) -> None:
+    own = EmbeddedEngine(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    with pytest.raises(ConfigurationError, match=f"slots = {slots}: "):
+        trainer_for(tmp_path, tokenizer, slots=slots, engine=engine or own)
+
+
+def test_a_list_of_rows_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"train_dataset = 'list'.*Dataset.from_list"):
+        trainer_for(tmp_path, tokenizer, train_dataset=questions().to_list())
 
 
 def test_a_run_is_not_resumed_with_rows_that_changed(tokenizer: Any, tmp_path: Path) -> None:

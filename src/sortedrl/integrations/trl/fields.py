@@ -105,10 +105,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     dataset, factory = given.get("train_dataset"), given.get("environment_factory")
     if dataset is None and factory is not None:
         return  # the environment has the data; TRL makes rows with empty prompts
-    if dataset is None or not hasattr(dataset, "__len__"):
+    if dataset is None or not (hasattr(dataset, "column_names") and hasattr(dataset, "__len__")):
         raise ConfigurationError(
             "train_dataset", type(dataset).__name__, "the scheduler loads prompts by their index in the dataset",
-            "Pass a datasets.Dataset; read a streaming dataset into memory first.",
+            "Pass a datasets.Dataset: Dataset.from_list(rows), or a streaming dataset that is read into memory.",
         )  # fmt: skip
     columns = set(dataset.column_names or ())
     if "prompt" not in columns and factory is None:
@@ -144,6 +144,20 @@ def _check_engine(engine: object) -> None:
             "engine", engine, "the trainer needs the address of a server",
             "Pass the engine itself, such as engine=VllmServerEngine(URL, slots=256, eos_token_ids=[...]).",
         )  # fmt: skip
+
+
+def check_slots(slots: int | None, engine: object) -> None:
+    if slots is None:
+        return
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ConfigurationError(
+            "slots", slots, "the engine decodes this many responses at once (vLLM max_num_seqs)",
+            "Use a whole number from 1, or leave it out.",
+        )  # fmt: skip
+    if not isinstance(engine, str) and slots != getattr(engine, "slots", slots):
+        raise ConfigurationError(
+            "slots", slots, f"the engine that you pass has {getattr(engine, 'slots', None)}", "Leave it out."
+        )
 
 
 def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:

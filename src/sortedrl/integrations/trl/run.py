@@ -26,6 +26,7 @@ from sortedrl.core.event_file import EventFile, recover_file
 from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.problem_digests import why_changed
+from sortedrl.core.process_lock import lock_of_log, process_is_there
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
@@ -195,19 +196,30 @@ def _epochs(prompts: int, schedule: Schedule, updates: int) -> int:
 
 
 def _new_log(path: Path) -> EventFile:
+    """A run that ended before its first update, for example in a reward function, leaves nothing worth keeping."""
+    if path.exists() and not _has_update(path) and process_is_there(lock_of_log(path)) is False:
+        path.unlink()
     try:
         return EventFile.open(path, must_be_new=True)
     except FileExistsError:
+        can_go_on = any(path.parent.glob("checkpoint-*"))
         raise ConfigurationError(
             "output_dir", str(path.parent), f"{path.name} of an earlier run is there, and a run is never overwritten",
-            "Use another folder, or go on with trainer.train(resume_from_checkpoint=True).",
+            "Use another folder, or continue with trainer.train(resume_from_checkpoint=True)."
+            if can_go_on
+            else f"Use another folder, or delete {path.name}: that run has no checkpoint to resume from.",
         ) from None  # fmt: skip
+
+
+def _has_update(log: Path) -> bool:
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        return any(f'"event":"{Updated.__name__}"' in line for line in lines)
 
 
 def _require_log(path: Path) -> None:
     if not path.exists():
         raise ConfigurationError(
-            "output_dir", str(path.parent), f"{path.name} of the run to go on with is not there",
+            "output_dir", str(path.parent), f"{path.name} of the run to resume is not there",
             "Set output_dir to the folder in which the run began.",
         )  # fmt: skip
 

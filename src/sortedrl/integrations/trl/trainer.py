@@ -57,6 +57,7 @@ from sortedrl.integrations.trl.fields import (
     check_arguments,
     check_fields,
     check_model,
+    check_slots,
     optimizer_steps_per_update,
     refused_template,
     schedule_for,
@@ -123,6 +124,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
         check_arguments(given)
+        check_slots(slots, engine)
         if not 0 <= max_rejected_fraction <= 1:
             raise ConfigurationError(
                 "max_rejected_fraction", max_rejected_fraction, "it is a fraction", "Use a number from 0 to 1."
