@@ -28,6 +28,8 @@ types: setup
 test: style
 	$(MAKE) --no-print-directory --jobs 2 types quick-tests
 
+# Both workers import all tests, and tests start many Python processes: bytecode is kept, even if the shell turns it off.
+quick-tests: export PYTHONDONTWRITEBYTECODE =
 quick-tests: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 

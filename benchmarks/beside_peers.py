@@ -4,6 +4,7 @@ the score against wall-clock time.
     python benchmarks/beside_peers.py --model OUT/model --out OUT [--updates 30] [--repeats 3] [--stop-after 900]
     python benchmarks/beside_peers.py --device cpu --model built-in --updates 4 --repeats 1 --rollouts-per-update 16 \
         --slots 16 --max-response-tokens 96 --out OUT                             a trial without vLLM
+    python benchmarks/beside_peers.py --summarize OUT/beside_peers.jsonl          the table again
 
 On a GPU, every contender generates with vLLM in its own process: `--slots` responses at once, the same share of memory.
 Prompts, their order, rewards, group size, updates, token limits, learning rate, warm-up, clipping and GRPO advantages
@@ -12,11 +13,13 @@ optimizer stores the lost bits; TRL trains float32 weights under bfloat16 autoca
 
 Each run is a new process. Its time counts from the start of its first rollout to the end of its last update, so
 start-up, compilation and evaluation are left out. A run's result is appended to OUT/beside_peers.jsonl as soon as it
-exists: rewards and end times of all updates, too. If a contender fails, its error is written there, and the next one
-starts. Contenders take turns, and repeat r has seed r. verl has its own job with the same model, task and sizes: see
-verl_job/.
+exists: rewards and end times of all updates, too. If a contender fails or takes longer than `--limit` seconds, its
+error is written there, and the next one starts. Contenders take turns, and repeat r has seed r. verl has its own job
+with the same model, task and sizes: see verl_job/.
 
-TRL 1.16.0 supports vLLM 0.22.0 to 0.31.0.
+TRL 1.16.0 supports vLLM 0.22.0 to 0.31.0. If its packages are on PYTHONPATH rather than installed, the name of their
+folder must contain `site-packages`: otherwise dill, with which `datasets` hashes a table, pickles all of pyarrow and
+fails.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from beside_trl import prompts_in_loading_order, run_sortedrl
+from beside_trl import RunFailed, prompts_in_loading_order, run_sortedrl
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl_integration import result_of
@@ -50,6 +53,9 @@ from sortedrl.training.settings import TrainSettings
 
 MEMORY_FRACTION = 0.3  # of the GPU, for vLLM
 REUSE = {"reuse_kv_cache": "True"}
+REFERENCE = "trl: GRPOTrainer"
+GOAL = 1.5  # the reward whose time is reported, as a mean over GOAL_UPDATES updates
+GOAL_UPDATES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ CONTENDERS = {
     "ours: partial+elevator, reuse, stream": Contender(
         "ours", "partial+elevator", REUSE, {"stream": True, "stream_sms": 96}
     ),
-    "trl: GRPOTrainer": Contender("trl"),
+    REFERENCE: Contender("trl"),
     "trl: SortedGRPOTrainer, baseline": Contender("sorted"),
     "trl: SortedGRPOTrainer, partial+elevator": Contender("sorted", "partial+elevator"),
 }
@@ -80,6 +86,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     own.add_argument("--learning-rate", type=float, default=4e-5)
     own.add_argument("--micro-batches", type=int, default=8, help="per update, of TRL's trainers")
     own.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    own.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of one run, with its start")
     own.add_argument("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no run later")
     own.add_argument("--out", type=Path, default=Path("h200"))
     options, rest = own.parse_known_args(given)
@@ -140,18 +147,46 @@ def run_trl(args: argparse.Namespace, contender: Contender, settings: TrainSetti
         return result_of(recorder, Path(folder) / "events.jsonl").run
 
 
+def _send_run(sender: Connection, args: argparse.Namespace, contender: Contender, settings: TrainSettings) -> None:
+    try:
+        sender.send(run_trl(args, contender, settings))
+    except Exception:
+        sender.send(traceback.format_exc())
+
+
+def run_trl_in_new_process(args: argparse.Namespace, contender: Contender, settings: TrainSettings) -> Run:
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_send_run, args=(sender, args, contender, settings))
+    process.start()
+    sender.close()  # of this process: if the other one dies, recv() then raises EOFError
+    try:
+        if not receiver.poll(args.limit):
+            raise RunFailed(f"it took more than {args.limit:g} s")
+        found: Run | str = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RunFailed(f"its process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, str):
+        raise RunFailed(found)
+    return found
+
+
 def run(args: argparse.Namespace, contender: Contender, seed: int) -> Run:
     settings = settings_of(args, contender, seed)
     if contender.trainer == "ours":
-        return run_sortedrl(settings)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(run_trl, args, contender, settings).result()
+        return run_sortedrl(settings, args.limit)
+    return run_trl_in_new_process(args, contender, settings)
 
 
-def measure(
-    args: argparse.Namespace, record: Callable[..., None], seconds: Callable[[], float]
-) -> dict[str, list[Run]]:
-    runs: dict[str, list[Run]] = {}
+Runs = dict[str, dict[int, Run]]  # by contender and repeat
+
+
+def measure(args: argparse.Namespace, record: Callable[..., None], seconds: Callable[[], float]) -> Runs:
+    runs: Runs = {}
     for repeat in range(args.repeats):
         for name in args.contenders:
             if seconds() > args.stop_after:
@@ -162,25 +197,62 @@ def measure(
             except Exception as error:
                 record(contender=name, repeat=repeat, error=repr(error), traceback=traceback.format_exc())
                 continue
-            runs.setdefault(name, []).append(found)
+            runs.setdefault(name, {})[repeat] = found
             record(contender=name, repeat=repeat, rollouts_per_second=found.rollouts_per_second, **asdict(found))
     return runs
 
 
-def table(runs: Mapping[str, Sequence[Run]]) -> str:
-    columns = ("runs", "rollouts/s", "tokens/s", "length", "staleness", "last reward", "generation")
-    lines = [f"{'median over runs':<44}" + "".join(f"{column:>13}" for column in columns)]
-    for name, found in runs.items():
+def read_runs(results: Path) -> Runs:
+    runs: Runs = {}
+    names = [one.name for one in fields(Run)]
+    for line in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
+        if "rewards" in line:
+            values: dict[str, Any] = {name: line[name] for name in names}
+            values |= {name: tuple(values[name]) for name in ("rewards", "update_ends")}
+            runs.setdefault(line["contender"], {})[line["repeat"]] = Run(**values)
+    return runs
+
+
+def seconds_to_goal(run: Run) -> float | None:
+    """When the mean reward of GOAL_UPDATES successive updates first reached GOAL; None if it never did."""
+    for last in range(GOAL_UPDATES, len(run.rewards) + 1):
+        if statistics.fmean(run.rewards[last - GOAL_UPDATES : last]) >= GOAL:
+            return run.update_ends[last - 1]
+    return None
+
+
+def each(values: Iterable[float | None], form: str) -> str:
+    return ", ".join("-" if value is None else format(value, form) for value in values)
+
+
+def table(runs: Runs) -> str:
+    """One line per contender, with the values of its repeats, in order."""
+    columns = (
+        "rollouts/s",
+        "tokens/s",
+        f"x {REFERENCE}",
+        f"to reward {GOAL}",
+        "generation",
+        "rest",
+        "length",
+        "last 5 rewards",
+    )
+    lines = [f"{'of each repeat':<40}" + "".join(f"{column:>20}" for column in columns) + f"{'staleness':>11}"]
+    rates = {repeat: run.tokens_per_second for repeat, run in runs.get(REFERENCE, {}).items()}
+    for name, by_repeat in runs.items():
+        found = by_repeat.values()
         cells = (
-            str(len(found)),
-            f"{statistics.median(one.rollouts_per_second for one in found):.1f}",
-            f"{statistics.median(one.tokens_per_second for one in found):,.0f}",
-            f"{statistics.fmean(one.mean_length for one in found):.1f}",
-            f"{statistics.fmean(one.staleness for one in found):.2f}",
-            f"{statistics.fmean(statistics.fmean(one.rewards[-5:]) for one in found):.3f}",
-            f"{statistics.median(one.generation_seconds / one.seconds for one in found):.0%}",
+            each((one.rollouts_per_second for one in found), ".1f"),
+            each((one.tokens_per_second for one in found), ",.0f"),
+            each((one.tokens_per_second / rates[at] if at in rates else None for at, one in by_repeat.items()), ".2f"),
+            each(map(seconds_to_goal, found), ".1f"),
+            each((one.generation_seconds for one in found), ".1f"),
+            each((one.seconds - one.generation_seconds for one in found), ".1f"),
+            each((one.mean_length for one in found), ".0f"),
+            each((statistics.fmean(one.rewards[-5:]) for one in found), ".2f"),
         )
-        lines.append(f"{name:<44}" + "".join(f"{cell:>13}" for cell in cells))
+        staleness = statistics.fmean(one.staleness for one in found)
+        lines.append(f"{name:<40}" + "".join(f"{cell:>20}" for cell in cells) + f"{staleness:>11.2f}")
     return "\n".join(lines)
 
 
@@ -192,6 +264,10 @@ def vllm_version() -> str | None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if given is None else given)
+    if given[:1] == ["--summarize"]:
+        print(*(table(read_runs(Path(results))) for results in given[1:]), sep="\n")
+        return 0
     args, began = arguments(given), time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "beside_peers.jsonl"

@@ -76,12 +76,16 @@ Runs = dict[str, list[Run]]  # by contender, one per repeat
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
-def run_sortedrl(settings: TrainSettings) -> Run:
+def run_sortedrl(settings: TrainSettings, limit: float | None = None) -> Run:
+    """In a new process. `limit`: seconds after which the run has failed."""
     with tempfile.TemporaryDirectory() as folder:
         out, config = Path(folder) / "run", Path(folder) / "settings.toml"
         config.write_text(toml_of(settings.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
         command = [sys.executable, "-m", "sortedrl", "train", "--config", str(config), "--out", str(out), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired as late:
+            raise RunFailed(f"{' '.join(command)} took more than {late.timeout:g} s") from None
         if done.returncode:
             raise RunFailed(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
         return read_run(out / "events.jsonl", json.loads(done.stdout)["metrics"])

@@ -37,6 +37,16 @@ SETTINGS = {
 }
 
 
+LIKE_BESIDE_PEERS = [
+    "data.shuffle=False",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+    "actor_rollout_ref.actor.optim.weight_decay=0.0",
+    "actor_rollout_ref.actor.clip_ratio_low=0.2",
+    "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+]
+
+
 def overrides(asked: argparse.Namespace) -> list[str]:
     shared = [
         f"data.train_files={asked.data}/train.parquet",
@@ -77,7 +87,8 @@ def overrides(asked: argparse.Namespace) -> list[str]:
         f"trainer.experiment_name={asked.setting}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=2",
     ]
-    return [*shared, *(_cpu(asked) if asked.cpu else _gpu()), *SETTINGS[asked.setting], *asked.override]
+    learner = LIKE_BESIDE_PEERS if asked.like_beside_peers else []
+    return [*shared, *(_cpu(asked) if asked.cpu else _gpu()), *SETTINGS[asked.setting], *learner, *asked.override]
 
 
 def _gpu() -> list[str]:
@@ -152,6 +163,10 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
         found[f"{name}_per_trained_rollout"] = sum(found[name][1:]) / trained
     rewarded = zip(rollouts[1:], found["reward"][1:], strict=True)
     found["reward_mean"] = sum(count * reward for count, reward in rewarded) / trained
+    tokens = zip(rollouts[1:], found["response_length"][1:], strict=True)
+    found["trained_tokens_per_second"] = sum(count * length for count, length in tokens) / sum(
+        found["step_seconds"][1:]
+    )
     if (asked.out / "events.jsonl").exists():
         log = without_rolled_back(read_events(asked.out / "events.jsonl"))
         found["bubble_parts_of_event_log"] = Metrics().fold(log).run_metrics().bubble_parts
@@ -175,6 +190,11 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--summarize", action="store_true", help="do not train, only write result.json")
+    parser.add_argument(
+        "--like-beside-peers",
+        action="store_true",
+        help="prompts as stored, and warm-up, clipping and loss of benchmarks/beside_peers.py",
+    )
     parser.add_argument("--override", nargs="*", default=[], help="more settings of verl")
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
