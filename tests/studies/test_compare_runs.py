@@ -447,27 +447,36 @@ def test_a_failing_arm_is_listed_and_the_others_are_compared(study: Path, finish
 def test_interrupted_and_killed_in_mid_study_it_continues_to_the_same_results(
     study: Path, finished: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
+    """Between two updates: responses that an interrupt aborts are generated anew, with another seed."""
+    out, hold, held = tmp_path / "out", tmp_path / "evaluations.hold", tmp_path / "evaluations.held"
     first, second = out / "runs/baseline/seed-0", out / "runs/elevator/seed-0"
-    words = command(study, "--jobs", "1", "--out", out)
+    held_study = tmp_path / "toy.toml"
+    held_study.write_text(study.read_text().replace("toy:SayA", "toy:HeldInEvaluation"))
+    words = command(held_study, "--jobs", "1", "--out", out)
+    environment = ENVIRONMENT | {"HOLD_EVALUATIONS": str(hold)}
 
-    interrupted = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: (first / "checkpoints/update-000002").exists())
+    hold.touch()
+    interrupted = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(held.exists)
     child = json.loads((first / ".lock").read_text())["pid"]
     interrupted.send_signal(signal.SIGINT)
     _, errors = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130 and "The same command continues" in errors
     assert not is_running(child) and not (first / "summary.json").exists()
 
-    killed = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    wait_until(lambda: (second / "checkpoints/update-000002").exists())
+    held.unlink()
+    killed = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
+    wait_until((first / "summary.json").exists)
+    hold.touch()
+    wait_until(held.exists)
     child = json.loads((second / ".lock").read_text())["pid"]
     killed.kill()
     killed.wait()
     wait_for_end(child)  # it saved by itself
     assert not (second / "summary.json").exists()
 
-    assert compare(*words[4:]).returncode == 0
-    assert "resumed after" in second.with_name("seed-0.log").read_text()
+    assert subprocess.run(words, env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    for folder in (first, second):
+        assert "resumed after 10 updates" in folder.with_name("seed-0.log").read_text()
     expected = [without_time(line) for line in sorted(lines(finished), key=by_name)]
     assert [without_time(line) for line in sorted(lines(out), key=by_name)] == expected
