@@ -53,7 +53,8 @@ from trl_runs import (
     versions,
 )
 
-from sortedrl.core.events import HarvestBegan, Published, Updated, read_events
+from sortedrl.core.event_reading import read_events
+from sortedrl.core.events import HarvestBegan, Published, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError

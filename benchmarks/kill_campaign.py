@@ -40,7 +40,7 @@ import torch
 import forked
 import toy
 from sortedrl.core import events
-from sortedrl.core.events import read_events, read_intact, without_rolled_back
+from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
 from sortedrl.core.rollout import State
 from sortedrl.learner import checkpoint
 from sortedrl.observe.metrics import Metrics

@@ -46,7 +46,7 @@ from trl_runs import (
     versions,
 )
 
-from sortedrl.core.events import read_events
+from sortedrl.core.event_reading import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.observe.metrics import Metrics

@@ -23,7 +23,7 @@ from sortedrl.core import (
 )
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.engine import Change, Finished, Tokens
-from sortedrl.core.events import decode, written
+from sortedrl.core.event_lines import decode, written
 from sortedrl.core.import_path import import_object
 
 ONE = Schedule(mode="baseline", rollouts_per_update=1, prompts_per_cohort=1)

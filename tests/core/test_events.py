@@ -12,7 +12,9 @@ import pytest
 from scenarios import Run, run, scenario
 from sortedrl.core import Event, EventLog, JsonLines, events, read_events
 from sortedrl.core.event_format import FORMAT, SeveralRuns, UnknownFormat
-from sortedrl.core.events import RunBegan, decode, without_rolled_back
+from sortedrl.core.event_lines import decode
+from sortedrl.core.event_reading import counting_lines, read_intact, without_rolled_back
+from sortedrl.core.events import RunBegan
 
 ONE_OF_EACH: list[Event] = [
     events.RunBegan(0.0, 4, "partial", {"mode": "partial", "max_staleness": None, "oversubscribe": 1.5}),
@@ -69,8 +71,8 @@ def test_a_log_of_another_format_is_refused_by_every_reader(found: int | None, a
     path.write_text(json.dumps(fields | ({} if found is None else {"format": found})) + "\n")
     for read in (
         lambda: list(read_events(path)),
-        lambda: events.read_intact(path),
-        lambda: events.counting_lines(path),
+        lambda: read_intact(path),
+        lambda: counting_lines(path),
     ):
         with pytest.raises(UnknownFormat, match=rf"format {found or 1}, .* {age} .*or start a new run"):
             read()
@@ -122,7 +124,7 @@ def test_a_roll_back_over_a_damaged_line_keeps_the_time(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [phase % 1.0, "#", phase % 9.0, '{"event":"RolledBack","at":9.0,"events":1}', phase % 10.0]
     path.write_text("\n".join(lines) + "\n")
-    intact, damage, _ = events.read_intact(path)
+    intact, damage, _ = read_intact(path)
     assert [event.at for event in intact] == [1.0, 2.0]
     assert len(damage) == 1
 
@@ -143,10 +145,10 @@ def test_of_two_runs_in_one_log_only_the_last_one_counts(tmp_path: Path) -> None
         for count in (5, 3):
             for event in run_of(count):
                 JsonLines(file)(event)
-    read = events.read_intact(path)
+    read = read_intact(path)
     assert (read.events, read.damage, read.earlier_runs) == (run_of(3), [], 1)
     assert read.notice == "it has the events of 2 runs, of which only the last one counts"
-    assert events.counting_lines(path) == run_of(3)
+    assert counting_lines(path) == run_of(3)
     with pytest.raises(SeveralRuns, match="the events of 2 runs: give each run a log of its own"):
         without_rolled_back(read_events(path))
 
@@ -156,20 +158,20 @@ def test_a_run_that_was_rolled_back_as_a_whole_is_no_second_run(tmp_path: Path) 
     path = tmp_path / "events.jsonl"
     path.write_text(written([*run_of(5), events.RolledBack(5.0, 6), *run_of(3)]))
     assert without_rolled_back(read_events(path)) == run_of(3)
-    assert events.read_intact(path) == (run_of(3), [], 0)
+    assert read_intact(path) == (run_of(3), [], 0)
 
 
 def test_the_first_event_behind_lines_of_damage_starts_no_second_run(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text("#\n" + written(run_of(3)))
-    read = events.read_intact(path)
+    read = read_intact(path)
     assert (read.events, len(read.damage), read.notice) == (run_of(3), 1, "")
 
 
 def test_a_roll_back_reaches_to_the_start_of_its_own_run(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(written([*run_of(5), *run_of(3), events.RolledBack(3.0, 2), events.Phase(3.0, "end")]))
-    assert events.counting_lines(path) == [*run_of(3)[:2], events.Phase(0.0, "end")]
+    assert counting_lines(path) == [*run_of(3)[:2], events.Phase(0.0, "end")]
 
 
 def test_an_update_is_in_the_log_before_its_batch_is_handed_out() -> None:

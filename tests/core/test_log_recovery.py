@@ -9,7 +9,9 @@ import pytest
 
 from scenarios import Run, scenario
 from sortedrl.core import events
-from sortedrl.core.events import Event, Lost, RolledBack, RunBegan, read_events, read_intact, written
+from sortedrl.core.event_lines import written
+from sortedrl.core.event_reading import read_events, read_intact
+from sortedrl.core.events import Event, Lost, RolledBack, RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, recover
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from sortedrl.core import ConfigurationError, Controller, Prompt, read_events
-from sortedrl.core.events import Published, RunBegan, without_rolled_back
+from sortedrl.core.event_reading import without_rolled_back
+from sortedrl.core.events import Published, RunBegan
 from sortedrl.core.strategies.paper import Partial
 from sortedrl.observe.metrics import Metrics
 

@@ -22,7 +22,8 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core import EventFile, Failed, TooManyRejected, strategy_named
-from sortedrl.core.events import Event, Rejected, Scored, Updated, read_events, without_rolled_back
+from sortedrl.core.event_reading import read_events, without_rolled_back
+from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine

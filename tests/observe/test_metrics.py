@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from scenarios import Run, run, scenario
 from sortedrl.core.event_format import SeveralRuns
+from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import (
     Aborted,
     Event,
@@ -31,7 +32,6 @@ from sortedrl.core.events import (
     Started,
     Submitted,
     Updated,
-    without_rolled_back,
 )
 from sortedrl.engines.step_time import linear
 from sortedrl.observe.metrics import Metrics, RunMetrics

@@ -24,7 +24,9 @@ from sortedrl.cli import main
 from sortedrl.cli.parse import parsed
 from sortedrl.cli.train import command_for
 from sortedrl.core import Schedule, events
-from sortedrl.core.events import Event, JsonLines, read_events, read_intact
+from sortedrl.core.event_lines import JsonLines, written
+from sortedrl.core.event_reading import read_events, read_intact
+from sortedrl.core.events import Event
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
@@ -315,7 +317,7 @@ def test_copies_of_a_run_count_once_and_runs_of_one_seed_are_not_several_seeds(t
     copytree(one, tmp_path / "copy")
     again = run_folder(tmp_path / "again", seed=3)
     log = [event._replace(at=1.01 * event.at) for event in read_events(again / "events.jsonl")]
-    (again / "events.jsonl").write_text(events.written(log))
+    (again / "events.jsonl").write_text(written(log))
     run_folder(tmp_path / "other", seed=4)
     runs = read_runs([one, tmp_path / "copy"])
     assert len(runs) == 1 and runs[0].copies == ("copy",)
@@ -329,7 +331,7 @@ def test_copies_of_a_run_count_once_and_runs_of_one_seed_are_not_several_seeds(t
 
 def test_rejections_are_listed_by_reason(tmp_path: Path) -> None:
     log = run("partial", [3, 9, 2, 17, 5, 8, 1, 12], rollouts_per_update=2, unscorable=frozenset({1, 4, 6})).events
-    (tmp_path / "events.jsonl").write_text(events.written(log))
+    (tmp_path / "events.jsonl").write_text(written(log))
     runs = read_runs([tmp_path])
     reasons = runs[0].run_metrics.rejected_reasons
     assert sum(reasons.values()) == runs[0].run_metrics.rejected == 3

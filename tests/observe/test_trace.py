@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from chromium import Chromium, chromium_or_skip
 from scenarios import MODES, STREAMABLE, Run, Scenario, run, troubled
 from sortedrl.cli import main
-from sortedrl.core.events import Event, JsonLines, RolledBack, Streamed, Updated
+from sortedrl.core.event_lines import JsonLines
+from sortedrl.core.events import Event, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.observe.trace import COLORS, COUNTERS, trace_events

@@ -21,7 +21,8 @@ from forked import Command, Done
 from scenarios import run as simulated
 from sortedrl.cli import main
 from sortedrl.core import events
-from sortedrl.core.events import read_events, without_rolled_back, written
+from sortedrl.core.event_lines import written
+from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.process_lock import RUN_LOCK, ProcessLock
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line

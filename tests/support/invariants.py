@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from scenarios import Run, Scenario
 from schedule_rules import check_tokens
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
-from sortedrl.core.events import decode
+from sortedrl.core.event_lines import JsonLines, decode
 from sortedrl.observe.metrics import Metrics, RunMetrics
 
 MODES = sorted(STRATEGIES)
@@ -182,7 +182,7 @@ def through_json(log: list[Event]) -> list[Event]:
     class Lines:
         write = staticmethod(lines.append)
 
-    sink = events.JsonLines(Lines())  # type: ignore[arg-type]
+    sink = JsonLines(Lines())  # type: ignore[arg-type]
     for event in log:
         sink(event)
     return [decode(line) for line in lines]

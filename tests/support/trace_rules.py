@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from sortedrl.core import Controller, Engine, EventLog, Prompt, Prompts, Schedule
-from sortedrl.core.events import Event, Published, Started, Updated, without_rolled_back
+from sortedrl.core.event_reading import without_rolled_back
+from sortedrl.core.events import Event, Published, Started, Updated
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.trace import SLOTS, write_trace

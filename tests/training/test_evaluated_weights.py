@@ -17,7 +17,7 @@ from scenarios import Run, scenario
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.engine import Change, Engine, Request, Tokens
-from sortedrl.core.events import read_events
+from sortedrl.core.event_reading import read_events
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.training import evaluate as evaluating
 from sortedrl.training import trainer

@@ -19,7 +19,7 @@ from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
-from sortedrl.core.events import read_events, read_intact, without_rolled_back
+from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
 

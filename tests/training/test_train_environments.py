@@ -27,7 +27,7 @@ from processes import PATIENCE_SECONDS, wait_for_end
 from sortedrl.core import events
 from sortedrl.core import generate as generating
 from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
-from sortedrl.core.events import read_events, without_rolled_back
+from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT

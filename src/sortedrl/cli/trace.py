@@ -12,7 +12,8 @@ from pydantic import Field
 
 from sortedrl.cli.output import print_settings
 from sortedrl.core.atomic_write import atomic_writer
-from sortedrl.core.events import Event, Started, read_intact
+from sortedrl.core.event_reading import read_intact
+from sortedrl.core.events import Event, Started
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.trace import write_trace

@@ -17,7 +17,9 @@ from sortedrl.core.engine import (
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.event_file import EventFile, recover_file
-from sortedrl.core.events import Event, EventLog, JsonLines, read_events
+from sortedrl.core.event_lines import JsonLines
+from sortedrl.core.event_reading import read_events
+from sortedrl.core.events import Event, EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.engine import Request
-from sortedrl.core.events import Event, read_intact
+from sortedrl.core.event_reading import read_intact
+from sortedrl.core.events import Event
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.lengths import LengthOf, ReplayedLengths, normal, number_of

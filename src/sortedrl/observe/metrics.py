@@ -15,7 +15,8 @@ from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.event_format import SeveralRuns
-from sortedrl.core.events import Event, without_rolled_back
+from sortedrl.core.event_reading import without_rolled_back
+from sortedrl.core.events import Event
 from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.observe.sortedness import UpdateLengths, rank_correlation, sortedness

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sortedrl.core import events
-from sortedrl.core.events import Event, without_rolled_back
+from sortedrl.core.event_reading import without_rolled_back
+from sortedrl.core.events import Event
 from sortedrl.core.strategies.registry import STRATEGIES
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
-from sortedrl.core.events import Event, without_rolled_back
+from sortedrl.core.event_reading import without_rolled_back
+from sortedrl.core.events import Event
 from sortedrl.observe.run_state import RolloutPlaces
 from sortedrl.observe.timeline import Slice, Visit, slices, visits
 

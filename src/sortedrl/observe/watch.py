@@ -23,18 +23,9 @@ from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
 from sortedrl.core.event_format import require_known_format
-from sortedrl.core.events import (
-    Damage,
-    Event,
-    IntactLog,
-    RolledBack,
-    RunBegan,
-    Sink,
-    VoidTime,
-    decoded_or_damage,
-    last_run,
-    without_rolled_back,
-)
+from sortedrl.core.event_lines import Damage, decoded_or_damage
+from sortedrl.core.event_reading import IntactLog, VoidTime, last_run, without_rolled_back
+from sortedrl.core.events import Event, RolledBack, RunBegan, Sink
 from sortedrl.core.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics

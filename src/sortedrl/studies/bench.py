@@ -21,7 +21,8 @@ from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import UNCHANGED, Engine, Request
 from sortedrl.core.engine_base import with_defaults
-from sortedrl.core.events import EventLog, JsonLines, Sink
+from sortedrl.core.event_lines import JsonLines
+from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError, Schedule

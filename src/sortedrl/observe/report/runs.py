@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.events import Damage, Event, Phase, RunBegan, Updated, read_intact
+from sortedrl.core.event_lines import Damage
+from sortedrl.core.event_reading import read_intact
+from sortedrl.core.events import Event, Phase, RunBegan, Updated
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (

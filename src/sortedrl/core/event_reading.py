@@ -1,0 +1,133 @@
+"""Reading an event log. A resumed run made some of its events void; a kill or a full disk may have damaged it.
+
+`read_events` has everything that was written, `without_rolled_back` what counts of it, and `read_intact` what counts
+and can be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sortedrl.core.event_format import SeveralRuns, require_known_format
+from sortedrl.core.event_lines import Damage, decode, decoded_or_damage
+from sortedrl.core.events import Event, HarvestBegan, Lost, Phase, RolledBack, RunBegan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a log file, including those that a rollback made void. Stops at a torn last line."""
+    require_known_format(path)
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            yield decode(line)
+
+
+def without_rolled_back(events: Iterable[Event]) -> list[Event]:
+    """The events that count, without void events, the `RolledBack` marks and the void time.
+
+    Events after a mark move back in time by the gap between the last event that counts and the mark. Raises
+    `SeveralRuns`.
+    """
+    kept, earlier_runs = last_run(events)
+    if earlier_runs:
+        raise SeveralRuns(
+            f"the event log has the events of {earlier_runs + 1} runs: give each run a log of its own. "
+            "`sortedrl report` shows the last one"
+        )
+    return [event for event in kept if not isinstance(event, Damage)]
+
+
+class IntactLog(NamedTuple):
+    """Of the last run in a log: the events that count, and the unreadable lines. Earlier runs are only counted."""
+
+    events: list[Event]
+    damage: list[Damage]
+    earlier_runs: int
+
+    @property
+    def notice(self) -> str:
+        """Empty if the log has one run."""
+        several = f"it has the events of {self.earlier_runs + 1} runs, of which only the last one counts"
+        return several if self.earlier_runs else ""
+
+
+def read_intact(path: Path) -> IntactLog:
+    """The readable part of a damaged log.
+
+    An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
+    """
+    kept, earlier_runs = last_run(_lines(path))
+    intact: list[Event] = [line for line in kept if not isinstance(line, Damage | Lost)]
+    return IntactLog(intact, [line for line in kept if isinstance(line, Damage)], earlier_runs)
+
+
+def counting_lines(path: Path) -> list[Event | Damage]:
+    """The last run in the log without void events; unreadable lines keep their places."""
+    return last_run(_lines(path))[0]
+
+
+def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int]:
+    """What counts of the last run, and how many runs before it are in the log and were not rolled back."""
+    kept: list[Event | Damage] = []
+    earlier_runs = 0
+    void = VoidTime()
+    for line in lines:
+        if isinstance(line, RolledBack):
+            del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
+            void = VoidTime.between(kept, line)
+            continue
+        if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
+            kept.clear()
+            void = VoidTime()
+            earlier_runs += 1
+        elif isinstance(line, HarvestBegan):
+            _drop_what_a_lost_mark_made_void(kept, line.harvest)
+        kept.append(line if isinstance(line, Damage) else void.taken_from(line))
+    return kept, earlier_runs
+
+
+class VoidTime(NamedTuple):
+    """Time that a rollback made void: events after the mark are `seconds` late. None of them may precede `earliest`,
+    the last event that counts, not even by rounding."""
+
+    seconds: float = 0.0
+    earliest: float = -math.inf
+
+    @classmethod
+    def between(cls, counted: Sequence[Event | Damage], mark: RolledBack) -> VoidTime:
+        last = next((event for event in reversed(counted) if not isinstance(event, Damage)), mark)
+        return cls(max(0.0, mark.at - last.at), last.at)
+
+    def taken_from(self, event: Event) -> Event:
+        return event._replace(at=max(self.earliest, event.at - self.seconds)) if self.seconds else event
+
+
+def _lines(path: Path) -> Iterator[Event | Damage]:
+    require_known_format(path)
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            yield decoded_or_damage(number, line)
+
+
+def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:
+    """If a harvest starts a second time after damage, the run was resumed there and its mark is unreadable."""
+    saved = damaged = None  # last checkpoint before the harvest first started; last damage after it
+    began_before = False
+    for place in range(len(kept) - 1, -1, -1):
+        line = kept[place]
+        if isinstance(line, Damage) and damaged is None:
+            damaged = place
+        elif isinstance(line, HarvestBegan):
+            if line.harvest < harvest:
+                break
+            began_before, saved = True, None
+        elif isinstance(line, Phase) and line.phase == "checkpoint" and saved is None:
+            saved = place
+    if began_before and saved is not None and damaged is not None and saved < damaged:
+        del kept[saved + 1 : damaged + 1]
