@@ -10,7 +10,21 @@ import pytest
 
 from random_runs import case_of, play
 from scenarios import EnvironmentCall, Run, scenario
-from sortedrl.core.events import Aborted, Event
+from sortedrl.core.events import (
+    Aborted,
+    Event,
+    Finished,
+    HarvestBegan,
+    Observed,
+    Phase,
+    Regenerated,
+    RunBegan,
+    Scored,
+    Started,
+    Submitted,
+    TurnEnded,
+    Updated,
+)
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.timeline import Visit, slices, visits
@@ -71,6 +85,29 @@ def test_turns_are_counted_again_when_the_tokens_were_dropped() -> None:
     assert [event.dropped > 0 for event in run.all(Aborted)] == [True]
     turns = [visit.turn for visit in visits(run.events) if visit.rollout == 1]
     assert turns == [1, 1, 2]
+
+
+@pytest.mark.parametrize("at_harvest", ["in a slot", "in its environment", "waiting for a slot"])
+def test_a_rollout_cut_between_two_turns_counts_in_the_length_bias(at_harvest: str) -> None:
+    """Rollout 1 is cut after a turn of 3 tokens, and trained on at its second attempt, with 2 tokens."""
+    log: list[Event] = [RunBegan(0.0, 2, "on-policy", {}), Phase(0.0, "harvest"), HarvestBegan(0.0, 0, 0)]
+    log += [Submitted(0.0, rollout, 0, 1, 0, 1.0) for rollout in (0, 1)] + [Started(0.0, r, r) for r in (0, 1)]
+    log += [TurnEnded(3.0, 1, 3, 3)]
+    if at_harvest != "in its environment":
+        log += [Observed(3.5, 1, 4, 7)]
+    if at_harvest == "in a slot":
+        log += [Submitted(3.5, 1, 0, 1, 7, 1.0), Started(3.5, 1, 1)]
+    log += [Finished(9.0, 0, 10, 10, False), Scored(9.0, 0, 1.0)]
+    if at_harvest == "in a slot":
+        log += [Aborted(9.0, 1, 0, 7, 3)]
+    else:
+        log += [Regenerated(9.0, 1, 3, "between two turns at the harvest")]
+    log += [Updated(9.0, 0, 0, 0, (0,), (10,), (1.0,), (((0, 10),),), (0,))]
+    log += [Submitted(9.0, 1, 1, 1, 0, 1.0), Started(9.0, 1, 0), Finished(11.0, 1, 2, 2, False), Scored(11.0, 1, 1.0)]
+    log += [Updated(11.0, 1, 1, 0, (1,), (2,), (1.0,), (((0, 2),),), (1,))]
+    metrics = Metrics().fold(log).run_metrics()
+    assert metrics.mean_length == 6
+    assert metrics.uncut_mean_length == pytest.approx(10)  # the cut one would have had more than 3, so probably 10
 
 
 def test_a_lost_answer_is_inferred_from_the_next_turn() -> None:

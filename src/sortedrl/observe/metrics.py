@@ -288,9 +288,7 @@ class Metrics:
 
     def _on_regenerated(self, event: events.Regenerated) -> None:
         self._count["regenerated"] += 1
-        if self._turns.drop(event.rollout, event.at):  # cut in its environment
-            self._attempts.ended(event.rollout, self._group_of(event.rollout), event.dropped, finished=False)
-        self._count["dropped"] += event.dropped
+        self._drop(event.rollout, event.dropped)
         self._wall_clock.forget(event.rollout)
 
     def _on_rejected(self, event: events.Rejected) -> None:
@@ -306,7 +304,7 @@ class Metrics:
         if dropped:
             self._count["dropped"] += dropped
             self._turns.drop(rollout, self._time)
-            self._attempts.ended(rollout, self._group_of(rollout), dropped, finished=False)
+            self._attempts.dropped(rollout, self._group_of(rollout), dropped)
 
     def _leave_engine(self, rollout: int, made: int) -> None:
         self._live -= 1

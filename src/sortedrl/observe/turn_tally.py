@@ -52,11 +52,11 @@ class TurnTally:
             self.seconds += at - since
         return since is not None
 
-    def drop(self, rollout: int, at: float) -> bool:
-        """Its tokens are discarded. Returns whether it was in its environment."""
+    def drop(self, rollout: int, at: float) -> None:
+        """Its tokens are discarded."""
         self._tokens.pop(rollout, None)
         self._unseen.pop(rollout, None)
-        return self.leave(rollout, at)
+        self.leave(rollout, at)
 
     def train(self, event: events.Updated) -> Sequence[int]:
         """The policy tokens of each rollout of an update."""

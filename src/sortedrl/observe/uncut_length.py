@@ -35,6 +35,7 @@ class Attempts:
     def __init__(self) -> None:
         self._groups, self._lengths, self._finished = array("q"), array("q"), array("b")
         self._first: dict[int, tuple[int, bool]] = {}  # untrained rollouts: first attempt's length, and was it finished
+        self._complete: set[int] = set()  # untrained rollouts whose present attempt has finished
         self._trained = 0
         self._finished_tokens = 0  # of first attempts of trained rollouts
         self._cut_groups, self._cut_lengths = array("q"), array("q")  # the other trained rollouts' first attempts
@@ -44,8 +45,18 @@ class Attempts:
         self._lengths.append(length)
         self._finished.append(finished)
         self._first.setdefault(rollout, (length, finished))
+        if finished:
+            self._complete.add(rollout)
+
+    def dropped(self, rollout: int, group: int, length: int) -> None:
+        """Its tokens were discarded: its attempt was cut, unless it had finished."""
+        if rollout in self._complete:
+            self._complete.remove(rollout)
+        else:
+            self.ended(rollout, group, length, finished=False)
 
     def trained(self, rollout: int, group: int, length: int) -> None:
+        self._complete.discard(rollout)
         first, finished = self._first.pop(rollout, (length, True))
         self._trained += 1
         if finished:
@@ -56,6 +67,7 @@ class Attempts:
 
     def forget(self, rollout: int) -> None:
         """Forget a rejected rollout."""
+        self._complete.discard(rollout)
         self._first.pop(rollout, None)
 
     @property
