@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 
 from invariants import checked_run, examples
-from paced import PacedEngine
+from paced import PATIENCE_SECONDS, PacedEngine
 from scenarios import STREAMABLE, Scenario, peaceful, run, troubled
 from sortedrl.core import Controller, EngineDied, EventLog, Prompts, Schedule, ScoreAtOnce, Strategy, events
 from sortedrl.core.buffer import Group
-from sortedrl.core.engine import Change, Finished
+from sortedrl.core.engine import Change, Finished, Request
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import SchedulerState
@@ -175,21 +175,31 @@ class QuietEngine(PacedEngine):
 
 def test_a_free_learner_gets_its_next_part_before_the_engine_reports() -> None:
     """One rollout ends, then three together, then a very long one: the learner must not wait for that."""
-    lengths = [2, 4, 4, 4, 150, 150]
-    engine = QuietEngine(slots=6, length_of=lambda request: lengths[request.id % 6], step_seconds=STEP_SECONDS)
     learner, log = RecordingLearner(0.05), []
-    controller = controller_over(engine, learner.accumulate, EventLog(log.append))
+
+    def length_of(request: Request) -> int:
+        """The long ones end after the second part, or after 20 s."""
+        return (2, 4, 4, 4)[request.id % 6] if request.id % 6 < 4 else 50 if len(learner.parts) > 1 else 5_000
+
+    engine = QuietEngine(slots=6, length_of=length_of, step_seconds=STEP_SECONDS)
+    controller = controller_over(engine, learner.accumulate, EventLog(log.append), max_response_tokens=6_000)
     next(iter(controller))
-    last_part = [event.at for event in log if isinstance(event, events.Streamed)][1]
-    last_end = max(event.at for event in log if isinstance(event, events.Finished))
     assert learner.parts[1] == ([1, 2, 3], 0)
-    assert last_end - last_part > 20 * STEP_SECONDS
+    longest = max(event.length for event in log if isinstance(event, events.Finished))
+    assert 50 <= longest < 5_000, "it went on until the learner had its part"
 
 
 def test_with_overlap_the_engine_goes_on_while_the_learner_ends_its_part() -> None:
-    engine, learner = paced(), RecordingLearner(0.3)
+    engine, learner = paced(), RecordingLearner(0.1)
+
+    def accumulate(rollouts: Sequence[Rollout], version: int) -> None:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while len(engine.submitted) <= 10 and time.monotonic() < until:  # at its first part
+            time.sleep(0.001)
+        learner.accumulate(rollouts, version)
+
     controller = controller_over(
-        engine, learner.accumulate, mode="partial+elevator", overlap=True, max_staleness=4, rollouts_per_update=4
+        engine, accumulate, mode="partial+elevator", overlap=True, max_staleness=4, rollouts_per_update=4
     )
     submitted_when_free: list[int] = []
     trained: list[int] = []
@@ -229,6 +239,39 @@ def test_an_error_of_the_learner_ends_the_harvest_and_loses_no_rollout() -> None
     assert sorted(trained_by(controller)) == list(range(PROMPTS))
 
 
+class FailsJustBeforeItsNextPart:
+    """A learner that works on its first part, and has failed when it is asked whether it takes the second."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.is_working = False
+
+    def takes_part(self, running: int, slots: int) -> bool:
+        if running <= 2:
+            self.is_working = False
+        return not self.is_working
+
+    def next_check(self, now: float) -> float:
+        return now + STEP_SECONDS
+
+    def start(self, rollouts: Sequence[Rollout], version: int) -> None:
+        self.parts.append([rollout.id for rollout in rollouts])
+        self.is_working = True
+
+    def wait(self) -> None:
+        self.is_working = False
+
+    def result(self) -> float:
+        raise MemoryError(f"part {len(self.parts)} is too large")
+
+
+def test_an_error_of_the_learner_is_raised_whenever_it_ends() -> None:
+    """The next part must not hide it: the gradient would lack rollouts that the update counts."""
+    controller = controller_over(paced(), FailsJustBeforeItsNextPart())
+    with pytest.raises(MemoryError, match="part 1 is too large"):
+        next(iter(controller))
+
+
 @pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial+elevator"])
 def test_an_interrupt_in_mid_harvest_drops_the_gradient_and_no_rollout(mode: str) -> None:
     learner = RecordingLearner()
@@ -245,6 +288,7 @@ def test_an_interrupt_in_mid_harvest_drops_the_gradient_and_no_rollout(mode: str
     dropped = [id for ids, _ in learner.parts[-1:] for id in ids if id not in trained]
     again = RecordingLearner()
     second = controller_over(paced(), again.accumulate, mode=mode)
+    second.engine.update_weights(None, first.version)  # of the update of the third part, which the clock decides
     second.restore(json.loads(json.dumps(first.state())))
     assert set(dropped) <= set(second.live)
     trained += trained_by(second)
@@ -285,8 +329,7 @@ def test_both_failures_are_in_the_error() -> None:
     engine = paced()
 
     def failing(rollouts: Sequence[Rollout], version: int) -> None:
-        engine.die()
-        time.sleep(0.2)
+        engine.die_noticed()
         raise MemoryError("too large")
 
     with pytest.raises(EngineDied) as caught:

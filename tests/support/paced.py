@@ -6,6 +6,7 @@ can be told to die (as a killed process does: every later call raises), or to be
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 from sortedrl.core.engine import Change, EngineDied, Finished, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
+
+PATIENCE_SECONDS = 60.0
 
 
 class PacedEngine:
@@ -40,9 +43,20 @@ class PacedEngine:
         self._queue: deque[Request] = deque()
         self._running: dict[int, tuple[Request, int]] = {}  # and tokens made
         self._unreported: list[Change] = []
+        self._noticed = threading.Event()
 
     def die(self) -> None:
         self._dies_at_call = self._calls
+
+    def die_noticed(self) -> None:
+        """From another thread: returns after a call has raised, however slow the caller is."""
+        self.die()
+        assert self._noticed.wait(PATIENCE_SECONDS)
+
+    @property
+    def polls(self) -> int:
+        """And aborts."""
+        return self._calls
 
     def now(self) -> float:
         return time.perf_counter() + self.clock_offset
@@ -81,6 +95,7 @@ class PacedEngine:
 
     def _check_alive(self) -> None:
         if self._dies_at_call is not None and self._calls >= self._dies_at_call:
+            self._noticed.set()
             raise EngineDied("killed by the test")
 
     def _admit(self) -> None:

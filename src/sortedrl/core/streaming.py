@@ -141,6 +141,8 @@ class Streaming:
         if self._learner is None:
             return
         self._note_result()
+        if self._in_work:  # even if it has ended since: the next part would hide its result, or its error
+            return
         if not self._learner.takes_part(len(self._state.buffer.running), self._state.slots):
             return
         groups = [group for group in self._strategy.certain(self._state) if group.id not in self._handed_over]
@@ -155,7 +157,7 @@ class Streaming:
 
     def deadline(self, now: Callable[[], float], until: float | None) -> float | None:
         """Until when to poll the engine, at most `until`: the learner may be free before the engine reports."""
-        if not self.is_working:
+        if not self._in_work:
             return until
         check = self.next_check(now())
         return check if until is None else min(check, until)
