@@ -34,13 +34,14 @@ from rich.live import Live
 from sortedrl.core.events import EventLog
 from sortedrl.observe.console import PanelConsole
 from sortedrl.training import trainer as app
+from sortedrl.training.run_record import RunRecord
 from sortedrl.training.settings import TrainSettings
 
 LIMIT = 0.01
 DRAWING = "drawing"
 PARTS: tuple[tuple[type, str, str], ...] = (
     (EventLog, "append", "event log: metrics, state, file"),
-    (app.TrainingRun, "_record", "lines of updates, sample of rollouts"),
+    (RunRecord, "update", "lines of updates, sample of rollouts"),
     (PanelConsole, "evaluating", "progress of evaluations"),
     (PanelConsole, "log", "log lines"),
     (Live, "refresh", DRAWING),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,8 +13,6 @@ from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineDied, Sampling
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.errors import UserError
-from sortedrl.core.event_file import EventFile
-from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
@@ -26,23 +21,16 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
-from sortedrl.engines.embedded.engine import copy_weights
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
-from sortedrl.models import model_named
 from sortedrl.observe.console import PlainConsole, RunConsole
-from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.prometheus import Endpoint
-from sortedrl.observe.report.repair import consistent
-from sortedrl.observe.run_state import is_metrics_line
-from sortedrl.observe.trackers import Trackers, open_tracker, require_login
+from sortedrl.observe.trackers import open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
-from sortedrl.observe.watch import kept_readable
 from sortedrl.settings.base import as_json
-from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, paired_difference, pass_at_k
+from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference
 from sortedrl.training.build import (
-    copy_on,
     dtype_of,
     learner_settings_of,
     learning_rate_notice,
@@ -52,10 +40,11 @@ from sortedrl.training.build import (
 )
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.evaluate import evaluate, unscored_notice
+from sortedrl.training.plain_model import PlainModel
 from sortedrl.training.resources import Log, Resources, read_resources
 from sortedrl.training.rewards import Rewards, RewardSource
-from sortedrl.training.rollout_samples import line_of, sampled
-from sortedrl.training.run_dir import RunFolder, replace_folder
+from sortedrl.training.run_dir import RunFolder
+from sortedrl.training.run_record import RunRecord, counted_updates
 from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
 from sortedrl.training.shuffled_rewards import RewardPool, shuffled
@@ -82,17 +71,13 @@ class TrainingRun:
         self.folder = folder
         self.resources = resources
         self.console = console
-        self.metrics = Metrics()
         self.sampling = Sampling(temperature=settings.temperature)
-        self.trackers = to_close.enter_context(closing(Trackers(console.log)))
+        self.record = to_close.enter_context(
+            closing(RunRecord(folder, console, resources.tokenizer, rollouts_per_update=settings.save_rollouts))
+        )
         # First of what takes time: its workers start meanwhile.
         self.rewards = to_close.enter_context(closing(Rewards(settings, resources, settings.scoring)))
-        embedded = settings.engine == "embedded"
-        self.has_plain_copy = settings.lora_rank > 0 or (embedded and settings.gradient_checkpointing)
-        self.engine_shares_model = embedded and not self.has_plain_copy
-        self.plain_model = resources.model
-        if self.has_plain_copy:  # another engine has weights of its own: the copy is for the export, off the GPU
-            self.plain_model = copy_on(resources.model.device if embedded else torch.device("cpu"), resources.model)
+        self.plain_model = PlainModel(settings, resources.model)
         self.learner = Learner(resources.model, learner_settings_of(settings))
         engine = to_close.enter_context(closing(self._engine()))
         self.checked = self._checked(engine)
@@ -101,16 +86,14 @@ class TrainingRun:
         self.reward_pool = RewardPool(settings.seed)  # for `shuffle_rewards`
         self.training_rewards = self._training_rewards()
         self.evaluation_rewards = self.rewards.source()
-        self.batched = Batched(self.metrics)
-        to_close.callback(self.batched.flush)
-        self.log = EventLog(self.batched)
+        to_close.callback(self.record.flush)
         self.controller = Controller(
             self.engine,
             Prompts(resources.train, epochs=settings.epochs, seed=settings.seed),
             self.training_rewards.scorer,
             schedule_of(settings),
             sampling=self.sampling,
-            log=self.log,
+            log=self.record.log,
             environments=self.training_rewards.environments,
             max_updates=settings.updates,
             stream_to=self._streamed_learner(),
@@ -123,19 +106,17 @@ class TrainingRun:
         self.evaluated: tuple[int, Evaluation] | None = None  # the last time, after how many updates
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
         self.saved: tuple[Any, ...] | None = None  # the progress that the newest checkpoint holds
-        self.seconds_before = 0.0  # of earlier parts of a resumed run
-        self.began = time.perf_counter()
         require_login(settings.tracker)
         if settings.prometheus_port is not None:
             endpoint = Endpoint(settings.prometheus_port)
-            self.trackers.add(endpoint)
+            self.record.trackers.add(endpoint)
             console.log(f"metrics at {endpoint.url}")
 
     def _engine(self) -> EngineBase:
         settings, resources = self.settings, self.resources
         return engine_of(
             settings,
-            self.plain_model,
+            self.plain_model.module,
             resources.tokenizer,
             resources.eos_token_ids,
             dtype=str(dtype_of(settings)).removeprefix("torch."),
@@ -158,10 +139,6 @@ class TrainingRun:
         checked.update_weights(self.learner.weights(), 0)
         return checked
 
-    def show(self) -> None:
-        """From now on the console shows the run. Its folder must be there: before that its name may change."""
-        self.batched.sinks.append(self.console.begin(self.metrics, str(self.folder.path), self.updates_in_all))
-
     def _training_rewards(self) -> RewardSource:
         source = self.rewards.source()
         return shuffled(source, self.reward_pool) if self.settings.shuffle_rewards else source
@@ -174,37 +151,27 @@ class TrainingRun:
         )
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Go back to a checkpoint: later events stay in the log behind a mark, and no metric counts them."""
-        state, log = saved.controller, self.console.log
+        """Go back to a checkpoint."""
+        state, notes = saved.controller, saved.notes
         if (reason := why_other_problems(saved, self.resources.train, self._held_out())) is not None:
             fix = "Restore the data of the run, or start a new one."
             raise ConfigurationError("resume", str(self.folder.path), reason, fix)
-        mark = CheckpointMark.of(state)
-        recovered = self.folder.recover_events(mark, self.controller.first_event(), log)
+        recovered = self.record.recover(CheckpointMark.of(state), self.controller.first_event())
         self.learner.load_state_dict(saved.learner)
         self.engine.update_weights(self._weights(), state["version"])
-        for event in consistent(recovered.events):
-            for sink in self.log.sinks:
-                sink(event)
-        write = self._write_events()
-        write.roll_back(recovered)
-        self.folder.drop_lines_after("metrics.jsonl", state["updates"], log)
-        self.folder.drop_lines_after("rollouts.jsonl", state["updates"], log)
-        for line in filter(is_metrics_line, self.folder.lines("metrics.jsonl")):
-            self.console.line(line, old=True)
+        self.record.roll_back(recovered, state["updates"], notes["seconds"])
         self.controller.restore(state, last_time=recovered.last_time)
-        self.before = Evaluation(tuple(saved.notes["before_ids"]), tuple(map(tuple, saved.notes["before"])))
-        self.best = tuple(saved.notes["best"]) if saved.notes["best"] else None
-        self.seconds_before = saved.notes["seconds"]
-        self.reward_pool.recent = saved.notes.get("recent_rewards", [])  # older versions did not save them
+        self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
+        self.best = tuple(notes["best"]) if notes["best"] else None
+        self.reward_pool.recent = notes.get("recent_rewards", [])  # older versions did not save them
         self.saved = self._progress()
         checkpoint.restore_random(saved.random)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
-        self.log.sinks.append(self.rejections)  # only now: a resumed run first replays its old events
+        self.record.log.sinks.append(self.rejections)  # only now: a resumed run first replays its old events
         if self.before is None:
-            self._write_events()
+            self.record.write_events()
             self.before = self._evaluate(0)
             self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
@@ -224,7 +191,8 @@ class TrainingRun:
         stats = self._step(batch)
         self.controller.publish(self._weights())
         evaluates = settings.eval_every > 0 and done % settings.eval_every == 0
-        self._record(batch, stats | self._weight_update(is_due=evaluates or self.controller.harvest_is_used_up))
+        stats |= self._weight_update(is_due=evaluates or self.controller.harvest_is_used_up)
+        self.record.update(batch, stats, scoring_backlog=self.training_rewards.scorer.pending)
         self.skipped_steps.check(done, stats)
         if evaluates:
             self._evaluate(done)
@@ -252,12 +220,12 @@ class TrainingRun:
         return step()
 
     def _weights(self) -> Any:
-        return None if self.engine_shares_model else self.learner.weights()
+        return self.plain_model.weights_for_engine(self.learner)
 
     def _finish(self, done: int) -> dict[str, Any]:
         if not done:
             raise NothingLearned(
-                f"no update was made: {self.metrics.run_metrics().rejected} rollouts were rejected, "
+                f"no update was made: {self.record.metrics.run_metrics().rejected} rollouts were rejected, "
                 f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )
         self.folder.require_in_place()
@@ -267,17 +235,17 @@ class TrainingRun:
             self.folder.drop_evaluation(done)  # a run that is resumed after its last update has only its mean
             after = self._evaluate(done)
         self._save(done)
-        self._export()
+        self.plain_model.export(self.learner, self.resources.tokenizer, self.folder.path, self.console.log)
         assert self.before is not None
         difference = paired_difference(self.before.correct, after.correct)
-        run_metrics = self.metrics.run_metrics()
+        run_metrics = self.record.metrics.run_metrics()
         summary = {
             "interrupted": False,
             "folder": str(self.folder.path),
             "mode": self.settings.mode,
             "seed": self.settings.seed,
             "updates": done,
-            "seconds": self._seconds(),
+            "seconds": self.record.seconds,
             "score_before": mean_at_k(self.before.correct)._asdict(),
             "score_after": mean_at_k(after.correct)._asdict(),
             "gain": difference._asdict(),
@@ -287,36 +255,6 @@ class TrainingRun:
         self.folder.write("summary.json", summary)
         self.console.log(bottleneck_line(run_metrics.wall_parts))
         return summary
-
-    def _export(self) -> None:
-        """The trained model in Hugging Face format. LoRA is merged, by way of the plain copy; the adapter is beside
-        it."""
-        if self.has_plain_copy:
-            device = self.plain_model.device  # one weight at a time: merged ones may not fit beside the others
-            copy_weights(self.plain_model, {name: weight.to(device) for name, weight in self.learner.weights()})
-
-        def save_model(folder: Path) -> None:
-            self.plain_model.save_pretrained(folder)
-            self.resources.tokenizer.save_pretrained(folder)
-
-        replace_folder(self.folder.path / "model", save_model)
-        if self.settings.lora_rank:
-            adapter = self.folder.path / "adapter"
-            base = model_named(self.settings.model, self.settings.task)
-            replace_folder(adapter, lambda folder: self.learner.save_adapter(folder, base))
-            self.console.log(f"LoRA adapter in {adapter} (peft format), merged weights in {self.folder.path / 'model'}")
-
-    # Output
-
-    def _write_events(self) -> EventFile:
-        stream = self.folder.stream("events.jsonl")
-        write = EventFile(stream)
-        self.batched.flush()  # what was read from the file is not written again
-        self.batched.sinks += [write, kept_readable(stream)]
-        return write
-
-    def _seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.began
 
     def _held_out(self) -> tuple[Prompt, ...]:
         return self.resources.held_out[: self.settings.eval_problems]
@@ -340,56 +278,14 @@ class TrainingRun:
         )
         if notice := unscored_notice(watch):
             self.console.log(notice)
-        self._record_evaluation(done, found)
+        self.record.evaluation(
+            done,
+            found,
+            samples=self.settings.eval_samples,
+            has_turns=self.evaluation_rewards.environments is not None,
+        )
         self.evaluated = (done, found)
         return found
-
-    def _record_evaluation(self, done: int, found: Evaluation) -> None:
-        score = mean_at_k(found.correct)
-        line: dict[str, Any] = {"update": done, "seconds": self._seconds(), "held_out": score._asdict()}
-        if self.settings.eval_samples > 1:
-            line["pass_at_k"] = pass_at_k(found.correct, self.settings.eval_samples)._asdict()
-        if found.parts:
-            line["held_out_parts"] = dict(found.parts)
-        self.folder.append("metrics.jsonl", line)
-        self.trackers.line(line)
-        self.console.line(line)
-        has_turns = self.evaluation_rewards.environments is not None
-        parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
-        self.console.log(
-            f"held-out score after {_updates(done)}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
-            f" ({len(found.correct)} problems{parts})"
-        )
-
-    def _record(self, batch: Batch, stats: dict[str, float]) -> None:
-        self.folder.require_in_place()
-        self.batched.flush()
-        run_metrics = self.metrics.snapshot()
-        done = batch.update + 1
-        rewards = [rollout.reward or 0.0 for rollout in batch]
-        line = {
-            "update": done,
-            "updates_in_all": self.updates_in_all,
-            "seconds": self._seconds(),
-            "version": batch.version,
-            "rollouts": len(batch),
-            "tokens": batch.tokens,
-            "reward": fmean(rewards),
-            "correct": fmean(float((rollout.detail or {}).get("correct", False)) for rollout in batch),
-            "length": batch.tokens / len(batch),
-            **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
-            "run_staleness_mean": run_metrics.staleness_mean,
-            "rejected": run_metrics.rejected,
-            "reward_parts": mean_parts((rollout.detail or {}).get("parts", {}) for rollout in batch),
-            "scoring_backlog": self.training_rewards.scorer.pending,
-            **({"rejected_most": run_metrics.rejected_most} if run_metrics.rejected else {}),
-            **stats,
-        }
-        self.folder.append("metrics.jsonl", line)
-        for rollout in sampled(batch, self.settings.save_rollouts):
-            self.folder.append("rollouts.jsonl", line_of(rollout, done, self.resources.tokenizer))
-        self.trackers.line(line)
-        self.console.line(line)
 
     @cached_property
     def updates_in_all(self) -> int:
@@ -401,7 +297,7 @@ class TrainingRun:
         """Write a checkpoint, unless the newest one holds the same state."""
         self.controller.mark_phase("checkpoint")
         self._note_best(done)
-        self.batched.flush()
+        self.record.flush()
         self.folder.flush()
         if self.saved == self._progress():
             return
@@ -412,7 +308,7 @@ class TrainingRun:
             "problems": self.problem_digests,
             "recent_rewards": self.reward_pool.recent,
             "best": self.best,
-            "seconds": self._seconds(),
+            "seconds": self.record.seconds,
             "settings": as_json(self.settings),  # config.json may be damaged
         }
         checkpoint.save(self.folder.checkpoints, done, self.learner.state_dict(), self.controller.state(), notes)
@@ -431,10 +327,6 @@ class TrainingRun:
             score = mean_at_k(self.evaluated[1].correct).value
             if self.best is None or score > self.best[0]:
                 self.best = (score, f"update-{done:06d}")
-
-
-def _updates(count: int) -> str:
-    return f"{count} update{'' if count == 1 else 's'}"
 
 
 def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
@@ -461,16 +353,16 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         run = TrainingRun(settings, folder, resources, console, to_close)
         if resumed is None:
             folder.create(settings, log)
-        run.show()
+        run.record.show(run.updates_in_all)
         log(f"run folder {folder.path}")
-        log(f"{len(resources.train)} problems, {_updates(run.updates_in_all)}, mode {settings.mode}")
+        log(f"{len(resources.train)} problems, {counted_updates(run.updates_in_all)}, mode {settings.mode}")
         if notice := learning_rate_notice(settings, resources.model.num_parameters()):
             log(notice)
         if resumed is not None:
             run.resume(resumed)
-            log(f"resumed after {_updates(resumed.controller['updates'])}, from {resumed.path}")
+            log(f"resumed after {counted_updates(resumed.controller['updates'])}, from {resumed.path}")
         for name in settings.tracker:
-            run.trackers.add(open_tracker(name, folder.path, as_json(settings)))
+            run.record.trackers.add(open_tracker(name, folder.path, as_json(settings)))
         try:
             with console, closing(to_close), folder.removal_explained():  # closing may log: the console ends last
                 return run.run()

@@ -1,0 +1,142 @@
+"""What a run writes and shows while it trains: events, lines about updates and evaluations, sampled rollouts."""
+
+from __future__ import annotations
+
+import time
+from statistics import fmean
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from sortedrl.core.batch import Batch
+from sortedrl.core.event_file import EventFile
+from sortedrl.core.events import Batched, EventLog, RunBegan
+from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
+from sortedrl.observe.console import RunConsole
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.report.repair import consistent
+from sortedrl.observe.run_state import is_metrics_line
+from sortedrl.observe.trackers import Trackers
+from sortedrl.observe.watch import kept_readable
+from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
+from sortedrl.training.rollout_samples import line_of, sampled
+from sortedrl.training.run_dir import RunFolder
+
+
+class RunRecord:
+    """Each line goes to the run folder, the trackers and the console; each event to the metrics, the console and,
+    after `write_events`, the run folder."""
+
+    def __init__(
+        self, folder: RunFolder, console: RunConsole, tokenizer: PreTrainedTokenizerBase, *, rollouts_per_update: int
+    ) -> None:
+        self._folder = folder
+        self._console = console
+        self._tokenizer = tokenizer
+        self._rollouts_per_update = rollouts_per_update  # to write
+        self._updates_in_all = 0
+        self._seconds_before = 0.0  # of earlier parts of a resumed run
+        self._began = time.perf_counter()
+        self.metrics = Metrics()
+        self._batched = Batched(self.metrics)
+        self.log = EventLog(self._batched)
+        self.trackers = Trackers(console.log)
+
+    def close(self) -> None:
+        self.trackers.close()
+
+    def flush(self) -> None:
+        """Pass on all waiting events."""
+        self._batched.flush()
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the run, with its earlier parts."""
+        return self._seconds_before + time.perf_counter() - self._began
+
+    def show(self, updates_in_all: int) -> None:
+        """From now on the console shows the run, and its time counts. Its folder must be there: before that its name
+        may change."""
+        self._began = time.perf_counter()
+        self._updates_in_all = updates_in_all
+        self._batched.sinks.append(self._console.begin(self.metrics, str(self._folder.path), updates_in_all))
+
+    def write_events(self) -> EventFile:
+        stream = self._folder.stream("events.jsonl")
+        write = EventFile(stream)
+        self.flush()  # what was read from the file is not written again
+        self._batched.sinks += [write, kept_readable(stream)]
+        return write
+
+    # A resumed run
+
+    def recover(self, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
+        return self._folder.recover_events(mark, first, self._console.log)
+
+    def roll_back(self, recovered: RecoveredLog, updates: int, seconds: float) -> None:
+        """Go back to a checkpoint after `updates` updates, `seconds` after the start: later events stay in the log
+        behind a mark, and no metric counts them; later lines are dropped."""
+        for event in consistent(recovered.events):
+            for sink in self.log.sinks:
+                sink(event)
+        self.write_events().roll_back(recovered)
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self._folder.drop_lines_after(name, updates, self._console.log)
+        for line in filter(is_metrics_line, self._folder.lines("metrics.jsonl")):
+            self._console.line(line, old=True)
+        self._seconds_before = seconds
+
+    # Lines
+
+    def update(self, batch: Batch, stats: dict[str, float], *, scoring_backlog: int) -> None:
+        """`stats` are the learner's metrics."""
+        self._folder.require_in_place()
+        self.flush()
+        run_metrics = self.metrics.snapshot()
+        done = batch.update + 1
+        rewards = [rollout.reward or 0.0 for rollout in batch]
+        for rollout in sampled(batch, self._rollouts_per_update):
+            self._folder.append("rollouts.jsonl", line_of(rollout, done, self._tokenizer))
+        self._append(
+            {
+                "update": done,
+                "updates_in_all": self._updates_in_all,
+                "seconds": self.seconds,
+                "version": batch.version,
+                "rollouts": len(batch),
+                "tokens": batch.tokens,
+                "reward": fmean(rewards),
+                "correct": fmean(float((rollout.detail or {}).get("correct", False)) for rollout in batch),
+                "length": batch.tokens / len(batch),
+                **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
+                "run_staleness_mean": run_metrics.staleness_mean,
+                "rejected": run_metrics.rejected,
+                "reward_parts": mean_parts((rollout.detail or {}).get("parts", {}) for rollout in batch),
+                "scoring_backlog": scoring_backlog,
+                **({"rejected_most": run_metrics.rejected_most} if run_metrics.rejected else {}),
+                **stats,
+            }
+        )
+
+    def evaluation(self, done: int, found: Evaluation, *, samples: int, has_turns: bool) -> None:
+        score = mean_at_k(found.correct)
+        line: dict[str, Any] = {"update": done, "seconds": self.seconds, "held_out": score._asdict()}
+        if samples > 1:
+            line["pass_at_k"] = pass_at_k(found.correct, samples)._asdict()
+        if found.parts:
+            line["held_out_parts"] = dict(found.parts)
+        self._append(line)
+        parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
+        self._console.log(
+            f"held-out score after {counted_updates(done)}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
+            f" ({len(found.correct)} problems{parts})"
+        )
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._folder.append("metrics.jsonl", line)
+        self.trackers.line(line)
+        self._console.line(line)
+
+
+def counted_updates(count: int) -> str:
+    return f"{count} update{'' if count == 1 else 's'}"
