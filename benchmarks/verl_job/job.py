@@ -173,7 +173,7 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
     return found | {name: value for name, value in steps[-1].items() if name.startswith("sortedrl/")}
 
 
-def main() -> None:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--model", type=Path, required=True)
@@ -196,7 +196,11 @@ def main() -> None:
         help="prompts as stored, and warm-up, clipping and loss of benchmarks/beside_peers.py",
     )
     parser.add_argument("--override", nargs="*", default=[], help="more settings of verl")
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    asked = command_line().parse_args()
     asked.out = asked.out.resolve()
     (asked.out / "occupancy").mkdir(parents=True, exist_ok=True)
     if not asked.summarize:

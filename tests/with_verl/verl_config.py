@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ def compose(setting: str, *more: str, data: Path = Path("data"), out: Path = Pat
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
 
-    asked = argparse.Namespace(
-        setting=setting, model=MODEL, data=data, out=out, steps=4, prompts=4, siblings=2, slots=4, prompt_tokens=64,
-        response_tokens=128, learning_rate=1e-5, workers=1, save_every=-1, cpu=True, override=list(more),
-    )  # fmt: skip
-    vars(asked).update(changed)
+    folders = ["--model", str(MODEL), "--data", str(data), "--out", str(out)]
+    asked = job.command_line().parse_args([setting, *folders])
+    small = {
+        "steps": 4, "prompts": 4, "siblings": 2, "slots": 4, "prompt_tokens": 64, "response_tokens": 128, "workers": 1,
+        "cpu": True, "override": list(more),
+    }  # fmt: skip
+    vars(asked).update(small | changed)
     with initialize_config_module("verl.trainer.config", version_base=None):
         return hydra_compose("ppo_trainer", overrides=job.overrides(asked))
