@@ -32,6 +32,7 @@ from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, R
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 
+START_SECONDS = 600.0  # of an engine: a large model is loaded
 _LINGER_SECONDS = 0.01
 _ANSWER_SECONDS = 60.0  # timeout of a short call
 _WEIGHT_UPDATE_SECONDS = 1800.0
@@ -68,20 +69,26 @@ class EngineHost:
 
 
 class RayEngine(EngineBase):
-    """An engine in an actor. `options` go to the actor: num_gpus, num_cpus, resources, scheduling_strategy ..."""
+    """An engine in an actor. `options` go to the actor: num_gpus, num_cpus, resources, scheduling_strategy ...
+
+    `start_seconds=None` does not wait for the start: several can start at once (`started`).
+    """
 
     copies_weights = True
+    slots: int
 
-    def __init__(self, make_engine: Callable[[], Engine], *, start_seconds: float = 600.0, **options: Any) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], *, start_seconds: float | None = START_SECONDS, **options: Any
+    ) -> None:
         host = ray.remote(EngineHost).options(max_restarts=0, max_task_retries=0, **options)
         self._actor = host.remote(make_engine)
         self._inside: set[int] = set()
         self._last_time = float("-inf")
-        try:
-            self.slots: int = self._answer(self._actor.slots.remote(), start_seconds)
-        except BaseException:  # also Ctrl-C: in a notebook the traceback would keep the actor, and its GPU
-            self.close()
-            raise
+        if start_seconds is not None:
+            started([self], start_seconds)
+
+    def wait_until_started(self, seconds: float) -> None:
+        self.slots = self._answer(self._actor.slots.remote(), seconds)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -132,6 +139,18 @@ class RayEngine(EngineBase):
         return stamped
 
 
+def started(engines: Sequence[RayEngine], seconds: float = START_SECONDS) -> Sequence[RayEngine]:
+    """Wait for each of them. If one cannot start, or on Ctrl-C, all are closed."""
+    try:
+        for engine in engines:
+            engine.wait_until_started(seconds)
+    except BaseException:  # in a notebook the traceback would keep the actors, and their GPUs
+        for engine in engines:
+            engine.close()
+        raise
+    return engines
+
+
 def _why_lost(error: Exception) -> str:
     """In one line. The text of an actor that could not be created starts with a traceback and ends with the cause."""
     first, *others = str(error).strip().splitlines()
@@ -146,7 +165,7 @@ class RayPool(Pool):
     def __init__(self, make_engine: Callable[[], Engine], *, engines: int, **options: Any) -> None:
         self._make_engine = make_engine
         self._options = {"scheduling_strategy": "SPREAD", **options}
-        super().__init__([self._new_engine() for _ in range(engines)])
+        super().__init__(started([self._new_engine(None) for _ in range(engines)]))
 
     def update_weights(self, weights: Any, version: int) -> None:
         super().update_weights(None if weights is None else ray.put(on_host(weights)), version)
@@ -167,7 +186,7 @@ class RayPool(Pool):
             came += 1
         return came
 
-    def _new_engine(self, start_seconds: float = 600.0) -> RayEngine:
+    def _new_engine(self, start_seconds: float | None) -> RayEngine:
         return RayEngine(self._make_engine, start_seconds=start_seconds, **self._options)
 
 
@@ -179,28 +198,37 @@ def on_host(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str,
 
 
 def merged(changes: Sequence[Change]) -> list[Change]:
-    """The same changes, with the token deltas of each request merged.
+    """The same changes, with the token deltas of each request merged, as far as they have one weight version.
 
     The order within each request and the order of all times are preserved.
     """
-    open_tokens: dict[int, int] = {}
-    parts: dict[int, tuple[list[int], list[float]]] = {}
+    open_tokens: dict[int, int] = {}  # by request: where its last Tokens are in the result
     result: list[Change] = []
+    parts: dict[int, list[Segment]] = {}  # of the Tokens at this place
     for change in changes:
         if not isinstance(change, Tokens):
             open_tokens.pop(change.id, None)
             result.append(change)
             continue
         place = open_tokens.get(change.id)
-        if place is None:
+        if place is None or not _fit_together(parts[place][0], change.segment):
             open_tokens[change.id] = place = len(result)
-            parts[place] = ([], [])
+            parts[place] = []
             result.append(change)
-        tokens, logprobs = parts[place]
-        tokens.extend(change.segment.tokens)
-        logprobs.extend(change.segment.logprobs)
-    for place, (tokens, logprobs) in parts.items():
+        parts[place].append(change.segment)
+    for place, segments in parts.items():
         first = result[place]
         assert isinstance(first, Tokens)
-        result[place] = first._replace(segment=Segment(tokens, logprobs, first.segment.version))
+        result[place] = first._replace(segment=_joined(segments))
     return result
+
+
+def _fit_together(first: Segment, second: Segment) -> bool:
+    return first.version == second.version and (first.mask is None) == (second.mask is None)
+
+
+def _joined(segments: Sequence[Segment]) -> Segment:
+    tokens = [token for segment in segments for token in segment.tokens]
+    logprobs = [logprob for segment in segments for logprob in segment.logprobs]
+    mask = [int(bit) for segment in segments for bit in (() if segment.mask is None else segment.mask)]
+    return Segment(tokens, logprobs, segments[0].version, None if segments[0].mask is None else mask)
