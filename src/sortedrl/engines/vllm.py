@@ -40,6 +40,12 @@ from sortedrl.engines.refusals import refusal, require_empty, require_new
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 OLDEST_VLLM = (0, 25)
+# Options of vLLM that this engine sets itself, and what to set instead.
+_OWN_OPTIONS = {
+    "max_num_seqs": ("it must agree with the slots that the scheduler counts", "Use slots (--slots) instead."),
+    "logprobs_mode": ("log-probabilities must be those that tokens were sampled with", "Leave it out."),
+}
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _SEED_BITS = 63
 
 
@@ -89,6 +95,7 @@ class VllmEngine(EngineBase):
                 "a sleeping engine frees its KV cache",
                 "Leave one out.",
             )
+        _refuse(options)
         self.slots = slots
         self.version = 0
         self.inside_seconds: float = 0.0
@@ -336,6 +343,20 @@ class VllmEngine(EngineBase):
         for part in [part for part in self._asleep if part == "weights" or not weights_only]:
             self._core.wake_up([part])
             self._asleep.remove(part)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    for name in options.keys() & _OWN_OPTIONS.keys():
+        why, fix = _OWN_OPTIONS[name]
+        raise ConfigurationError("engine_options", f"{name} {options[name]}", why, fix)
+    for name in _PARALLEL:
+        if options.get(name, 1) != 1:
+            raise ConfigurationError(
+                "engine_options",
+                f"{name} {options[name]}",
+                "vLLM in this process runs on one GPU: weights are copied in place, in memory",
+                "Start a vLLM server with it, and use --engine vllm-server.",
+            )
 
 
 def _started_vllm(
