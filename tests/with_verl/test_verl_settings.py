@@ -67,6 +67,20 @@ def test_reinforce_plus_plus_compares_no_siblings() -> None:
         ("partial", ["algorithm.adv_estimator=remax"], "algorithm.adv_estimator"),
         ("partial", ["reward.reward_model.enable=True"], "reward.reward_model.enable_resource_pool"),
         ("partial", ["trainer.v1.sampler.custom_sampler.path=x.py"], "trainer.v1.sampler.custom_sampler.path"),
+        ("partial", ["trainer.v1.sampler.max_off_policy_threshold=2"], "set trainer.v1.sortedrl.max_staleness"),
+        ("partial", ["trainer.v1.sampler.max_off_policy_strategy=wait"], "max_off_policy_strategy"),
+        ("partial", ["trainer.v1.sampler.sync_refill_failed_groups=True"], "sync_refill_failed_groups"),
+        (
+            "partial",
+            ["critic.enable=True", "critic.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=4"],
+            "critic.ppo_mini_batch_size",
+        ),
+        ("partial", ["critic.enable=True", "critic.use_dynamic_bsz=False"], "critic.use_dynamic_bsz"),
+        (
+            "partial",
+            ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False"],
+            "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(setting: str, more: list[str], named: str) -> None:

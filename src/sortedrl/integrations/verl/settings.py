@@ -29,6 +29,16 @@ SCHEDULE_KEYS = (
 OWN_KEYS = ("slots", "folder", "max_rejected_fraction")
 COHORT_UPDATES = 4  # the paper's n: a cohort is this many updates unless set
 COMPARES_NO_SIBLINGS = ("gae", "reinforce_plus_plus")
+# Settings of verl's sampler that have no meaning here: their defaults, and what to use instead.
+SAMPLER: dict[str, tuple[tuple[object, ...], str, str]] = {
+    "max_off_policy_threshold": (
+        (8, None), "the schedule bounds staleness itself", f"Leave it out; set {PREFIX}.max_staleness.",
+    ),
+    "max_off_policy_strategy": (("drop",), "no stale rollout is dropped", "Leave it out."),
+    "sync_refill_failed_groups": (
+        (False, None), "a failed rollout is regenerated", f"Leave it out; set {PREFIX}.max_retries.",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def settings_of(config: Any) -> Settings:
         schedule=schedule,
         slots=None if slots is None else int(slots),
         folder=Path(given.get("folder") or config.trainer.default_local_dir),
-        minibatches=_minibatches(config),
+        minibatches=_minibatches(config, config.actor_rollout_ref.actor),
         max_rejected_fraction=fraction,
     )
 
@@ -114,6 +124,7 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "updates vary in size, but verl can split only whole multiples into micro-batches of a fixed size",
             "Set it to True, with actor_rollout_ref.actor.ppo_max_token_len_per_gpu.",
         )  # fmt: skip
+    _refuse_fixed_sizes(config)
     filter_groups = config.algorithm.get("filter_groups")
     if filter_groups is not None and filter_groups.get("enable", False):
         raise ConfigurationError(
@@ -126,6 +137,9 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "data.sampler.class_path", sampler.get("class_path"), "the scheduler selects the prompts",
             "Leave it out; data.shuffle and data.seed are honored.",
         )  # fmt: skip
+    for key, (defaults, why, fix) in SAMPLER.items():
+        if (value := config.trainer.v1.sampler.get(key, defaults[0])) not in defaults:
+            raise ConfigurationError(f"trainer.v1.sampler.{key}", value, why, fix)
     custom = config.trainer.v1.sampler.get("custom_sampler")
     if custom is not None and custom.get("path"):
         raise ConfigurationError(
@@ -137,6 +151,31 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "algorithm.adv_estimator", "remax", "its greedy baseline needs a second rollout, which is unsupported",
             "Use grpo, rloo, reinforce_plus_plus or gae.",
         )  # fmt: skip
+
+
+def _refuse_fixed_sizes(config: Any) -> None:
+    """Of the critic and the reference policy, if they are in use. By default they are the actor's."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    is_gae = str(config.algorithm.adv_estimator) == "gae"
+    has_critic = is_gae if critic.get("enable") is None else bool(critic.enable)
+    if has_critic and _minibatches(config, critic) != _minibatches(config, actor):
+        raise ConfigurationError(
+            "critic.ppo_mini_batch_size", critic.ppo_mini_batch_size,
+            f"actor and critic make the same number of optimizer steps per update, and the actor's mini-batches have "
+            f"{actor.ppo_mini_batch_size} prompts",
+            "Leave it out.",
+        )  # fmt: skip
+    has_reference = config.algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
+    dynamic = {
+        "critic.use_dynamic_bsz": not has_critic or critic.use_dynamic_bsz,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": not has_reference
+        or config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz,
+    }
+    for name, fits in dynamic.items():
+        if not fits:
+            raise ConfigurationError(
+                name, False, "updates vary in size, which micro-batches of a fixed size cannot split", "Leave it out."
+            )
 
 
 def _require_correction(config: Any, strategy: Strategy) -> None:
@@ -158,5 +197,6 @@ def _require_correction(config: Any, strategy: Strategy) -> None:
             )  # fmt: skip
 
 
-def _minibatches(config: Any) -> int:
-    return math.ceil(int(config.data.train_batch_size) / int(config.actor_rollout_ref.actor.ppo_mini_batch_size))
+def _minibatches(config: Any, trained: Any) -> int:
+    """Per update. `trained`: the settings of the actor or the critic."""
+    return math.ceil(int(config.data.train_batch_size) / int(trained.ppo_mini_batch_size))
