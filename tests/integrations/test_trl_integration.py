@@ -207,6 +207,7 @@ AWAY_FROM_DEFAULT: dict[str, Any] = {
     "vllm_server_timeout": 1.0,
     "vllm_group_port": 1,
     "vllm_tensor_parallel_size": 2,
+    "neftune_noise_alpha": 5.0,
     "fsdp": "full_shard",
     "parallelism_config": object(),
 }  # switches are turned over
@@ -249,6 +250,14 @@ def test_settings_that_do_not_go_together_are_refused_by_name(
         args = config(tmp_path, **{"per_device_train_batch_size": 8} | fields)
         check_fields(args, off_policy_correction=off_policy_correction, engine="embedded")
     assert refused.value.key == key
+
+
+def test_checkpoints_may_be_spaced_by_a_fraction_of_the_run(tmp_path: Path) -> None:
+    args = config(tmp_path, save_strategy="steps", save_steps=0.5)
+    check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
+    with pytest.raises(ConfigurationError, match="multiple of 2"):
+        args = config(tmp_path, save_strategy="steps", save_steps=0.5, num_iterations=2)
+        check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
 
 
 @pytest.mark.parametrize(
@@ -527,6 +536,14 @@ def test_a_reference_model_and_gradient_checkpointing_are_trl_s_business(tokeniz
     args = config(tmp_path, beta=0.1, gradient_checkpointing=True, loss_type="dr_grpo", mask_truncated_completions=True)
     trainer, _ = trained(tmp_path, tokenizer, "on-policy", args=args)
     assert all("kl" in entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_an_output_layer_that_trl_casts_to_float32_is_the_engine_s_too(tokenizer: Any, tmp_path: Path) -> None:
+    half = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.bfloat16)
+    args = config(tmp_path, max_steps=1, cast_lm_head_to_fp32=True)
+    trainer = trainer_for(tmp_path, tokenizer, model=half, args=args)
+    trainer.train()
+    assert trainer.state.log_history[0]["sortedrl/mismatch"] < 0.05
 
 
 def test_evaluation_samples_with_the_engine_under_the_weights_of_the_moment(tokenizer: Any, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ class _Projections:
     """Linear layers with the same input.
 
     Small ones on a CPU are fused into one product with a copy of the weights in the layout that it reads, which halves
-    the time. In all other cases (large layers, GPU, adapters) the layers are called as they are.
+    the time. In all other cases (large layers, GPU, adapters, layers that someone changed) they are called as they are.
     """
 
     def __init__(self, *layers: Any) -> None:
@@ -254,6 +254,8 @@ class _Projections:
 def _worth_a_copy(layer: Any) -> bool:
     """Up to a width of 512, products with the copy are exact too: their sums do not depend on the number of rows."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or layer.weight.is_inference():
+        return False
+    if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:  # TRL's cast_lm_head_to_fp32
         return False
     return layer.in_features <= 512 and layer.weight.numel() <= 2**20
 

@@ -64,6 +64,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "vllm_server_timeout": (_VLLM, _USE_ENGINE),
     "vllm_group_port": (_VLLM, _USE_ENGINE),
     "vllm_tensor_parallel_size": (_VLLM, _USE_ENGINE),
+    "neftune_noise_alpha": ("the engine samples without this noise, so the loss would be biased", "Leave it out."),
     "ds3_gather_for_generation": ("DeepSpeed ZeRO-3 is not supported", "Leave it out."),
     "fsdp": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
     "parallelism_config": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
@@ -227,7 +228,8 @@ def _check_steps(args: GRPOConfig) -> None:
             f"Use a multiple of gradient_accumulation_steps, such as {accumulated}.",
         )  # fmt: skip
     per_update = optimizer_steps_per_update(args)
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps" and args.save_steps % per_update:
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
+    if saves and per_update > 1 and args.save_steps % per_update:  # below 1 it is a fraction of the run
         raise ConfigurationError(
             "save_steps", args.save_steps,
             f"an update takes {per_update} optimizer steps, and a checkpoint in between could not be resumed from",
