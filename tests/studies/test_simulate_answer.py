@@ -25,7 +25,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
 from sortedrl.studies.simulate import Case, SimulateSettings, cases, compare, relative_error
-from sortedrl.studies.tables import answer_table, settings_of, show
+from sortedrl.studies.tables import answer_table, bubble_table, digits, gain_table, settings_of, show
 from sortedrl.studies.workload import Workload, run
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
 
@@ -120,7 +120,7 @@ def test_what_a_limit_of_the_users_cuts_is_told(long_lengths: Path) -> None:
 
 def test_updates_that_cannot_fill_the_slots_are_noted() -> None:
     told = sortedrl("simulate", "--modes", "baseline", *SMALL, "--slots", "32").stderr
-    assert "rollouts_per_update = 16 is less than slots = 32: the baseline leaves 50% of the slots empty" in told
+    assert "rollouts_per_update = 16 is less than slots = 32: the baseline leaves at least 50% of the slots" in told
 
 
 def test_groups_that_are_split_are_noted() -> None:
@@ -172,6 +172,19 @@ def test_plan_tries_each_kind_of_partial_mode_at_other_update_sizes() -> None:
     tried = {case.schedule.mode for ratio, case in scan if ratio == 0.5}
     assert {"partial+lookahead", "partial+elevator"} <= tried
     assert tried == {case.schedule.mode for ratio, case in scan if ratio == 8.0}
+
+
+@pytest.mark.parametrize(
+    ("slots", "rollouts_per_prompt", "ratios"), [(1, 1, [2, 4, 8]), (3, 1, [2 / 3, 2, 4, 8]), (4, 8, [4, 8])]
+)
+def test_the_ratios_of_plan_are_those_of_its_updates(slots: int, rollouts_per_prompt: int, ratios: list[float]) -> None:
+    """Half of one slot is no update, and a whole group is more than a few slots."""
+    schedule = Schedule(
+        rollouts_per_update=slots, rollouts_per_prompt=rollouts_per_prompt, whole_groups=rollouts_per_prompt > 1
+    )
+    scan = _update_size_scan(Workload(slots=slots), schedule, Allowed())
+    assert list(dict.fromkeys(ratio for ratio, _ in scan)) == ratios
+    assert all(case.schedule.rollouts_needed == ratio * slots for ratio, case in scan)
 
 
 def test_plan_and_simulate_agree_on_the_same_schedule() -> None:
@@ -246,6 +259,49 @@ def test_the_sentence_names_no_mode_with_lengths_that_no_run_can_know() -> None:
         for name, quality in zip(names, ("warm", "oracle"), strict=True)
     ]
     assert conclusion(rows, modes).endswith("without stale tokens, on-policy+planned (warm) gives 1.20 times.")
+
+
+def test_a_run_that_ends_within_a_cohort_says_so() -> None:
+    done = sortedrl("simulate", "--modes", "baseline", "on-policy", "--updates", "2", *SMALL)
+    assert "updates = 2 ends each run within its first cohort, which has 4 updates" in done.stderr
+    assert "Standard error unknown with 1 seed of 2 updates. For more precision: leave out --updates," in done.stdout
+    assert "within its first cohort" not in sortedrl("simulate", "--modes", "baseline", "--updates", "4", *SMALL).stderr
+
+
+def test_drawn_lengths_that_the_limit_cuts_are_noted() -> None:
+    words = ("simulate", "--modes", "baseline", *SMALL, "--max-response-tokens", "200")
+    assert "cuts about 97% of the drawn responses, whose median is 1273.7 tokens" in sortedrl(*words).stderr
+    assert "cuts" not in sortedrl(*words, "--median-length", "50").stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.000"), (0.5, "0.500"), (9.99999, "10.00"), (800, "800.0"), (999.97, "1,000"), (11150, "11,150")],
+)
+def test_a_number_has_no_exponent(value: float, text: str) -> None:
+    assert digits(value, 4) == text
+
+
+def test_many_tokens_per_second_are_written_out() -> None:
+    modes = {"baseline": metrics_of("baseline", 4e7), "partial": metrics_of("partial", 5e4, bias=-0.001)}
+    modes = {name: m | {"of_limit": 0.5, "kept": m["goodput"]} for name, m in modes.items()}
+    texts = []
+    for table in (answer_table(modes), gain_table(modes)):
+        console = Console(file=io.StringIO(), width=100)
+        show(console, [table])
+        texts.append(console.file.getvalue())  # type: ignore[attr-defined]
+    assert "e+" not in texts[1] and "11,111 (1.00x)" in texts[1]
+    assert "-0%" not in texts[0]
+    slow = {name: metrics_of(name, rate) | {"limit": 20.0} for name, rate in (("baseline", 4e4), ("partial", 5e4))}
+    assert "2,000 hours instead of 2,500" in conclusion(rows_of(*slow), slow)
+
+
+def test_the_median_harvest_of_an_even_number_is_between_the_middle_two() -> None:
+    parts = dict.fromkeys(("drain", "refill", "queued", "kv_limited", "held_back", "environment"), 0.0)
+    row = {"bubble": 0.3, "bubble_parts": parts, "bubble_per_harvest": (0.2, 0.4), "idle": 0.5}
+    console = Console(file=io.StringIO(), width=200)
+    show(console, [bubble_table({"baseline": row})])
+    assert console.file.getvalue().split()[-3:] == ["30.0%", "40.0%", "50.0%"]  # type: ignore[attr-defined]
 
 
 def test_more_precision_is_offered_only_where_there_is_more() -> None:

@@ -7,6 +7,7 @@ import json
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, table_console
 from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
+from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import as_json
 from sortedrl.studies import answer, simulate, tables
 from sortedrl.studies.simulate import SimulateSettings
@@ -20,7 +21,7 @@ def run(settings: SimulateSettings) -> int:
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
-    print_notices(settings)
+    print_notices(settings, _less_than_a_cohort(settings))
     with ProgressBar("simulating", quiet=settings.json_output) as progress:
         modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
     if settings.json_output:
@@ -30,12 +31,24 @@ def run(settings: SimulateSettings) -> int:
     console = table_console()
     source = f" ({workload.step_time.source})" if workload.step_time.source else ""
     console.print(
-        f"{workload_line(settings)}\nlimit of this workload: {limit:,.5g} tokens/s{source}\n", highlight=False
+        f"{workload_line(settings)}\nlimit of this workload: {tables.digits(limit, 5)} tokens/s{source}\n",
+        highlight=False,
     )
     tables.show(console, [tables.answer_table(modes)])
     console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
-    console.print(answer.spread(rows, modes, len(settings.seeds), settings.cohorts), highlight=False)
+    console.print(answer.spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates), highlight=False)
     if settings.details:
         for table in (tables.gain_table, tables.cost_table, tables.bubble_table):
             tables.show(console, ["", table(modes)])
     return 0
+
+
+def _less_than_a_cohort(settings: SimulateSettings) -> str | None:
+    needed = simulated_schedule(settings).rollouts_needed
+    in_cohort = updates_left(settings.prompts_per_cohort * settings.rollouts_per_prompt, needed)
+    if settings.updates is None or settings.updates >= in_cohort:
+        return None
+    return (
+        f"updates = {settings.updates} ends each run within its first cohort, which has {in_cohort} updates: its long "
+        "responses are not trained on, so gain and length bias say little. Leave it out; --cohorts 1 is a short run."
+    )

@@ -14,6 +14,7 @@ from sortedrl.settings.base import as_json
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
+    drawn_lengths_cut,
     few_lengths,
     lengths_cut,
     simulated_schedule,
@@ -35,9 +36,10 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
     return 0
 
 
-def print_notices(settings: SimulatedSettings) -> None:
+def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
     """What a user should see before the answer: cut or few responses, split groups, updates that cannot fill slots."""
-    for notice in (lengths_cut(settings), few_lengths(settings), _split_groups(settings), _small_updates(settings)):
+    responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings)
+    for notice in (*responses, _split_groups(settings), _small_updates(settings), *more):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
 
@@ -56,8 +58,8 @@ def _small_updates(settings: SimulatedSettings) -> str | None:
     if update >= slots:
         return None
     return (
-        f"rollouts_per_update = {settings.rollouts_per_update} is less than slots = {slots}: the baseline leaves "
-        f"{1 - update / slots:.0%} of the slots empty or more, which makes the gains large. Set "
+        f"rollouts_per_update = {settings.rollouts_per_update} is less than slots = {slots}: the baseline leaves at "
+        f"least {int(100 * (1 - update / slots))}% of the slots empty, which makes the gains large. Set "
         "--rollouts-per-update to your real update size."
     )
 

@@ -67,7 +67,7 @@ class RunMetrics:
     dropped_tokens: int
     cached_tokens: int
     prefill_tokens: int
-    re_prefill_tokens: int
+    re_prefill_tokens: int  # submitted again; an engine with a prefix cache or `reuse_kv_cache` finds some of them
     preemptions: int
     loaded: int
     trained: int

@@ -9,6 +9,7 @@ from typing import Any
 from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.studies.plan import Allowed, Option, choose, is_allowed, larger_updates, option
 from sortedrl.studies.simulate import Case
+from sortedrl.studies.tables import digits
 
 WARM = " (warm)"
 MUCH = 1.5  # if the choice has this many times the staleness of a slower mode, that mode is named, too
@@ -63,19 +64,28 @@ def _best(options: Sequence[Option]) -> Option | None:
     return max((o for o in options if is_allowed(o, Allowed())), key=lambda o: o.of_limit, default=None)
 
 
-def spread(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]], seeds: int, cohorts: int) -> str:
+def spread(
+    rows: Sequence[Case],
+    modes: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    cohorts: int,
+    max_updates: int | None = None,
+) -> str:
     """The uncertainty of the gains, and how to reduce it. All modes generate responses to the same prompts, so the
     largest error stands for those of modes where one run is too little for an estimate."""
+    ended_early = max_updates is not None and any(modes[row.name]["updates"] >= max_updates for row in rows)
     base, *errors = [modes[row.name]["goodput_error"] for row in rows]
-    run = f"{seeds} seed{'s' if seeds > 1 else ''} of {cohorts} cohort{'s' if cohorts > 1 else ''}"
+    many, unit = (max_updates, "update") if ended_early else (cohorts, "cohort")
+    run = f"{seeds} seed{'s' if seeds > 1 else ''} of {many} {unit}{'s' if many != 1 else ''}"
     if base is None:
         text = f"Standard error unknown with {run}."
     else:
         widest = math.hypot(base, max(error for error in (base, *errors) if error is not None))
         text = f"Gains are ± {widest:.0%} (standard error, {run})."
-    if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS:
+    if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS and not ended_early:
         return text
-    return f"{text} For more precision: --cohorts {PRECISE_COHORTS} --seeds {' '.join(map(str, range(PRECISE_SEEDS)))}"
+    without, seeds_named = "leave out --updates, " if ended_early else "", " ".join(map(str, range(PRECISE_SEEDS)))
+    return f"{text} For more precision: {without}--cohorts {PRECISE_COHORTS} --seeds {seeds_named}"
 
 
 def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:
@@ -85,4 +95,4 @@ def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:
 
 def _hours(run_metrics: Mapping[str, Any]) -> str:
     hourly = run_metrics["trained_tokens_per_hour"]
-    return f"{MILLION_TOKENS * 1e6 / hourly:,.3g}" if hourly else "endless"
+    return digits(MILLION_TOKENS * 1e6 / hourly, 3) if hourly else "endless"

@@ -241,12 +241,12 @@ def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option
     text = (
         f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.of_limit / baseline.of_limit:.2f} x the best "
         f"baseline ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
-        f"and length bias {choice.length_bias:+.1%}."
+        f"and length bias {choice.length_bias:+z.1%}."
     )
     if runner_up is not None:
         text += (
             f" Runner-up {runner_up.name}: {runner_up.of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
-            f"length bias {runner_up.length_bias:+.1%}."
+            f"length bias {runner_up.length_bias:+z.1%}."
         )
     if with_kv_cache_reuse is not None:
         text += (
@@ -299,12 +299,15 @@ def _with_kv_cache_reuse(rows: Sequence[Case]) -> Case:
 def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
     """A few modes at other update sizes, cohort size in proportion, on at least two cohorts."""
     rows = []
-    for ratio in UPDATE_SIZES:
-        if ratio == _own_ratio(workload, schedule):  # already covered by all options
-            continue
-        size = max(1, round(ratio * workload.slots))
+    seen = {_own_ratio(workload, schedule)}  # already covered by all options
+    for wanted in UPDATE_SIZES:
+        size = max(1, round(wanted * workload.slots))
         prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
         sized = replace(schedule, rollouts_per_update=size, prompts_per_cohort=prompts)
+        ratio = _own_ratio(workload, sized)  # with few slots or large groups, not the one that was wanted
+        if ratio in seen:
+            continue
+        seen.add(ratio)
         scaled = replace(workload, prompts=max(workload.prompts, 2 * prompts))
         for mode in ("baseline+longest-first", "on-policy+planned", "partial+lookahead", "partial+elevator"):
             rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))

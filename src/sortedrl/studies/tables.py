@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -26,14 +27,20 @@ def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
         hourly = f["trained_tokens_per_hour"]
         table.add_row(
             name,
-            f"{hourly / 3600:,.4g}" if hourly < 3600 * 1000 else f"{hourly / 3600:,.0f}",
+            digits(hourly / 3600, 4),
             f"{hourly / base if base else 0.0:.2f}x",
             f"{f['bubble']:.0%}",
             f"{f['waste']:.0%}",
             f"{f['staleness_mean']:.2f}",
-            f"{f['length_bias']:+.0%}",
+            f"{f['length_bias']:+z.0%}",
         )
     return table
+
+
+def digits(value: float, count: int) -> str:
+    """A number with so many significant digits, and all digits before the point: never 1.115e+04."""
+    before_point = len(f"{abs(value):.0f}") if abs(value) >= 0.5 else 1
+    return f"{value:,.{max(0, count - before_point)}f}"
 
 
 def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -47,9 +54,9 @@ def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_row(
             name,
             f"{f['bubble']:.1%}",
-            f"{f['goodput']:,.4g} ({times:.2f}x)",
+            f"{digits(f['goodput'], 4)} ({times:.2f}x)",
             f"{f['of_limit']:.3f}",
-            f"{f['kept']:,.4g}",
+            digits(f["kept"], 4),
             f"{f['waste']:.1%}",
             f"{hourly:,.0f} ({whole:.2f}x)",
         )
@@ -57,6 +64,7 @@ def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The last column is an upper bound of the prefill on resume: a prefix cache saves some of it."""
     table = _table(
         "Cost",
         "mode",
@@ -67,7 +75,7 @@ def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
         "sorted",
         "length bias",
         "longest wait",
-        "re-prefill",
+        "sent again",
     )
     for name, f in modes.items():
         table.add_row(
@@ -95,13 +103,13 @@ def bubble_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
         "idle",
     )
     for name, f in modes.items():
-        harvests = sorted(f["bubble_per_harvest"]) or [0.0]
+        harvests = f["bubble_per_harvest"] or [0.0]
         table.add_row(
             name,
             f"{f['bubble']:.1%}",
             *(f"{f['bubble_parts'][part]:.1%}" for part in BUBBLE_PARTS),
-            f"{harvests[len(harvests) // 2]:.1%}",
-            f"{harvests[-1]:.1%}",
+            f"{median(harvests):.1%}",
+            f"{max(harvests):.1%}",
             f"{f['idle']:.1%}",
         )
     return table
@@ -119,7 +127,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     )
     for row in plan.by_update_size:
         best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.of_limit:.2f}"
-        sizes.add_row(f"{row.ratio:g}", f"{row.baseline.of_limit:.2f}", best, _gain_at(row))
+        sizes.add_row(f"{row.ratio:.3g}", f"{row.baseline.of_limit:.2f}", best, _gain_at(row))
     head = [Text(plan.reason, "bold")]
     if plan.needed:
         head += [Text(f"Settings (keys of sortedrl train, arguments of Schedule): {settings_of(plan.choice)}")]

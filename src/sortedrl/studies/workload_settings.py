@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field
@@ -30,6 +31,7 @@ _LENGTHS_FIX = (
 MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
+MANY_CUT = 0.2  # fraction of the drawn lengths
 PromptTokens = Annotated[int, Field(ge=0, description="tokens per prompt")]
 
 
@@ -227,6 +229,22 @@ def lengths_cut(settings: LengthSettings) -> str | None:
     return (
         f"max_response_tokens = {limit} cuts {cut:,} of {replayed.count:,} responses ({cut / replayed.count:.1%}) in "
         f"{settings.lengths}; the longest has {replayed.longest:,} tokens. Leave it out to cut none."
+    )
+
+
+def drawn_lengths_cut(settings: SimulatedSettings) -> str | None:
+    """A notice if the response limit cuts many of the lengths that are drawn: the median may be forgotten."""
+    if settings.lengths is not None or settings.turns > 1:
+        return None
+    limit = settings.response_limit()
+    sd = math.hypot(settings.length_sd_between, settings.length_sd_within)
+    above = math.log(settings.median_length / limit)
+    cut = NormalDist(0, sd).cdf(above) if sd else float(above > 0)
+    if cut < MANY_CUT:
+        return None
+    return (
+        f"max_response_tokens = {limit} cuts about {cut:.0%} of the drawn responses, whose median is "
+        f"{settings.median_length:g} tokens. Set --median-length to that of your responses."
     )
 
 
