@@ -16,14 +16,13 @@ SECONDS = 60.0  # on a busy machine; the simulation would take far longer
 
 @contextmanager
 def simulating() -> Iterator[subprocess.Popen[str]]:
-    """A long `sortedrl simulate` in a process group of its own, as in a terminal, with its workers at work."""
+    """A long `sortedrl simulate` in a process group of its own, as in a terminal, from its first worker on."""
     words = [sys.executable, "-m", "sortedrl", "simulate", "--cohorts", "5000", "--modes", "baseline", "partial"]
     with subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as command:
         try:
             wait_until(lambda: len(group_of(command.pid)) > 1, "workers started")
-            time.sleep(0.5)
             yield command
         finally:
             with suppress(ProcessLookupError):
@@ -45,7 +44,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + SECONDS
     while not is_true():
         assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 def test_ctrl_c_ends_a_simulation_at_once_in_one_line() -> None:
@@ -53,7 +52,7 @@ def test_ctrl_c_ends_a_simulation_at_once_in_one_line() -> None:
         os.killpg(command.pid, signal.SIGINT)
         _, printed = command.communicate(timeout=SECONDS)
         assert (command.returncode, printed) == (130, "interrupted\n")
-        assert group_of(command.pid) == []
+        wait_until(lambda: not group_of(command.pid), "workers ended")
 
 
 def test_no_worker_outlives_a_simulation_that_was_killed() -> None:

@@ -190,6 +190,7 @@ def relative_error(rates: Sequence[float]) -> float | None:
 def _end_with_parent() -> None:
     """In a worker. Python's own handler would keep it alive on Ctrl-C, and no worker notices that its parent died."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -198,6 +199,17 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """While workers start: a half-started one would print a traceback, and the pool would be half made. Ctrl-C counts
+    afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 @contextmanager
@@ -215,16 +227,14 @@ def _on_all_cores(
 ) -> Iterator[tuple[Any, Any]]:
     workload, schedule = rows[0].workload, rows[0].schedule
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_end_with_parent) as pool, _cancels(pool):
-        futures: dict[Any, Any] = {
-            pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most): (row.name, seed)
-            for row, seed, most in jobs
-        }
-        futures |= {
-            pool.submit(
-                limit, replace(workload, kv_tokens=kv or None), replace(with_mode(schedule, "baseline"), seed=seed)
-            ): (kv, seed)
-            for kv, seed in limits
-        }
+        futures: dict[Any, Any] = {}
+        with _without_interrupts():
+            for row, seed, most in jobs:
+                job = pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most)
+                futures[job] = (row.name, seed)
+            for kv, seed in limits:
+                of_slots, baseline = replace(workload, kv_tokens=kv or None), with_mode(schedule, "baseline")
+                futures[pool.submit(limit, of_slots, replace(baseline, seed=seed))] = (kv, seed)
         for future in as_completed(futures):
             yield futures[future], future.result()
 
