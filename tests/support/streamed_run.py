@@ -1,7 +1,8 @@
-"""A streamed training run as a process of its own, to be killed: `python streamed_run.py FOLDER MODE`.
+"""A streamed training run as a process of its own, to be killed: `python streamed_run.py FOLDER MODE [PART]`.
 
 A real learner with a tiny model, a paced engine, a checkpoint after every update and at an interrupt. It continues from
-the checkpoint in FOLDER. It prints `working` when the learner starts on a part, and `done` with all trained ids.
+the checkpoint in FOLDER. When the learner starts on part number PART, it prints `working` and waits for a signal. It
+prints `done` with all trained ids.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden
 
 
 class StreamedRun:
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, mode: str, waits_at: int | None) -> None:
+        self.waits_at = waits_at
+        self.parts = 0
+        self.interrupted = threading.Event()
         self.checkpoint = folder / "checkpoint.pt"
         self.trained: list[int] = []
         torch.manual_seed(0)
@@ -49,9 +53,15 @@ class StreamedRun:
             self.trained = saved["trained"]
 
     def accumulate(self, rollouts: Sequence[Rollout], version: int) -> None:
-        print("working", flush=True)
+        self.parts += 1
+        if self.parts == self.waits_at:
+            print("working", flush=True)
+            self.interrupted.wait()
         self.learner.accumulate(rollouts, version)
-        time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        self.controller.interrupt()
+        self.interrupted.set()
 
     def train(self) -> None:
         for batch in self.controller:
@@ -78,6 +88,6 @@ class StreamedRun:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run = StreamedRun(Path(sys.argv[1]), sys.argv[2])
-    signal.signal(signal.SIGINT, lambda *_: run.controller.interrupt())
+    run = StreamedRun(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    signal.signal(signal.SIGINT, lambda *_: run.interrupt())
     run.train()
