@@ -242,17 +242,20 @@ def test_the_panel_is_redrawn_at_most_four_times_a_second() -> None:
     log: list[Event] = []
     for _ in small_controller("partial", log.append):
         pass
+
+    def drawn() -> int:
+        return file.getvalue().count("sortedrl")
+
     began = time.monotonic()
     with console:
-        while time.monotonic() - began < 1.5:  # far more events a second than a run has
+        while time.monotonic() - began < 1.5 or drawn() < 3:  # far more events a second than a run has
             metrics = Metrics()
             sink = console.begin(metrics, "a-run", 12)
             for event in log:
                 metrics(event)
                 sink(event)
     seconds = time.monotonic() - began
-    drawn = file.getvalue().count("sortedrl")
-    assert 3 <= drawn <= seconds / REDRAW_SECONDS + 2  # and the first and the last
+    assert drawn() <= seconds / REDRAW_SECONDS + 2  # and the first and the last
 
 
 def test_a_terminal_that_goes_away_stops_no_run() -> None:
@@ -406,27 +409,27 @@ def test_a_narrow_terminal_without_colours(model: Path, tmp_path: Path) -> None:
 
 
 def has_done_some_updates(output: str) -> bool:
-    return bool(re.search(r"m([3-9]|1\d)/30", output))
+    return bool(re.search(r"m([3-9]|\d\d)/\d", output))
 
 
 @pytest.mark.slow
 def test_a_terminal_that_shrinks_while_a_run_goes_on(model: Path, tmp_path: Path) -> None:
-    words = train_command(model, tmp_path / "run", "--updates", "30")
+    words = train_command(model, tmp_path / "run", "--updates", "100")
     session = in_terminal(words, ENVIRONMENT, columns=100, resize_to=60, when=has_done_some_updates)
     assert session.code == 0, session.output
     assert session.has_acted
-    assert panel_of(session)["update"].startswith("30/30")
+    assert panel_of(session)["update"].startswith("100/100")
     in_panel = [line for line in session.screen.lines if line.startswith(("╭", "│", "╰"))]
     assert {cell_len(line) for line in in_panel} == {60}
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_terminal_in_order(model: Path, tmp_path: Path) -> None:
-    words = train_command(model, tmp_path / "run", "--updates", "30")
+    words = train_command(model, tmp_path / "run", "--updates", "5000")  # far more than it has time for
     session = in_terminal(words, ENVIRONMENT, columns=100, interrupt=True, when=has_done_some_updates)
     assert session.code == 130, session.output
     assert session.screen.cursor_is_shown
     updates = int(panel_of(session)["update"].split("/")[0])
-    assert 3 <= updates < 30
+    assert 3 <= updates < 5000
     said = [line for line in session.screen.lines if line.strip()][-1]
     assert "interrupted and saved. Continue with" in session.output and said.strip().endswith("run")

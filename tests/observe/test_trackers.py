@@ -297,9 +297,9 @@ def test_numbers_that_are_not_finite_are_written_as_the_format_has_them() -> Non
 
 
 class Scraper:
-    """A run in another process, scraped while it goes on."""
+    """A run in another process, scraped while it goes on. It is held until an update was seen."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words: list[str], hold: Path) -> None:
         command = Command(words)
         command.wait_for_output("metrics at ")
         url = next(line for line in command.stderr.splitlines() if line.startswith("metrics at ")).split()[-1]
@@ -311,6 +311,8 @@ class Scraper:
                 break
             if page and (not self.seen or page != self.seen[-1]):
                 self.seen.append(page)
+            if page.get(STEP, 0) > 0:
+                hold.unlink(missing_ok=True)
             time.sleep(0.01)
         done = command.wait()
         self.stdout = done.stdout
@@ -327,11 +329,12 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     from trace_rules import assert_valid_trace
 
     folder = tmp_path / "run"
-    words = f"""train --json --model {toy.make_model(tmp_path / "model")} --task toy:SayA --out {folder}
+    words = f"""train --json --model {toy.make_model(tmp_path / "model")} --out {folder}
         --scoring at-once --reward-workers 0 --slots 8 --rollouts-per-update 16 --prompts-per-cohort 8
         --max-response-tokens 24 --max-prompt-tokens 16 --eval-problems 10 --threads 1 --updates 4 --mode partial
         --rollouts-per-prompt 4 --tracker tensorboard"""
-    run = Scraper([*words.split(), *config_file(tmp_path, prometheus_port=0)])
+    hold = tmp_path / "hold"
+    run = Scraper([*words.split(), *toy.held(hold, at=3 * 16), *config_file(tmp_path, prometheus_port=0)], hold)
 
     summary = json.loads(run.stdout)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

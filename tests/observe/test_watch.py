@@ -57,12 +57,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed after its sixth update; its last checkpoint is that of the fourth."""
+    """A run that was killed in its seventh or eighth update; its last checkpoint is that of the fourth."""
     run = tmp_path_factory.mktemp("killed") / "run"
-    command = started(train_command(model, run, "--updates", "300", "--checkpoint-every", "4"))
+    hold = run.with_name("hold")
+    words = train_command(model, run, "--updates", "300", "--checkpoint-every", "4", *toy.held(hold, at=8 * 16 - 1))
+    command = started(words)
     wait_for_update(run, 6, command)
     command.send(signal.SIGKILL)
     command.wait()
+    hold.unlink()
     return run
 
 
@@ -78,10 +81,14 @@ def resumed(killed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_watching_a_growing_run_prints_its_lines_until_it_ends(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = started(train_command(model, run, "--updates", "10"))
+    hold = tmp_path / "hold"
+    command = started(train_command(model, run, "--updates", "10", *toy.held(hold, at=4 * 16)))
     wait_for_update(run, 1, command)
-    seen = watched(str(run))
+    watching = started(["watch", str(run)])
+    watching.wait_for_output("update ")
+    hold.unlink()
     trained = command.wait().stdout
+    seen = watching.wait()
     assert seen.returncode == 0, seen.stderr
     lines = [line for line in seen.stdout.splitlines() if line.startswith("update ")]
     assert lines == [line for line in trained.splitlines() if line.startswith("update ")][-len(lines) :]

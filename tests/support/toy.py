@@ -88,6 +88,28 @@ class HeldInEvaluation(SayA):
         return super().score(problem, response)
 
 
+class HeldInTraining(SayA):
+    """Its response number `at` in training waits until the file `hold` is gone: a test can act meanwhile, however slow
+    it is. By then at most `at` responses are trained on, and at least `at` less a cohort."""
+
+    def __init__(self, hold: str, at: int) -> None:
+        super().__init__()
+        self._hold = Path(hold)
+        self._left = at
+
+    def score(self, problem: Problem, response: str) -> Reward:
+        self._left -= problem.id.startswith("train")
+        while self._left <= 0 and self._hold.exists():
+            time.sleep(0.01)
+        return super().score(problem, response)
+
+
+def held(hold: Path, at: int) -> list[str]:
+    """Flags for a run with `HeldInTraining`; makes the file."""
+    hold.touch()
+    return ["--task", "toy:HeldInTraining", "--task-options", "hold", str(hold), "at", str(at)]
+
+
 def _wait_for_signal(announce: Path) -> None:
     received, wakes = socket.socketpair()
     with received, wakes:
