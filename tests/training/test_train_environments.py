@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +22,7 @@ import toy
 from chat_tokenizer import chat_tokenizer
 from config_file import config_file
 from counting_task import CountingTask
-from processes import PATIENCE_SECONDS, wait_for_end
+from processes import wait_for_end
 from sortedrl.core import events
 from sortedrl.core import generate as generating
 from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
@@ -167,23 +166,22 @@ def test_a_killed_run_goes_on_with_rollouts_in_their_environments(model: Path, t
         "--mode",
         "partial+elevator",
         "--updates",
-        "8",
+        "1000",
     ]
     command = forked.Command(words, tmp_path / "output")
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not (run / "checkpoints" / "update-000003").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    command.wait_for_output("update 3/")
     assert command.process.pid is not None
     workers = descendants_of(command.process.pid)
     command.send(signal.SIGKILL)
     assert command.wait().returncode == -signal.SIGKILL
     assert workers
     wait_for_end(*workers)
-    done = forked.run(["train", "--resume", str(run)], tmp_path / "output")
+    updates = len(updates_of(run)) + 5
+    done = forked.run(["train", "--resume", str(run), "--updates", str(updates)], tmp_path / "output")
     assert done.returncode == 0, done.stderr
     log = list(without_rolled_back(read_events(run / "events.jsonl")))
     trained_on = [id for event in log if isinstance(event, events.Updated) for id in event.rollouts]
-    assert len(trained_on) == len(set(trained_on)) and len(updates_of(run)) >= 8
+    assert len(trained_on) == len(set(trained_on)) and len(updates_of(run)) >= updates
     assert not [event for event in log if isinstance(event, events.Rejected)]
     lost = [e for e in log if isinstance(e, events.EnvironmentFailed)]
     assert not lost, "every instance came back as it was"
