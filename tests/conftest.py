@@ -1,8 +1,9 @@
-"""For all tests: interruptible commands, one PyTorch thread, no garbage collection of modules, and engines that are
-closed after the test."""
+"""For all tests: interruptible commands, one PyTorch thread, the same examples at each run and no limit of their time,
+no garbage collection of modules, and engines that are closed after the test."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Before PyTorch is imported. The models are tiny, and two workers with two spinning threads each slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+with contextlib.suppress(ImportError):  # some environments for peers' packages do without it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("steady")
 
 
 def pytest_collection_finish() -> None:

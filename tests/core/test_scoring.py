@@ -67,7 +67,7 @@ def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
     gate = threading.Event()
 
     def reward(rollout: Rollout) -> Reward:
-        gate.wait(20)
+        gate.wait(60)
         return Reward(1.0, True)
 
     scorer = BackgroundScorer(reward, threads=1)
@@ -76,7 +76,7 @@ def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
         scorer.submit(rollout_of(rollout_id))
     assert scorer.collect() == []
     scorer.wait(0.05)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert scorer.pending == 50
     gate.set()
     assert len(collect_all(scorer)) == 50
@@ -110,8 +110,8 @@ def test_wait_returns_when_a_limit_passes() -> None:
     scorer = BackgroundScorer(reward, limit_seconds=0.2)
     scorer.submit(rollout_of(0))
     begun = time.monotonic()
-    scorer.wait(30)
-    assert time.monotonic() - begun < 10
+    scorer.wait(120)
+    assert time.monotonic() - begun < 60
     assert [one.rollout_id for one in scorer.collect()] == [0]
     forever.set()
 
@@ -192,7 +192,7 @@ def test_judge_decodes_without_special_tokens() -> None:
 
 
 def test_processes_survive_a_reward_that_spins_dies_or_raises() -> None:
-    score = reward_function(Echo(), LetterTokenizer(), processes=2, limit_seconds=2.0)
+    score = reward_function(Echo(), LetterTokenizer(), processes=2, limit_seconds=3.0)
     scorer = BackgroundScorer(score, threads=2, limit_seconds=None)
     for rollout_id, answer in enumerate(["spin", "ab", "die", "ab", "raise", "xy", "ab"]):
         scorer.submit(rollout_of(rollout_id, [1, 2], answer=answer))

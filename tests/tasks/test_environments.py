@@ -30,6 +30,7 @@ from sortedrl.tasks.workers import WorkerError
 
 TOKENIZER = chat_tokenizer()
 LIMIT_SECONDS = 30.0
+SHORT_LIMIT_SECONDS = 3.0  # beside a call that exceeds it, another one must be answered on a busy machine
 
 
 @contextlib.contextmanager
@@ -205,7 +206,7 @@ def test_ctrl_c_during_a_turn_in_this_process_is_not_an_error_of_the_environment
 
 
 def test_a_turn_that_waits_too_long_is_canceled_and_others_go_on(kind: str) -> None:
-    with host_of(kind, CountingTask(), limit_seconds=1.0) as host:
+    with host_of(kind, CountingTask(), limit_seconds=SHORT_LIMIT_SECONDS) as host:
         environments = TaskEnvironments(TOKENIZER, host)
         slow, quick = rollout_of(0), rollout_of(1)
         turn(environments, quick, "start")
@@ -214,7 +215,7 @@ def test_a_turn_that_waits_too_long_is_canceled_and_others_go_on(kind: str) -> N
         speak(quick, "go")
         environments.submit(quick, 2)
         answers = {answer.rollout_id: answer for answer in answers_of(environments, 2)}
-        assert answers[0].error == "no answer within 1 s"
+        assert answers[0].error == f"no answer within {SHORT_LIMIT_SECONDS:g} s"
         assert "turn 2 of p1" in shown(answers[1])
 
 
@@ -233,7 +234,9 @@ def test_many_instances_wait_at_the_same_time_in_one_process() -> None:
 
 @pytest.mark.parametrize("text", ["block", "die"])
 def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: str) -> None:
-    with host_of("workers", CountingTask(), limit_seconds=1.0 if text == "block" else LIMIT_SECONDS) as host:
+    with host_of(
+        "workers", CountingTask(), limit_seconds=SHORT_LIMIT_SECONDS if text == "block" else LIMIT_SECONDS
+    ) as host:
         environments = TaskEnvironments(TOKENIZER, host)
         bystander, culprit = rollout_of(0), rollout_of(1)
         turn(environments, bystander, "one")

@@ -33,7 +33,7 @@ from sortedrl.tasks.workers import WorkerPool
 UPDATE = 8
 WORKERS = 2
 LIMIT_SECONDS = 20.0
-SHORT_LIMIT_SECONDS = 1.5  # for rewards that hang, beside others that do not
+SHORT_LIMIT_SECONDS = 3.0  # for rewards that hang, beside others that do not, even on a busy machine
 SHORTEST_LIMIT_SECONDS = 0.3  # where all hang
 MEMORY_BYTES = 2**28
 NOT_IN_PROCESS = ("interrupts", "eats_memory", "reward_with_many_parts")
@@ -145,8 +145,8 @@ def test_what_is_odd_but_no_fault_counts(pools: Pools, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["exits", "spins"])
 def test_at_once_each_score_is_waited_for_within_the_limit(pools: Pools, fault: str) -> None:
-    run = FaultyRun(pool_for(pools, fault), fault, every=12, at_once=True)
-    assert len(run.to_end()) == 3 * UPDATE - 2
+    run = FaultyRun(pool_for(pools, fault), fault, every=3 * UPDATE, at_once=True)
+    assert len(run.to_end()) == 3 * UPDATE - 1
     scored = [event.rollout for event in run.log if isinstance(event, events.Scored | events.Rejected)]
     finished = [event.rollout for event in run.log if isinstance(event, events.Finished)]
     assert scored == finished

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from processes import PATIENCE_SECONDS, is_running, wait_for_end
 from sortedrl.tasks.workers import WorkerError, WorkerPool
 
 HERE = Path(__file__).parent
+LIMIT_SECONDS = 3.0  # beside a call that is to be killed, another one must be answered on a busy machine
 
 
 def multiply(factor: int, number: int) -> int:
@@ -31,6 +33,11 @@ def multiply(factor: int, number: int) -> int:
 
 def multiplier(factor: int) -> Callable[[int], int]:
     return partial(multiply, factor)
+
+
+def counter() -> Callable[[], int]:
+    """Which call this is."""
+    return partial(next, itertools.count(1))
 
 
 def no_multiplier() -> Callable[[int], int]:
@@ -44,7 +51,9 @@ def dies_at_import() -> Callable[[int], int]:
 
 def act(what: str) -> Any:
     """What a test asks a worker to do."""
-    if what == "spin":
+    if what.startswith("spin"):
+        if at := what.removeprefix("spin").strip():
+            Path(at).touch()  # it has started
         while True:
             pass
     if what == "exit":
@@ -100,7 +109,7 @@ def test_a_worker_that_cannot_start_says_why() -> None:
 
 def test_a_killed_worker_is_replaced_by_one_that_started_before(tmp_path: Path) -> None:
     """A third process cannot start here: the call after a kill goes to the spare one."""
-    pool = WorkerPool(partial(first_two_actors, tmp_path), workers=1, limit_seconds=1.0)
+    pool = WorkerPool(partial(first_two_actors, tmp_path), workers=1, limit_seconds=LIMIT_SECONDS)
     pool.wait_until_ready()
     with pytest.raises(TimeoutError, match="killed"):
         pool("spin")
@@ -122,11 +131,13 @@ def test_what_a_call_started_ends_with_its_worker(pool: WorkerPool) -> None:
     wait_for_end(child, worker)
 
 
-def test_workers_end_with_their_pool_even_in_a_call() -> None:
+def test_workers_end_with_their_pool_even_in_a_call(tmp_path: Path) -> None:
     pool = WorkerPool(actor, workers=2, limit_seconds=600)
     idle = pool("pid")
-    busy = ThreadPoolExecutor(1).submit(pool, "spin")
-    time.sleep(0.3)
+    busy = ThreadPoolExecutor(1).submit(pool, f"spin {tmp_path / 'spins'}")
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not ((tmp_path / "spins").exists() and len(pool.process_ids()) > 1) and time.monotonic() < until:
+        time.sleep(0.01)
     ids = pool.process_ids()
     assert idle in ids and len(ids) >= 2
     pool.close()
@@ -177,24 +188,30 @@ def test_what_workers_print_is_not_in_the_output_of_the_run() -> None:
 
 BUSY = """
     import threading, time
+    from pathlib import Path
     from test_workers import actor
     from sortedrl.tasks.workers import WorkerPool
     pool = WorkerPool(actor, workers=2, limit_seconds=600)
     idle = pool("pid")
+
+    def print_ids():
+        while not (Path("{spins}").exists() and len(pool.process_ids()) > 1):
+            time.sleep(0.01)
+        print(*pool.process_ids(), flush=True)
+
+    threading.Thread(target=print_ids, daemon=True).start()
     if {in_thread}:
-        threading.Thread(target=pool, args=["spin"], daemon=True).start()
-        threading.Timer(0.5, lambda: print(*pool.process_ids(), flush=True)).start()
+        threading.Thread(target=pool, args=["spin {spins}"], daemon=True).start()
         time.sleep(600)
     else:
-        threading.Timer(0.5, lambda: print(*pool.process_ids(), flush=True)).start()
-        pool("spin")
+        pool("spin {spins}")
 """
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_workers_end_with_their_run_however_it_ends(ended_by: signal.Signals, in_thread: bool) -> None:
-    run = in_a_process(BUSY.format(in_thread=in_thread))
+def test_workers_end_with_their_run_however_it_ends(ended_by: signal.Signals, in_thread: bool, tmp_path: Path) -> None:
+    run = in_a_process(BUSY.format(in_thread=in_thread, spins=tmp_path / "spins"))
     assert run.stdout is not None
     workers = [int(word) for word in run.stdout.readline().split()]
     assert len(workers) >= 2
@@ -206,25 +223,23 @@ def test_workers_end_with_their_run_however_it_ends(ended_by: signal.Signals, in
 
 def test_callers_take_turns() -> None:
     """A thread with a long list of calls does not keep another one waiting until its list is done."""
-    pool = WorkerPool(partial(multiplier, 2), workers=1, limit_seconds=PATIENCE_SECONDS)
+    pool = WorkerPool(counter, workers=1, limit_seconds=PATIENCE_SECONDS)
     pool.wait_until_ready()
     is_over = threading.Event()
-    calls = 0
+    served = 0  # at least so many calls
 
     def many_calls() -> None:
-        nonlocal calls
+        nonlocal served
         while not is_over.is_set():
-            pool(calls)
-            calls += 1
+            served = pool()
 
     threads = [threading.Thread(target=many_calls) for _ in range(2)]
     for thread in threads:
         thread.start()
-    before = calls
-    assert [pool(number) for number in range(50)] == [2 * number for number in range(50)]
-    meanwhile = calls - before
+    waited = sorted([pool() - before for before in (served for _ in range(51))])
     is_over.set()
     for thread in threads:
         thread.join()
     pool.close()
-    assert meanwhile <= 2 * 50 + 4, "the other two had one call each between two of these"
+    # The median: between the count and the call the machine may let the other two go on.
+    assert waited[25] <= 4, "the other two had one call each before this one"
