@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from processes import PATIENCE_SECONDS, is_running, wait_for_end
-from sortedrl.tasks.workers import WorkerError, WorkerPool
+from sortedrl.tasks.workers import WorkerError, WorkerPool, WorkerProcess
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 3.0  # beside a call that is to be killed, another one must be answered on a busy machine
@@ -114,6 +114,23 @@ def test_a_killed_worker_is_replaced_by_one_that_started_before(tmp_path: Path) 
     with pytest.raises(TimeoutError, match="killed"):
         pool("spin")
     assert pool("pid")
+    pool.close()
+
+
+def test_a_call_that_ended_itself_before_we_noticed_is_over_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that this process wakes up later than the timer of the worker."""
+    pool = WorkerPool(actor, workers=1, limit_seconds=0.5)
+    pool.wait_until_ready()
+    receive = WorkerProcess._receive
+
+    def receive_late(worker: WorkerProcess, limit_seconds: float) -> tuple[str, Any]:
+        if worker._ready:
+            worker._process.wait(PATIENCE_SECONDS)
+        return receive(worker, limit_seconds)
+
+    monkeypatch.setattr(WorkerProcess, "_receive", receive_late)
+    with pytest.raises(TimeoutError, match=r"no result within 0\.5 s; the worker process was killed"):
+        pool("spin")
     pool.close()
 
 

@@ -180,7 +180,7 @@ class _Process:
             except TimeoutError:
                 raise TimeoutError(self._killed("took no call")) from None
             except OSError:
-                raise worker.death() from None
+                raise self._death(worker) from None
             if isinstance(message, Call):
                 self._deadlines[message.number] = time.monotonic() + self._limit_seconds + GRACE_SECONDS
 
@@ -220,11 +220,16 @@ class _Process:
         except TimeoutError:
             raise TimeoutError(self._killed("sent half an answer")) from None
         except (EOFError, OSError):
-            raise worker.death() from None
+            raise self._death(worker) from None
         except (ValueError, TypeError, struct.error):
             raise WorkerError("a worker process sent an invalid message and was killed") from None
         if self._deadlines.pop(number, None) is not None:
             self._on_results([result])
+
+    def _death(self, worker: WorkerProcess) -> WorkerError | TimeoutError:
+        death = worker.death()
+        is_late = min(self._deadlines.values(), default=math.inf) <= time.monotonic()
+        return TimeoutError(self._killed("gave no answer")) if is_late and worker.ended_by_its_timer else death
 
     def _killed(self, what: str) -> str:
         return (
