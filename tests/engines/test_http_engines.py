@@ -105,7 +105,8 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
     ledger.submit([endless(0, max_new_tokens)._replace(sampling=Sampling(ignore_eos=end == "budget"))])
     while len(ledger.tokens(0)) < len(expected) - 1:
         ledger.apply(engine.poll())
-    time.sleep(0.3)
+    while not server.held_ends:
+        time.sleep(0.005)
     ledger.abort([0])
     assert ledger.finished == {0: end == "budget"}
     assert ledger.tokens(0) == expected

@@ -88,7 +88,18 @@ def test_requests_go_where_the_load_is_lowest() -> None:
 
 
 def test_no_member_holds_more_than_it_can_run() -> None:
-    slow, fast = PacedEngine(slots=2, step_seconds=0.02), PacedEngine(slots=2)
+    fast = PacedEngine(slots=2)
+
+    class Slow(PacedEngine):
+        """Its first token comes when the fast one has all requests but two, or after 20 s."""
+
+        def _step(self) -> None:
+            until = time.monotonic() + 20.0
+            while len(fast.submitted) < 38 and time.monotonic() < until:
+                time.sleep(0.001)
+            super()._step()
+
+    slow = Slow(slots=2)
     ledger = Ledger(pool_of([slow, fast]))
     ledger.submit(requests(*[10] * 40))
     ledger.run()

@@ -62,6 +62,8 @@ class SglangStandIn:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
+    held_ends = 0  # responses that are whole and wait for their abort
+
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._runs_at_once)
         app = web.Application(middlewares=[self._authenticate])
@@ -224,6 +226,7 @@ class SglangStandIn:
                 elif len(made) == parameters["max_new_tokens"]:
                     reason = {"type": "length", "length": len(made)}
                 if reason is not None and self.calls_ends_aborts:
+                    self.held_ends += 1
                     await self._until_aborted(body["rid"])
                     reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
             shown = fresh if self.incremental else made
