@@ -208,7 +208,7 @@ class HttpEngine(ServerStreams, EngineBase):
         await self._connection.open(PATIENCE_SECONDS)
         try:
             await self.check_server()
-            self._identity = await self.identity()
+            self._identity_check.expected = await self.identity()
         except (Refused, *BROKEN) as error:
             if isinstance(error, Refused) and error.is_about_the_key:
                 raise self.api_key.refused_by(self.url) from None
@@ -225,14 +225,14 @@ class HttpEngine(ServerStreams, EngineBase):
             raise ConfigurationError(
                 "url", self.url, reason, "Correct the address, or use a supported version of the server."
             ) from None
-        if not self._identity.is_known:
+        if not self._identity_check.expected.is_known:
             _log.warning(
                 "%s does not report its start time: a restart between two requests cannot be detected", self.url
             )
-        self._spawn(self._watch())
+        self._background.spawn(self._watch())
 
     async def _shut(self) -> None:
-        tasks = [*self._tasks, *(sent.task for sent in self._sent.values() if sent.task is not None)]
+        tasks = [*self._background.running, *(sent.task for sent in self._sent.values() if sent.task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -243,10 +243,10 @@ class HttpEngine(ServerStreams, EngineBase):
         began = self.now()
         while True:
             try:
-                before = await self.identity()
-                is_another = before.agrees_with(self._identity) is False
+                before, last = await self.identity(), self._identity_check.expected
+                is_another = before.agrees_with(last) is False
                 if is_another and source is None:
-                    raise Malformed(f"it is a different server: {before}, but it was {self._identity}")
+                    raise Malformed(f"it is a different server: {before}, but it was {last}")
                 if is_another:  # it restarted while idle: fine, since it gets new weights now
                     await self.check_server()
                 tag = await self.update_from(source, version)
@@ -262,8 +262,8 @@ class HttpEngine(ServerStreams, EngineBase):
         expected = Identity(before.process, before.weights if source is None else tag or after.weights)
         if expected.agrees_with(after) is False:
             raise Malformed(f"it restarted meanwhile: {after}, but it was {expected}")
-        self._identity = expected
-        self._doubt()
+        self._identity_check.expected = expected
+        self._identity_check.doubt()
 
     def _raise_if_dead(self) -> None:
         if self._outbox.death is not None:
