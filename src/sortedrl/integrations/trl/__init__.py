@@ -5,9 +5,10 @@
     trainer = SortedGRPOTrainer(model, reward_funcs, args, train_dataset, schedule="partial+elevator")
     trainer.train()
 
-Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `run` (the scheduler's
-side), `prompts` (rows of the dataset), `rows` (converts an update to TRL's rows). For rollouts of several turns:
-`tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls), `loop_host` (where they run).
+Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `engine` (what
+generates), `run` (the scheduler's side), `prompts` (rows of the dataset), `rows` (converts an update to TRL's rows).
+For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls),
+`loop_host` (where they run).
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ Invariants, checked at run time:
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 from collections.abc import Sequence
@@ -37,20 +36,15 @@ from typing import Any
 
 import torch
 import trl
-from accelerate.utils import gather, is_peft_model
+from accelerate.utils import gather
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.engine import Engine, Request, Sampling
-from sortedrl.core.engine_base import EngineBase, with_defaults
-from sortedrl.core.engine_spec import EngineSpec
-from sortedrl.core.generate import generate
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.schedule import ConfigurationError, Schedule
-from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.registry import make_engine
+from sortedrl.integrations.trl.engine import TrainerEngine
 from sortedrl.integrations.trl.fields import (
     HOOKS,
     VERIFIED_VERSIONS,
@@ -76,7 +70,6 @@ from sortedrl.integrations.trl.rows import (
 )
 from sortedrl.integrations.trl.run import ScheduledRun, write_state
 from sortedrl.integrations.trl.tool_use import ToolUse
-from sortedrl.models.merged_weights import merged_weights
 
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
 
@@ -139,14 +132,12 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         check_model(self)
         self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
-        self._engine_wanted = engine
+        self._engine = TrainerEngine(self, engine)
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
-            self.schedule = with_tools(self.schedule, self._engine_context(), tool_threads, tool_limit_seconds)
+            self.schedule = with_tools(self.schedule, self._engine.context, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(self, threads=tool_threads, limit_seconds=tool_limit_seconds)
         self._max_rejected_fraction = max_rejected_fraction
-        self._engine: EngineBase | None = None
-        self._shares_weights = engine == "embedded" and not is_peft_model(self.model)
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
@@ -176,12 +167,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """Called when TRL has determined the number of steps and loaded the weights of a checkpoint."""
         self._step = 0
         self._fired.clear()
-        engine = self._ready_engine()
         saved = None if self._resume_from is None else self._saved_state(self._resume_from)
-        engine.update_weights(self._weights(), 0 if saved is None else saved["controller"]["version"])
+        self._engine.update_weights(0 if saved is None else saved["controller"]["version"])
         rank = self.accelerator.process_index
         self._run = ScheduledRun(
-            engine,
+            self._engine.ready(),
             DatasetPrompts(self),
             self.schedule,
             sampling=Sampling(temperature=self.temperature),
@@ -203,7 +193,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """Called after an optimizer step. At the end of an update, publish the weights."""
         self._require_fired(*(name for name in HOOKS if self.tools or name != "_tool_call_loop"))
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
-            self.run.publish(self._weights())
+            self.run.publish(self._engine.weights())
             self._log_metrics()
 
     def _require_fired(self, *hooks: str) -> None:
@@ -240,7 +230,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """The dataset rows of the next update, one per rollout; sets `_rows` to the rollouts."""
         batch = self.run.next_batch()
         self.model.train()  # the engine switches dropout off in the shared module
-        self._ready_engine().sleep()  # until its next use
+        self._engine.ready().sleep()  # until its next use
         rows = rows_in_groups(batch, self.num_generations)
         count = torch.tensor([len(rows)], device=self.accelerator.device)
         most = int(gather(count).max())
@@ -257,13 +247,21 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **named: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
         if not self.model.training:
-            return self._sampled(prompt_ids)
+            return self._evaluated(prompt_ids)
         self._fired.add("_generate_single_turn")
         rollouts = [row.rollout for row in self._rows]
         if [list(ids) for ids in prompt_ids] != [list(rollout.prompt.tokens) for rollout in rollouts]:
             raise HookNeverFired(f"TRL {trl.__version__} requests other prompts than those of the scheduler's update")
         turns = [first_turn(rollout) for rollout in rollouts]  # `_tool_call_loop` adds the others
         return [tokens for tokens, _ in turns], [logprobs for _, logprobs in turns]
+
+    def _evaluated(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
+        if self._run is None:
+            return self._engine.sampled(prompt_ids, version=0)
+        self.run.mark_phase("evaluation")
+        sampled = self._engine.sampled(prompt_ids, self.run.version)
+        self.run.mark_phase("learner")
+        return sampled
 
     def _tool_call_loop(self, *positional: Any, **named: Any) -> Any:
         assert self.tool_use is not None
@@ -353,108 +351,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         now = self.run.metrics.snapshot()
         for name in ("bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
             self._metrics["train"][f"sortedrl/{name}"] = [float(getattr(now, name))]
-
-    # The engine
-
-    def _ready_engine(self) -> EngineBase:
-        if self._engine is None:
-            self._engine = self._new_engine()
-        return self._engine
-
-    def _new_engine(self) -> EngineBase:
-        if not isinstance(self._engine_wanted, str):
-            return with_defaults(self._engine_wanted)
-        on_cpu = self.accelerator.device.type == "cpu"
-        options: dict[str, Any] = {}
-        if self._engine_wanted == "vllm":
-            self._require_one_process()
-            options = {
-                "enable_sleep_mode": self.args.vllm_enable_sleep_mode,
-                "gpu_memory_utilization": self.args.vllm_gpu_memory_utilization,
-                "enforce_eager": on_cpu,
-            }
-        spec = EngineSpec(
-            model=self.model.config._name_or_path,
-            slots=self.slots,
-            max_length=self._engine_context(),
-            eos_token_ids=frozenset(self.eos_token_ids),
-            module=self._module_to_decode_with() if self._engine_wanted == "embedded" else None,
-            tokenizer=self._tokenizer,
-            dtype="bfloat16" if self.args.bf16 and not on_cpu else str(self.model.dtype).removeprefix("torch."),
-            options=options,
-        )
-        return make_engine(self._engine_wanted, spec)
-
-    def _module_to_decode_with(self) -> Any:
-        """The trainer's own module, or a copy without adapters, which gets the merged weights."""
-        if not is_peft_model(self.model):
-            return self.model
-        module = copy.deepcopy(self.model).unload()
-        module.requires_grad_(False)
-        return module
-
-    def _require_one_process(self) -> None:
-        if self.accelerator.num_processes > 1:
-            raise ConfigurationError(
-                "engine", "vllm", f"it supports one process, but there are {self.accelerator.num_processes}",
-                "Use engine='embedded', or launch one process.",
-            )  # fmt: skip
-
-    def _engine_context(self) -> int:
-        return (self.args.vllm_max_model_length if self._engine_wanted == "vllm" else None) or self._longest_context()
-
-    def _longest_context(self) -> int:
-        """Prompt plus response: as long as the model allows, unless the schedule bounds prompts."""
-        limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        max_new_tokens, prompt = self.schedule.max_response_tokens, self.schedule.max_prompt_tokens
-        if limit is not None and max_new_tokens + (prompt or 1) > limit:
-            raise ConfigurationError(
-                "max_completion_length",
-                max_new_tokens,
-                f"with a prompt it exceeds the model's {limit} positions",
-                "Lower it.",
-            )
-        if prompt is not None:
-            return max_new_tokens + prompt
-        if limit is None:
-            raise ConfigurationError(
-                "max_prompt_tokens",
-                None,
-                "the model configuration has no maximum context length",
-                "Set it in a Schedule.",
-            )
-        return limit
-
-    def _weights(self) -> dict[str, Tensor] | None:
-        """For the engine: None if it shares the trainer's module."""
-        if self._shares_weights:
-            return None
-        return dict(merged_weights(self.model.get_base_model() if is_peft_model(self.model) else self.model))
-
-    def _sampled(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
-        """One response to each prompt, for an evaluation."""
-        engine = self._ready_engine()
-        training = self._run is not None
-        if training:
-            self.run.mark_phase("evaluation")
-        engine.update_weights(self._weights(), self.run.version if training else 0)
-        rank, step = self.accelerator.process_index, self.state.global_step
-        sampling, limit = Sampling(temperature=self.temperature), self.schedule.max_response_tokens
-        requests = [
-            Request(i, Prompt(str(i), tuple(ids)), (), limit, derive_seed(self.args.seed, step, rank, i), sampling)
-            for i, ids in enumerate(prompt_ids)
-        ]
-        context = self.schedule.max_context_tokens
-        if context is not None:  # a later turn may have less room, or none
-            requests = [r._replace(max_new_tokens=min(limit, context - len(r.prompt.tokens))) for r in requests]
-        responses = {r.request.id: r for r in generate(engine, [r for r in requests if r.max_new_tokens > 0])}
-        for id, response in responses.items():
-            if response.failure is not None:
-                raise RuntimeError(f"prompt {id} of an evaluation failed: {response.failure}")
-        if training:
-            self.run.mark_phase("learner")
-        made = [responses.get(request.id) for request in requests]
-        return [r.tokens if r else [] for r in made], [r.logprobs if r else [] for r in made]
 
     # Checkpoints
 
