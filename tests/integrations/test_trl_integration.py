@@ -557,6 +557,34 @@ def test_evaluation_samples_with_the_engine_under_the_weights_of_the_moment(toke
 
 
 @pytest.mark.slow
+def test_the_engine_sleeps_in_every_step_also_after_an_evaluation_within_an_update(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sleeper(EmbeddedEngine):
+        is_awake = True
+
+        def sleep(self) -> None:
+            self.is_awake = False
+
+        def update_weights(self, weights: Any, version: int) -> None:
+            self.is_awake = True
+            super().update_weights(weights, version)
+
+    engine = Sleeper(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    awake: list[bool] = []
+    compute_loss = GRPOTrainer._compute_loss
+
+    def noted(self: Any, network: Any, inputs: Any) -> Any:
+        if network.training:
+            awake.append(engine.is_awake)
+        return compute_loss(self, network, inputs)
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", noted)
+    args = config(tmp_path, max_steps=2, num_iterations=2, eval_strategy="steps", eval_steps=1)
+    trainer_for(tmp_path, tokenizer, args=args, engine=engine, eval_dataset=questions(4)).train()
+    assert awake == [False] * 4
+
+
 def test_lora_is_merged_for_the_engine(tokenizer: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"])

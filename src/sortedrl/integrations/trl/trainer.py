@@ -224,6 +224,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 optimizer_steps=steps // self.args.gradient_accumulation_steps,
                 trim=self.pad_to_multiple_of is None,
             )
+        self._engine.ready().sleep()  # an evaluation within an update has woken it
         return self._buffered_inputs[self._step % steps]
 
     def _next_update(self) -> list[dict[str, Any]]:
