@@ -271,6 +271,10 @@ def test_a_server_whose_health_check_raises_is_replaced(tokenizer: Any, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(EnvClient, "health", broken_check)
             wait_for_end(process)
+        until = time.monotonic() + PATIENCE_SECONDS
+        while process in game.served.process_ids():  # an ask before the service notices the end gets an error
+            assert time.monotonic() < until
+            time.sleep(0.05)
         game.speak(rollout, "two")
         answer = game.answer(rollout)
         assert answer.error is None and "turn 2: 3" in tokenizer.decode(answer.observation), "replayed in a new server"
