@@ -414,11 +414,11 @@ def has_done_some_updates(output: str) -> bool:
 
 @pytest.mark.slow
 def test_a_terminal_that_shrinks_while_a_run_goes_on(model: Path, tmp_path: Path) -> None:
-    words = train_command(model, tmp_path / "run", "--updates", "100")
+    words = train_command(model, tmp_path / "run", "--updates", "60")
     session = in_terminal(words, ENVIRONMENT, columns=100, resize_to=60, when=has_done_some_updates)
     assert session.code == 0, session.output
     assert session.has_acted
-    assert panel_of(session)["update"].startswith("100/100")
+    assert panel_of(session)["update"].startswith("60/60")
     in_panel = [line for line in session.screen.lines if line.startswith(("╭", "│", "╰"))]
     assert {cell_len(line) for line in in_panel} == {60}
 
