@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,7 @@ class Scraper:
         while command.process.is_alive():
             try:
                 page = scraped(url)
-            except OSError:  # the run is about to end
+            except (OSError, HTTPException):  # the run ends, perhaps within an answer
                 break
             if page and (not self.seen or page != self.seen[-1]):
                 self.seen.append(page)
