@@ -71,12 +71,12 @@ def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
         return Reward(1.0, True)
 
     scorer = BackgroundScorer(reward, threads=1)
-    begun = time.monotonic()
+    began = time.monotonic()
     for rollout_id in range(50):
         scorer.submit(rollout_of(rollout_id))
     assert scorer.collect() == []
     scorer.wait(0.05)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - began < 30
     assert scorer.pending == 50
     gate.set()
     assert len(collect_all(scorer)) == 50
@@ -109,9 +109,9 @@ def test_wait_returns_when_a_limit_passes() -> None:
 
     scorer = BackgroundScorer(reward, limit_seconds=0.2)
     scorer.submit(rollout_of(0))
-    begun = time.monotonic()
+    began = time.monotonic()
     scorer.wait(120)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - began < 60
     assert [one.rollout_id for one in scorer.collect()] == [0]
     forever.set()
 

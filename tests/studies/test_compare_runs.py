@@ -447,7 +447,7 @@ def test_a_failing_arm_is_listed_and_the_others_are_compared(study: Path, finish
 def test_interrupted_and_killed_in_mid_study_it_continues_to_the_same_results(
     study: Path, finished: Path, tmp_path: Path
 ) -> None:
-    """Between two updates: responses that an interrupt aborts are generated anew, with another seed."""
+    """Between two updates: responses that an interrupt aborts are regenerated with another seed."""
     out, hold, held = tmp_path / "out", tmp_path / "evaluations.hold", tmp_path / "evaluations.held"
     first, second = out / "runs/baseline/seed-0", out / "runs/elevator/seed-0"
     held_study = tmp_path / "toy.toml"
