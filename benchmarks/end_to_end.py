@@ -3,11 +3,12 @@
     benchmarks/end_to_end.sh 8b OUT                                         see there for the modes and their order
     python benchmarks/end_to_end.py --shape tiny --modes baseline partial+elevator:reuse --updates 4 --out OUT
 
-A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep]`:
+A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep][:UPDATES]`:
 
 - `:reuse` keeps the KV cache across weight updates;
 - `:stream` lets the learner work during the drain. On a GPU, `--stream-sms` of its SMs are the learner's meanwhile;
-- `:sleep` frees the engine's memory while the learner steps. Then the engine starts in sleep mode for all modes.
+- `:sleep` frees the engine's memory while the learner steps. Then the engine starts in sleep mode for all modes;
+- `:UPDATES` ends this mode earlier than `--updates`, on the same prompts as the others.
 
 Engine and learner start once, and the modes run in turn. All weights are random and trained; response lengths are
 forced, and the learner trains on the rollouts of the run with arbitrary rewards. The first update of each mode is not
@@ -239,6 +240,9 @@ class Bench:
             self._shared = SharedGpuLearner(self.learner, scope)
         return self._shared
 
+    def updates_of(self, mode: Mode) -> int:
+        return min(self.options.updates, mode.updates or self.options.updates)
+
     def attempt(self, mode: Mode, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
         """Run a mode. If it fails, write its error and clear the engine for the next one."""
         try:
@@ -277,7 +281,7 @@ class Bench:
             schedule,
             expectation=expectation_for(workload, schedule),
             log=EventLog(rows),
-            max_updates=options.updates,
+            max_updates=self.updates_of(mode),
             stream_to=self._streamed_learner() if mode.stream else None,
         )
         trained: dict[str, float] = {}
@@ -359,7 +363,7 @@ def main() -> int:
         for mode in modes:
             schedule = schedule_of(shape, mode, options.seed)
             workload = workload_of(shape, mode, options.updates, options.seed)
-            found[mode.name] = predicted(workload, schedule, known, speed, options.updates)
+            found[mode.name] = predicted(workload, schedule, known, speed, run.updates_of(mode))
             run.write("prediction", mode=mode.name, learner_tokens_per_second=speed, **found[mode.name])
             run.log(f"predicted {mode.name}: {found[mode.name]['updates_per_hour']:.1f} updates/h, " + ", ".join(
                 f"{part} {found[mode.name][part]:.2f}" for part in PARTS))  # fmt: skip

@@ -9,9 +9,10 @@
 # tiny    a trial on a CPU
 #
 # MODES (in this order) and UPDATES per mode (the first is not counted) select the runs. The prompts depend on UPDATES:
-# compare modes of commands with equal UPDATES only. CALIBRATE=1 measures the profile first (90 s). No update starts
-# after STOP_AFTER seconds. LEARNER_SPEED: tokens per second of benchmarks/update_7b.py for the prediction. MORE: further
-# options of end_to_end.py. A mode with :sleep is best run alone: the engine then starts in sleep mode for all of them.
+# compare modes of commands with equal UPDATES only. A mode with :N ends after N updates, on the same prompts.
+# CALIBRATE=1 measures the profile first (90 s). No update starts after STOP_AFTER seconds. LEARNER_SPEED: tokens per
+# second of benchmarks/update_7b.py for the prediction. MORE: further options of end_to_end.py. A mode with :sleep is
+# best run alone: the engine then starts in sleep mode for all of them.
 # Memory of the 8B shape, GiB of 139.8: learner 75 at rest, gradients 15, activations 6 with micro-batches of 8,192
 # tokens, engine weights 15, KV cache 20 (163,840 tokens), graphs and CUDA context 5.
 # Results are written after every update, to OUT (default: h200).

@@ -72,22 +72,30 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Mode:
+    """`updates`: of this mode, including the first, if not as many as of all. The prompts are the same either way."""
+
     name: str
     case: bench.Case
     reuse_kv_cache: bool
     stream: bool
     sleep: bool
+    updates: int | None = None
 
     @classmethod
     def parsed(cls, text: str) -> Mode:
-        case, *options = text.split(":")
+        case, *words = text.split(":")
+        options = [word for word in words if not word.isdecimal()]
+        numbers = [int(word) for word in words if word.isdecimal()]
         unknown = set(options) - {"reuse", "stream", "sleep"}
         if unknown:
             named = ", ".join(sorted(unknown))
-            raise SystemExit(f"--modes {text}: no such option: {named}. Use :reuse, :stream or :sleep.")
+            raise SystemExit(f"--modes {text}: no such option: {named}. Use :reuse, :stream, :sleep or :UPDATES.")
         if "sleep" in options and len(options) > 1:
             raise SystemExit(f"--modes {text}: a sleeping engine has no KV cache to reuse and no work to share.")
-        return cls(text, bench.Case.parsed(case), *(option in options for option in ("reuse", "stream", "sleep")))
+        if len(numbers) > 1 or 0 in numbers:
+            raise SystemExit(f"--modes {text}: give one number of updates, at least 1.")
+        flags = (option in options for option in ("reuse", "stream", "sleep"))
+        return cls(":".join([case, *options]), bench.Case.parsed(case), *flags, *numbers)
 
 
 def schedule_of(shape: Shape, mode: Mode, seed: int) -> Schedule:
