@@ -177,7 +177,7 @@ def test_an_engine_that_does_not_fit_the_pool_leaves_no_actor_behind(one_node: N
     pool.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
     with pytest.raises(EngineDied):
         pool.poll()
-    with pytest.raises(ValueError, match="has 1 slots") as error:
+    with pytest.raises(ValueError, match="has 1 slot,") as error:
         pool.revive()
     wait_until_they_end([pid for pid in started_in(tmp_path) if pid != first])
     assert error.tb, "held until here"

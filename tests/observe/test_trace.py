@@ -265,8 +265,11 @@ def test_a_torn_and_damaged_log_gives_a_trace_of_the_rest(run_folder: Path, caps
     lines[40] = "\x00\x00 rubbish\n"
     log.write_text("".join([*lines[:-1], lines[-1][:9]]))
     assert main(["trace", str(run_folder)]) == 0
-    assert "2 lines" in capsys.readouterr().err
+    assert "left out 2 unreadable lines of" in capsys.readouterr().err
     assert json.loads((run_folder / "trace.json").read_text())["traceEvents"]
+    log.write_text("".join([*lines[:40], *lines[41:-1], lines[-1][:9]]))
+    assert main(["trace", str(run_folder)]) == 0
+    assert "left out 1 unreadable line of" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

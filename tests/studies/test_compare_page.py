@@ -137,7 +137,7 @@ def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Pa
     assert found.primary.missing == (3, 8)
     assert found.primary.is_anecdote
     caveats = " ".join(text.caveats(found))
-    assert "anecdote" in caveats and "1 runs failed" in caveats and "3 runs are not finished" in caveats
+    assert "anecdote" in caveats and "Failed: 1 run." in caveats and "Not finished: 3 runs." in caveats
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

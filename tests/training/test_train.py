@@ -270,7 +270,7 @@ def test_a_run_without_one_update_is_an_error(model: Path, tmp_path: Path) -> No
     few = ["--task-options", "problems", "3", "--rollouts-per-prompt", "2", "--eval-problems", "4"]
     done = sortedrl("train", *words, *few, *config_file(tmp_path, epochs=1), check=False)
     assert done.returncode == 2
-    assert "no update was made: 6 rollouts were rejected, 6 times: RuntimeError: reward server is down" in done.stderr
+    assert "no update was made. Rejected: 6 rollouts, 6 times: RuntimeError: reward server is down" in done.stderr
 
 
 def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from sortedrl.cli import train_extra
 from sortedrl.cli.output import line_log, table_console
 from sortedrl.cli.parse import validated
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.wording import counted
 from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
 from sortedrl.studies.compare import text
@@ -96,6 +97,7 @@ def _print_plan(study: Study, settings: CompareSettings) -> int:
     for arm, values in arms.items():
         print(f"[{arm}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), sep="\n", end="\n\n")
     primary = study.primary
-    print(f"# {len(arms)} arms x {len(study.seeds)} seeds = {len(arms) * len(study.seeds)} runs")
+    runs = len(arms) * len(study.seeds)
+    print(f"# {counted(len(arms), 'arm')} x {counted(len(study.seeds), 'seed')} = {counted(runs, 'run')}")
     print(f"# primary: {primary.name}, {primary.outcome}")
     return 0

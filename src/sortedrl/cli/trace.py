@@ -15,6 +15,7 @@ from sortedrl.core.atomic_write import atomic_writer
 from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Started
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.wording import counted
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.trace import write_trace
 from sortedrl.observe.watch import newest_run
@@ -52,8 +53,8 @@ def run(settings: TraceSettings) -> int:
         print(json.dumps({"trace": str(out), "slices": slices, "unreadable_lines": unreadable}))
         return 0
     if unreadable:
-        print(f"sortedrl: {unreadable} lines of {source} cannot be read and are left out", file=sys.stderr)
-    print(f"{slices} slices in {out}: open it at https://ui.perfetto.dev (the file stays on your machine)")
+        print(f"sortedrl: left out {counted(unreadable, 'unreadable line')} of {source}", file=sys.stderr)
+    print(f"{counted(slices, 'slice')} in {out}: open it at https://ui.perfetto.dev (the file stays on your machine)")
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
 from sortedrl.core.rollout import Segment
+from sortedrl.core.wording import counted
 
 ATTEMPTS = 4  # per request
 RETRY_SECONDS = 0.5  # before the second attempt; doubles with each further one
@@ -34,7 +35,7 @@ class NotInTime(TimeoutError):
     """Some requests did not end within the time limit. They were aborted."""
 
     def __init__(self, unfinished: int) -> None:
-        super().__init__(f"{unfinished} requests did not end in time")
+        super().__init__(f"{counted(unfinished, 'request')} did not end in time")
         self.unfinished = unfinished
 
 

@@ -13,6 +13,7 @@ from sortedrl.core.rollout import Rollout, State
 from sortedrl.core.scoring import Scored, as_reward
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy
+from sortedrl.core.wording import counted
 
 
 class RolloutMoves:
@@ -100,7 +101,7 @@ class RolloutMoves:
         if dropped:
             self._release_environment(rollout)
         if rollout.failures > schedule.max_retries:
-            self.reject(rollout, f"failed {rollout.failures} times, last: {reason}")
+            self.reject(rollout, f"failed {counted(rollout.failures, 'time')}, last: {reason}")
 
     # In its environment
 
@@ -116,7 +117,7 @@ class RolloutMoves:
         self._release_environment(rollout)
         if rollout.failures <= self.state.schedule.max_retries:
             return True
-        self.reject(rollout, f"failed {rollout.failures} times, last: {reason}")
+        self.reject(rollout, f"failed {counted(rollout.failures, 'time')}, last: {reason}")
         return False
 
     def _release_environment(self, rollout: Rollout) -> None:

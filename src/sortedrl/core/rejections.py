@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from sortedrl.core.errors import UserError
 from sortedrl.core.events import EnvironmentFailed, Event, Failed, Finished, Regenerated, Rejected, Scored
+from sortedrl.core.wording import counted
 
 MIN_FIRST = 8  # a few rejections are no reason to stop, even with tiny updates
 MIN_WINDOW = 32
@@ -58,8 +59,8 @@ class Reasons:
             return "no reason is known"
         kind, count = self._count.most_common(1)[0]
         others = len(self._count) - 1
-        more = f" ({others} other reason{'s' if others > 1 else ''})" if others else ""
-        return f"{count} times: {self._examples[kind]}{more}"
+        more = f" ({counted(others, 'other reason')})" if others else ""
+        return f"{counted(count, 'time')}: {self._examples[kind]}{more}"
 
 
 class RejectionWatch:

@@ -43,6 +43,7 @@ from sortedrl.core.engine import (
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.rollout import Segment
 from sortedrl.core.scoring import reason_of
+from sortedrl.core.wording import counted
 from sortedrl.engines.refusals import require_empty, require_new
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
@@ -229,7 +230,7 @@ class Pool(EngineBase):
             places = [i for i, m in enumerate(self._members) if m.lost is not None and m.slots == engine.slots]
             if not places:
                 empty = [member.slots for member in self._members if member.lost is not None]
-                raise ValueError(f"the new engine has {engine.slots} slots, but the lost ones had {empty}")
+                raise ValueError(f"the new engine has {counted(engine.slots, 'slot')}, but the lost ones had {empty}")
             self._add(engine, places[0])
             self._dispatch()
 

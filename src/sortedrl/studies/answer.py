@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sortedrl.core.strategies.registry import STRATEGIES
+from sortedrl.core.wording import counted
 from sortedrl.studies.plan import Allowed, Option, choose, is_allowed, larger_updates, option
 from sortedrl.studies.simulate import Case
 from sortedrl.studies.tables import digits
@@ -75,8 +76,8 @@ def spread(
     largest error stands for those of modes where one run is too little for an estimate."""
     ended_early = max_updates is not None and any(modes[row.name]["updates"] >= max_updates for row in rows)
     base, *errors = [modes[row.name]["goodput_error"] for row in rows]
-    many, unit = (max_updates, "update") if ended_early else (cohorts, "cohort")
-    run = f"{seeds} seed{'s' if seeds > 1 else ''} of {many} {unit}{'s' if many != 1 else ''}"
+    many = counted(cohorts, "cohort") if max_updates is None or not ended_early else counted(max_updates, "update")
+    run = f"{counted(seeds, 'seed')} of {many}"
     if base is None:
         text = f"Standard error unknown with {run}."
     else:

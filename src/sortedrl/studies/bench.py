@@ -29,6 +29,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.wording import counted
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import length_of_request
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
@@ -194,9 +195,10 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     if Path(settings.model).is_dir():
         model_named(settings.model)  # refuses a folder without a model before anything is printed
     progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
-    log(f"{progress.total} updates in {len(cases)} modes; loading engine {settings.engine}, model {settings.model}")
+    runs = f"{counted(progress.total, 'update')} in {counted(len(cases), 'mode')}"
+    log(f"{runs}; loading engine {settings.engine}, model {settings.model}")
     engine, vocabulary = bare_engine(settings, max_length)
-    log(f"{engine.slots} slots on {machine()}; warming up")
+    log(f"{counted(engine.slots, 'slot')} on {machine()}; warming up")
     rate = warm_up(engine, vocabulary, max_length)
     seconds = progress.total * schedule.rollouts_needed * mean_length(workload, schedule) / rate
     log(f"{rate:,.0f} tok/s in the warm-up: all modes take about {clock(seconds)}")

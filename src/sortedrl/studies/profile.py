@@ -22,6 +22,7 @@ from sortedrl.core.engine import Engine, Failed, Finished, Request
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.wording import counted
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.models import model_named
@@ -92,7 +93,7 @@ class ProfileSettings(Settings, EngineSettings):
 def run_profile(settings: ProfileSettings, log: Log) -> Profile:
     make_folder("out", settings.out.parent)
     engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
-    log(f"engine {settings.engine} of {engine.slots} slots on {machine()}, model {settings.model}")
+    log(f"engine {settings.engine} of {counted(engine.slots, 'slot')} on {machine()}, model {settings.model}")
     warm_up(engine, vocabulary, settings.max_context_tokens)
     kv_tokens = engine.info().kv_tokens
     room = kv_tokens or engine.slots * settings.max_context_tokens

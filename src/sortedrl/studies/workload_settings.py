@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.settings import Slots
@@ -254,7 +255,7 @@ def few_lengths(settings: WorkloadSettings) -> str | None:
     if replayed is None or replayed.count >= cohort:
         return None
     return (
-        f"{settings.lengths} has {replayed.count:,} response{'s' * (replayed.count > 1)}, fewer than a cohort of "
+        f"{settings.lengths} has {counted(replayed.count, 'response')}, fewer than a cohort of "
         f"{cohort:,}: they are repeated. The gains depend on its longest responses, and their standard error does not "
         "cover that. Give more responses."
     )

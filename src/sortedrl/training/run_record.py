@@ -12,6 +12,7 @@ from sortedrl.core.batch import Batch
 from sortedrl.core.event_file import EventFile
 from sortedrl.core.events import Batched, EventLog, RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
+from sortedrl.core.wording import counted
 from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
@@ -128,15 +129,11 @@ class RunRecord:
         self._append(line)
         parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
         self._console.log(
-            f"held-out score after {counted_updates(done)}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
-            f" ({len(found.correct)} problems{parts})"
+            f"held-out score after {counted(done, 'update')}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
+            f" ({counted(len(found.correct), 'problem')}{parts})"
         )
 
     def _append(self, line: dict[str, Any]) -> None:
         self._folder.append("metrics.jsonl", line)
         self.trackers.line(line)
         self._console.line(line)
-
-
-def counted_updates(count: int) -> str:
-    return f"{count} update{'' if count == 1 else 's'}"

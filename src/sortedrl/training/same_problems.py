@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sortedrl.core.problem_digests import digests, why_changed
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.wording import counted
 
 if TYPE_CHECKING:
     from sortedrl.learner.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ def why_other_problems(saved: Checkpoint, train: Sequence[Prompt], held_out: Seq
     """
     before = saved.controller["prompts"]["size"]
     if len(train) != before:
-        return f"the task has {len(train)} problems to train on, but had {before} when the run started"
+        return f"the task has {counted(len(train), 'problem')} to train on, but had {before} when the run started"
     if [prompt.id for prompt in held_out] != saved.notes["before_ids"]:
         return "the task's held-out problems are not those of the run's first evaluation"
     saved_digests = saved.notes.get("problems")  # older versions did not save them

@@ -20,6 +20,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.core.streaming import Accumulate, StreamedLearner
+from sortedrl.core.wording import counted
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
@@ -44,7 +45,7 @@ from sortedrl.training.plain_model import PlainModel
 from sortedrl.training.resources import Log, Resources, read_resources
 from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder
-from sortedrl.training.run_record import RunRecord, counted_updates
+from sortedrl.training.run_record import RunRecord
 from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, schedule_of
 from sortedrl.training.shuffled_rewards import RewardPool, shuffled
@@ -225,7 +226,7 @@ class TrainingRun:
     def _finish(self, done: int) -> dict[str, Any]:
         if not done:
             raise NothingLearned(
-                f"no update was made: {self.record.metrics.run_metrics().rejected} rollouts were rejected, "
+                f"no update was made. Rejected: {counted(self.record.metrics.run_metrics().rejected, 'rollout')}, "
                 f"{self.rejections.most_frequent()}. `sortedrl report {self.folder.path}` lists all reasons"
             )
         self.folder.require_in_place()
@@ -355,12 +356,13 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             folder.create(settings, log)
         run.record.show(run.updates_in_all)
         log(f"run folder {folder.path}")
-        log(f"{len(resources.train)} problems, {counted_updates(run.updates_in_all)}, mode {settings.mode}")
+        problems = counted(len(resources.train), "problem")
+        log(f"{problems}, {counted(run.updates_in_all, 'update')}, mode {settings.mode}")
         if notice := learning_rate_notice(settings, resources.model.num_parameters()):
             log(notice)
         if resumed is not None:
             run.resume(resumed)
-            log(f"resumed after {counted_updates(resumed.controller['updates'])}, from {resumed.path}")
+            log(f"resumed after {counted(resumed.controller['updates'], 'update')}, from {resumed.path}")
         for name in settings.tracker:
             run.record.trackers.add(open_tracker(name, folder.path, as_json(settings)))
         try:

@@ -31,6 +31,7 @@ from typing import Any
 from sortedrl.core.engine import Request
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
@@ -71,7 +72,7 @@ class SglangEngine(HttpEngine):
         room = sum(load["max_running_requests"] for load in loads)
         if room < self.slots:
             raise self.misconfigured(
-                f"the server has max_running_requests = {room}, but this engine has {self.slots} slots"
+                f"the server has max_running_requests = {room}, but this engine has {counted(self.slots, 'slot')}"
             )
 
     async def count_running(self) -> int | None:

@@ -37,6 +37,7 @@ from typing import Any
 
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, whole_number
@@ -79,7 +80,7 @@ class VllmServerEngine(HttpEngine):
             raise self.misconfigured(f"the server runs with --logprobs-mode {mode}, not processed_logprobs")
         if (room := scheduler["max_num_seqs"]) < self.slots:
             raise self.misconfigured(
-                f"the server runs with --max-num-seqs {room}, but this engine has {self.slots} slots"
+                f"the server runs with --max-num-seqs {room}, but this engine has {counted(self.slots, 'slot')}"
             )
         transfer = info["vllm_config"].get("weight_transfer_config") or {}
         unpickles = bool((info.get("vllm_env") or {}).get(_UNPICKLES))

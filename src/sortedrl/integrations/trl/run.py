@@ -32,6 +32,7 @@ from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.scoring import ScoreAtOnce
+from sortedrl.core.wording import counted
 from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.observe.metrics import Metrics
@@ -149,9 +150,9 @@ class ScheduledRun:
         for batch in self._batches:
             self._in_hand = batch
             return batch
+        rejected = counted(self.metrics.snapshot().rejected, "rollout")
         raise TooManyRejected(
-            f"the prompts are used up before the last step: {self.metrics.snapshot().rejected} rollouts were rejected; "
-            f"{self._rejections.most_frequent()}"
+            f"the prompts are used up before the last step. Rejected: {rejected}, {self._rejections.most_frequent()}"
         )
 
     def score(self, reward_of: dict[int, float]) -> None:

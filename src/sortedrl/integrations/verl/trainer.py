@@ -40,6 +40,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.wording import counted
 from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
@@ -187,9 +188,10 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         try:
             batch = next(self._batches, None)
             if batch is None:  # there are epochs to spare, so only rejected rollouts can be missing
+                rejected = counted(self.metrics.run_metrics().rejected, "rollout")
                 raise TooManyRejected(
-                    f"the data ended after {self.global_steps - 1} of {self.total_training_steps} updates, because "
-                    f"{self.metrics.run_metrics().rejected} rollouts were rejected; {self._rejections.most_frequent()}"
+                    f"the data ended after {self.global_steps - 1} of {self.total_training_steps} updates. "
+                    f"Rejected: {rejected}, {self._rejections.most_frequent()}"
                 )
             return batch
         except BaseException:

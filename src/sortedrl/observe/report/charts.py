@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from sortedrl.core.wording import counted
 from sortedrl.observe.report.curves import Curve, Dot, curve, line, rounded, thinned
 from sortedrl.observe.report.folds import UpdatePoint
 from sortedrl.observe.report.runs import Run
@@ -362,7 +363,7 @@ def timelines(run: Run, label: str, unit: TimeUnit) -> list[dict[str, Any]]:
         return [_timeline(run, label, unit, source.slices, (), run.ended)]
     updates = sum(at <= source.until for at in source.updates)
     return [
-        _timeline(run, f"{label}: first {updates} updates, in full", unit, source.slices, (), source.until),
+        _timeline(run, f"{label}: first {counted(updates, 'update')}, in full", unit, source.slices, (), source.until),
         _timeline(run, f"{label}: whole run, aggregated", unit, (), source.grid, run.ended),
     ]
 

@@ -16,6 +16,7 @@ from sortedrl.core.event_lines import Damage
 from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Phase, RunBegan, Updated
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.wording import counted
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (
     Mark,
@@ -227,23 +228,19 @@ def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
 
 def _lost_lines(name: str, lost: int) -> Iterable[str]:
     if lost:
-        yield f"{name}: skipped {_counted(lost, 'unreadable line')}."
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+        yield f"{name}: skipped {counted(lost, 'unreadable line')}."
 
 
 def _damage_notices(damage: Sequence[Damage], put_back: int, left_out: int) -> Iterable[str]:
     if damage:
         shown = ", ".join(f"line {d.line} ({d.why})" for d in damage[:5])
         more = f", and {len(damage) - 5} more" if len(damage) > 5 else ""
-        yield f"Event log: skipped {_counted(len(damage), 'unreadable line')}: {shown}{more}."
+        yield f"Event log: skipped {counted(len(damage), 'unreadable line')}: {shown}{more}."
     if left_out:
-        yield f"Event log: skipped {_counted(left_out, 'event')} because earlier events are missing."
+        yield f"Event log: skipped {counted(left_out, 'event')} because earlier events are missing."
     if put_back:
         yield (
-            f"Event log: {_counted(put_back, 'missing event')} inferred from later ones: metrics there are estimates."
+            f"Event log: {counted(put_back, 'missing event')} inferred from later ones: metrics there are estimates."
         )
 
 

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.core.wording import counted
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.charts import part_name
 from sortedrl.observe.report.runs import Run
@@ -177,8 +178,8 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
     pieces = _pieces(line)
     facts = [
         f"reward {line['reward']:+.2f}",
-        f"{_tokens(line):,} tokens" + (" (truncated)" if line.get("truncated") else ""),
-        f"{len(segments)} segment{'s' if len(segments) != 1 else ''}",
+        counted(_tokens(line), "token") + (" (truncated)" if line.get("truncated") else ""),
+        counted(len(segments), "segment"),
         f"update {line.get('update')}",
         f"rollout {line.get('rollout')}",
         *([f"first {MOST_CHARACTERS:,} characters"] if len(line["response"]) > MOST_CHARACTERS else []),
@@ -189,7 +190,7 @@ def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
         if any(version == ENVIRONMENT for version, _ in segments):
             boundaries += "; env: from the environment"
     elif len(segments) > 1:
-        made = ", ".join(f"{tokens} tokens by {_source(version)}" for version, tokens in segments)
+        made = ", ".join(f"{counted(tokens, 'token')} by {_source(version)}" for version, tokens in segments)
         boundaries = f"{made}; segment boundaries were not recorded"
     return {
         "tags": ", ".join(tags),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from sortedrl.core.wording import counted
 from sortedrl.observe import wall_clock
 from sortedrl.observe.metrics import BUBBLE_PARTS
 from sortedrl.observe.report import charts
@@ -150,7 +151,8 @@ def subtitle(runs: Sequence[Run]) -> str:
     trained = sum(run.run_metrics.trained for run in runs)
     what = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     slots = sorted({run.run_metrics.slots for run in runs})
-    return f"{what} · {' / '.join(map(str, slots))} slots · {trained:,} rollouts trained on"
+    of_slots = counted(slots[0], "slot") if len(slots) == 1 else f"{' / '.join(map(str, slots))} slots"
+    return f"{what} · {of_slots} · {counted(trained, 'rollout')} trained on"
 
 
 def metrics_lead(series: Sequence[Series]) -> str:

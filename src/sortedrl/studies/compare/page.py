@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from sortedrl.core.wording import counted
 from sortedrl.observe.report.charts import Chart
 from sortedrl.observe.report.curves import rounded, translucent
 from sortedrl.observe.report.self_contained import render
@@ -31,7 +32,14 @@ def page(comparison: Comparison, version: str) -> str:
     charts = [learning_chart(comparison, colors), *difference_charts(comparison)]
     content = {
         "title": f"SortedRL: {study.name}",
-        "subtitle": f"study {study.name}, {len(study.arms)} arms, {len(study.seeds)} seeds, {_machines(comparison)}",
+        "subtitle": ", ".join(
+            (
+                f"study {study.name}",
+                counted(len(study.arms), "arm"),
+                counted(len(study.seeds), "seed"),
+                _machines(comparison),
+            )
+        ),
         "question": study.question,
         "answer": text.answer(comparison.primary),
         "caveats": list(text.caveats(comparison)),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.table import Table
 
+from sortedrl.core.wording import counted
 from sortedrl.studies.compare.comparison import Compared, Comparison, Summary
 from sortedrl.studies.compare.paired import Interval
 
@@ -72,9 +73,9 @@ def caveats(comparison: Comparison) -> Iterator[str]:
     if primary.missing:
         yield f"Seeds without both runs, left out: {', '.join(map(str, primary.missing))}."
     if comparison.failures:
-        yield f"{len(comparison.failures)} runs failed. Run the study again to retry them."
+        yield f"Failed: {counted(len(comparison.failures), 'run')}. Run the study again to retry."
     if comparison.not_run:
-        yield f"{len(comparison.not_run)} runs are not finished. Run the study again to continue."
+        yield f"Not finished: {counted(len(comparison.not_run), 'run')}. Run the study again to continue."
     yield from (f"{notice[0].upper()}{notice[1:]}." for notice in comparison.notices)
 
 
@@ -86,11 +87,11 @@ def censoring(compared: Compared) -> str:
         f"{number(contrast.outcome, value)} ({arm})" if value is not None else f"not reached ({arm})"
         for arm, value in ((contrast.arm, found.arm_median), (contrast.minus, found.minus_median))
     )
-    first = f"{contrast.arm} was first in {found.arm_first} pairs, {contrast.minus} in {found.minus_first}"
+    first = f"{contrast.arm} was first in {counted(found.arm_first, 'pair')}, {contrast.minus} in {found.minus_first}"
     text = f"Medians {medians}. {first} (sign test p = {found.sign_test_p:.2g})."
     if found.horizon is None:
         return f"All runs reached the threshold. {text}"
-    never = f"{found.arm_censored} runs of {contrast.arm} and {found.minus_censored} of {contrast.minus}"
+    never = f"{counted(found.arm_censored, 'run')} of {contrast.arm} and {found.minus_censored} of {contrast.minus}"
     horizon = number(contrast.outcome, found.horizon)
     return f"{never} never reached the threshold: all runs count up to {horizon}. {text}"
 
