@@ -6,7 +6,9 @@ from itertools import combinations
 
 import pytest
 
+from sortedrl.studies.compare.paired import sign_test
 from sortedrl.tasks.evaluation import (
+    Estimate,
     Evaluation,
     bootstrap,
     mean_at_k,
@@ -87,6 +89,70 @@ def test_the_same_change_of_every_problem_is_not_certainty(before: bool, after: 
     assert -1 <= gain.low <= gain.value <= gain.high <= 1
     assert gain.high - gain.low == pytest.approx(2 * 0.161, abs=1e-3)
     assert paired_difference([[before]] * 2000, [[after]] * 2000).low == pytest.approx(gain.value, abs=5e-3)
+
+
+def gain_of(better: int, worse: int, problems: int) -> Estimate:
+    """With one sample per problem."""
+    same = problems - better - worse
+    return paired_difference(
+        [[False]] * better + [[True]] * worse + [[True]] * same,
+        [[True]] * better + [[False]] * worse + [[True]] * same,
+    )
+
+
+@pytest.mark.parametrize("problems", [50, 500])
+def test_a_few_problems_show_a_gain_only_where_a_sign_test_does(problems: int) -> None:
+    for better in range(20):
+        for worse in range(min(better, 20 - better)):
+            gain = gain_of(better, worse, problems)
+            assert gain.low <= gain.value <= gain.high
+            p = sign_test(better, worse)
+            if not 0.05 <= p < 0.08:  # the two need not agree on the brink
+                assert (gain.low > 0) == (p < 0.05), (better, worse)
+            mirrored = gain_of(worse, better, problems)
+            assert (mirrored.low, mirrored.high) == pytest.approx((-gain.high, -gain.low))
+
+
+@pytest.mark.parametrize(("differing", "better"), [(2, 0.8), (4, 0.9), (4, 1.0), (6, 0.75), (8, 0.5)])
+def test_the_interval_of_a_gain_holds_its_95_percent_if_few_problems_differ(differing: float, better: float) -> None:
+    """Of 100 problems, `differing` differ on average. The bootstrap alone had 0.84 to 0.96."""
+    up, down = differing * better / 100, differing * (1 - better) / 100
+    covered = 0.0
+    for ups in range(20):
+        for downs in range(20 - ups):
+            probability = (
+                math.comb(100, ups)
+                * math.comb(100 - ups, downs)
+                * up**ups
+                * down**downs
+                * (1 - up - down) ** (100 - ups - downs)
+            )
+            if probability > 1e-7:
+                gain = gain_of(ups, downs, 100)
+                covered += probability * (gain.low <= up - down <= gain.high)
+    assert covered > 0.94
+
+
+def test_a_few_scores_that_differ_are_no_reason_for_a_narrow_interval() -> None:
+    """A percentile bootstrap would be [0, 0.035]: 0 is impossible, and four times the value is not."""
+    correct = [[True, False]] * 3 + [[False, False]] * 97
+    estimate = mean_at_k(correct)
+    assert estimate.value == 0.015
+    assert 0 < estimate.low < 0.01 and 0.05 < estimate.high < 0.07
+    mirrored = mean_at_k([[not sample for sample in row] for row in correct])
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - estimate.high, 1 - estimate.low))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_an_interval_contains_its_value_and_only_possible_ones(samples: int) -> None:
+    draw = random.Random(5)
+    for _ in range(100):
+        problems = draw.randint(1, 19)
+        chance = draw.choice([0.02, 0.3, 0.97])
+        before, after = ([[draw.random() < chance for _ in range(samples)] for _ in range(problems)] for _ in "ab")
+        gain, score = paired_difference(before, after), mean_at_k(after)
+        assert -1 <= gain.low <= gain.value <= gain.high <= 1
+        assert 0 <= score.low <= score.value <= score.high <= 1
 
 
 def test_gain_pairs_problems_by_id() -> None:
