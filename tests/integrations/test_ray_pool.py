@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from sortedrl.core import (
     events,
 )
 from sortedrl.core.engine import Change, Engine, Finished, Started, Tokens
+from sortedrl.core.engine_base import EngineBase, EngineInfo
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.pool import Pool
 from sortedrl.integrations.ray import RayEngine, RayPool, merged
 from sortedrl.observe.metrics import Metrics
 from sortedrl.testing.engine_contract import EngineContract, Ledger
@@ -108,6 +111,68 @@ def test_what_the_engine_raises_is_raised_here(one_node: None) -> None:
         dying.poll()
     engine.close()
     dying.close()
+
+
+class BusyWhile(PacedEngine, EngineBase):
+    """Refuses work while the file exists, as a server that is overloaded does; it sleeps by writing another."""
+
+    def __init__(self, file: Path) -> None:
+        PacedEngine.__init__(self, slots=2, length_of=length_of, step_seconds=0.002)
+        self._file = file
+
+    @property
+    def is_available(self) -> bool:
+        return not self._file.exists()
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(kv_tokens=1234, vocabulary=99)
+
+    def sleep(self) -> None:
+        self._file.with_suffix(".asleep").touch()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60.0
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def test_what_an_engine_offers_beyond_the_protocol_is_passed_on(one_node: None, tmp_path: Path) -> None:
+    busy = tmp_path / "busy"
+    engine = RayEngine(lambda: BusyWhile(busy), num_cpus=1)
+    assert engine.info() == EngineInfo(kv_tokens=1234, vocabulary=99)
+    assert engine.is_available
+    busy.touch()
+    engine.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
+    engine.poll()
+    assert not engine.is_available, "the last reply said so"
+    engine.abort([0])
+    busy.unlink()
+    assert eventually(lambda: engine.is_available), "without a request inside, nothing else would ask"
+    engine.sleep()
+    assert (tmp_path / "busy.asleep").exists()
+    engine.close()
+
+
+def test_a_pool_leaves_an_unavailable_actor_alone_until_it_is_back(one_node: None, tmp_path: Path) -> None:
+    busy, never = tmp_path / "busy", tmp_path / "never"
+    first, second = (RayEngine(partial(BusyWhile, file), num_cpus=1) for file in (busy, never))
+    busy.touch()
+    first.poll(first.now())
+    sent: list[Request] = []
+    submit = first.submit
+    first.submit = lambda requests: (sent.extend(requests), submit(requests))  # type: ignore[assignment, return-value]
+    ledger = Ledger(Pool([first, second]))
+    ledger.submit([Request(i, Prompt("p", [1]), (), 40, i) for i in range(6)])
+    ledger.run()
+    assert sent == []
+    busy.unlink()
+    assert eventually(lambda: first.is_available)
+    ledger.submit([Request(i, Prompt("p", [1]), (), 40, i) for i in range(6, 12)])
+    ledger.run()
+    assert sent, "it gets its part again"
+    ledger.engine.close()  # type: ignore[attr-defined]
 
 
 def _no_engine() -> Engine:

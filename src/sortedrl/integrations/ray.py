@@ -15,11 +15,12 @@ restarts engines where the cluster has room; they start to work at the next weig
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine_base import EngineBase, EngineInfo, with_defaults
 from sortedrl.core.install_hint import install_hint
 from sortedrl.core.schedule import ConfigurationError
 
@@ -39,11 +40,17 @@ _WEIGHT_UPDATE_SECONDS = 1800.0
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.RaySystemError)
 
 
+class Reply(NamedTuple):
+    now: float  # on the actor's clock
+    is_available: bool
+    changes: list[Change]
+
+
 class EngineHost:
     """The actor: an engine that returns its clock with every reply."""
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
-        self._engine = make_engine()
+        self._engine = with_defaults(make_engine())
 
     def slots(self) -> int:
         return self._engine.slots
@@ -51,21 +58,32 @@ class EngineHost:
     def submit(self, requests: Sequence[Request]) -> None:
         self._engine.submit(requests)
 
-    def poll(self, seconds: float) -> tuple[float, list[Change]]:
+    def poll(self, seconds: float) -> Reply:
         engine = self._engine
         end = engine.now() + seconds
         changes = engine.poll(end)
         linger = min(end, engine.now() + _LINGER_SECONDS)
         while changes and engine.now() < linger:
             changes += engine.poll(linger)
-        return engine.now(), merged(changes)
+        return self._reply(changes)
 
-    def abort(self, ids: Sequence[int]) -> tuple[float, list[Change]]:
-        changes = self._engine.abort(ids)
-        return self._engine.now(), merged(changes)
+    def abort(self, ids: Sequence[int]) -> Reply:
+        return self._reply(self._engine.abort(ids))
 
     def update_weights(self, weights: Any, version: int) -> None:
         self._engine.update_weights(weights, version)
+
+    def is_available(self) -> bool:
+        return self._engine.is_available
+
+    def info(self) -> EngineInfo:
+        return self._engine.info()
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def _reply(self, changes: Sequence[Change]) -> Reply:
+        return Reply(self._engine.now(), self._engine.is_available, merged(changes))
 
 
 class RayEngine(EngineBase):
@@ -84,6 +102,9 @@ class RayEngine(EngineBase):
         self._actor = host.remote(make_engine)
         self._inside: set[int] = set()
         self._last_time = float("-inf")
+        self._is_available = True  # by the last reply
+        self._asking = threading.Lock()
+        self._question: Any = None  # whether it is available again, on its way
         if start_seconds is not None:
             started([self], start_seconds)
 
@@ -101,19 +122,40 @@ class RayEngine(EngineBase):
         changes: list[Change] = []
         while not changes and (self._inside if until is None else True):
             seconds = _ANSWER_SECONDS / 2 if until is None else max(0.0, until - self.now())
-            changes = self._on_our_clock(self._answer(self._actor.poll.remote(seconds), seconds + _ANSWER_SECONDS))
+            changes = self._received(self._answer(self._actor.poll.remote(seconds), seconds + _ANSWER_SECONDS))
             if until is not None and self.now() >= until:
                 break
         return changes
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
-        changes = self._on_our_clock(self._answer(self._actor.abort.remote(list(ids))))
+        changes = self._received(self._answer(self._actor.abort.remote(list(ids))))
         self._inside -= set(ids)
         return changes
 
     def update_weights(self, weights: Any, version: int) -> None:
         """`weights` may already be in Ray's object store (an ObjectRef)."""
         self._answer(self._actor.update_weights.remote(weights, version), _WEIGHT_UPDATE_SECONDS)
+
+    @property
+    def is_available(self) -> bool:
+        """By its last reply. Never waits: one that is not available and has no requests is asked in the background."""
+        with self._asking:
+            if not self._is_available:
+                self._question = self._question or self._actor.is_available.remote()
+                if ray.wait([self._question], timeout=0)[0]:
+                    question, self._question = self._question, None
+                    try:
+                        self._is_available = ray.get(question)
+                    except ray.exceptions.RayError:
+                        self._is_available = True  # it is lost, which the next call to it reports
+            return self._is_available
+
+    def info(self) -> EngineInfo:
+        info: EngineInfo = self._answer(self._actor.info.remote())
+        return info
+
+    def sleep(self) -> None:
+        self._answer(self._actor.sleep.remote())
 
     def close(self) -> None:
         """Kill the actor, and with it the engine."""
@@ -128,8 +170,9 @@ class RayEngine(EngineBase):
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error  # the engine's own exception
 
-    def _on_our_clock(self, answer: tuple[float, list[Change]]) -> list[Change]:
-        its_now, changes = answer
+    def _received(self, reply: Reply) -> list[Change]:
+        """Its changes, on our clock."""
+        its_now, self._is_available, changes = reply
         self._inside -= {change.id for change in changes if isinstance(change, Finished | Failed)}
         offset = self.now() - its_now
         stamped: list[Change] = []
