@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from end_to_end_table import read, table
 from end_to_end_workload import (
     GIB,
     HERE,
@@ -311,23 +312,6 @@ class Bench:
             padding_fraction=trained.get("padding_fraction"),
             streamed_fraction=trained.get("streamed_fraction"),
         )
-        self.log(f"{mode.name}: {table_row(mode.name, found, prediction, peak)}")
-
-
-HEADER = (
-    f"{'mode':34}{'upd/h':>7}{'predicted':>17}{'s/upd':>7}"
-    + "".join(f"{p:>11}" for p in PARTS)
-    + (f"{'bubble':>8}{'idle':>7}{'stale':>7}{'GiB':>7}")
-)
-
-
-def table_row(name: str, found: dict[str, float], said: dict[str, float], peak: float) -> str:
-    error = said["updates_per_hour"] / found["updates_per_hour"] - 1
-    return (
-        f"{name:34}{found['updates_per_hour']:7.1f}{said['updates_per_hour']:9.1f} {error:+7.1%}"
-        f"{found['seconds_per_update']:7.1f}" + "".join(f"{found[part]:11.2f}" for part in PARTS)
-        + f"{found['bubble']:8.1%}{found['idle']:7.1%}{found['staleness_mean']:7.2f}{peak:7.1f}"
-    )  # fmt: skip
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
@@ -336,13 +320,9 @@ def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
 
 def print_table(path: Path) -> None:
     """All modes in the file, and a copy of the table beside it."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    lines = [HEADER]
-    lines += [
-        table_row(row["mode"], row, row["predicted"], row["peak_tensors_gib"]) for row in rows if row["kind"] == "mode"
-    ]
-    print("\n".join(lines), flush=True)
-    write_atomically(path.with_suffix(".txt"), "\n".join(lines) + "\n")
+    text = table(read(path))
+    print(text, flush=True)
+    write_atomically(path.with_suffix(".txt"), text + "\n")
 
 
 def main() -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import runpy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from sortedrl.engines.step_time import PRESETS
 from sortedrl.studies import workload
 from sortedrl.studies.workload import Workload, with_mode
 
-ROWS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "update_rows.py"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROWS = runpy.run_path(str(BENCHMARKS / "update_rows.py"))
 PREFILL_SECONDS = 2e-5
 WORK = Workload(
     lengths=LognormalLengths(mu=5.0, limit=800),
@@ -74,3 +76,28 @@ def test_reused_tokens_are_not_prefilled_again() -> None:
     saved = sum(row.re_prefill_tokens for row in plain.rows) - sum(row.re_prefill_tokens for row in reusing.rows)
     assert 0 < saved <= len(seen)
     assert sum(row.seconds for row in plain.rows) == pytest.approx(sum(row.seconds for row in reusing.rows))
+
+
+def test_the_table_compares_with_as_many_updates_of_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = runpy.run_path(str(BENCHMARKS / "end_to_end_table.py"))
+    rows = ROWS["UpdateRows"](PREFILL_SECONDS)
+    workload.run(WORK, with_mode(SCHEDULE, "baseline"), rows, max_updates=6)
+    path = tmp_path / "end_to_end.jsonl"
+
+    def written(mode: str, updates: int) -> list[str]:
+        made = rows.rows[:updates]
+        found = ROWS["summary"](made)
+        last = {"kind": "mode", "mode": mode, **found, "predicted": found, "peak_tensors_gib": 1.0}
+        return [json.dumps({"kind": "update", "mode": mode, **asdict(row)}) for row in made] + [json.dumps(last)]
+
+    path.write_text("\n".join(written("baseline", 6) + written("shorter", 3) + written("first", 1)))
+    modes = table["read"](path)
+    _, baseline, shorter, first = table["table"](modes).splitlines()
+    assert "+0.0%" in baseline and "+0.0%" in shorter  # the prediction is its own summary
+    assert all("1.00 x" in line for line in (baseline, shorter, first))  # the same updates on both sides
+    assert "first" in first.split()[1] and "%" not in first[: first.index("1.00 x")]  # no prediction for the first
+    cut = table["table"](modes, 2).splitlines()
+    assert "+0.0%" not in cut[1] and "+0.0%" in cut[2]

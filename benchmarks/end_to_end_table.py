@@ -1,0 +1,100 @@
+"""The table of end_to_end.py, from one or several of its files.
+
+    python benchmarks/end_to_end_table.py benchmarks/measured/h200-8b/end_to_end_nine*.jsonl
+    python benchmarks/end_to_end_table.py --counted 4 benchmarks/measured/h200-8b/end_to_end_nine*.jsonl
+
+Files with the same prompts only, which means the same `--updates`. `of base` compares trained tokens per second with as
+many updates of the baseline. A mode that made only its first update shows that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from update_rows import PARTS, Row, summary
+
+HEADER = (
+    f"{'mode':28}{'counted':>8}{'upd/h':>7}{'predicted':>17}{'tok/s':>7}{'of base':>9}{'s/upd':>7}"
+    + "".join(f"{part:>11}" for part in PARTS)
+    + f"{'bubble':>8}{'idle':>7}{'stale':>7}{'GiB':>7}"
+)
+
+
+@dataclass(frozen=True)
+class MeasuredMode:
+    """The updates of a mode. `predicted`: updates per hour after the first update, None where some are left out."""
+
+    name: str
+    rows: Sequence[Row]
+    predicted: float | None
+    peak_gib: float
+
+    @property
+    def counted(self) -> int:
+        return max(1, len(self.rows) - 1)  # as summary()
+
+    def cut(self, counted: int) -> MeasuredMode:
+        """Its first update and `counted` more."""
+        if len(self.rows) <= counted + 1:
+            return self
+        return replace(self, rows=self.rows[: counted + 1], predicted=None)
+
+
+def read(path: Path) -> list[MeasuredMode]:
+    """The modes of a file that were run to their end, in order."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [_mode(line, lines) for line in lines if line["kind"] == "mode"]
+
+
+def _mode(line: dict[str, Any], lines: Sequence[dict[str, Any]]) -> MeasuredMode:
+    name = line["mode"]
+    rows = [_row(other) for other in lines if other["kind"] == "update" and other["mode"] == name]
+    predicted = line["predicted"]["updates_per_hour"] if len(rows) > 1 else None
+    return MeasuredMode(name, rows, predicted, line["peak_tensors_gib"])
+
+
+def _row(line: dict[str, Any]) -> Row:
+    return Row(**{field.name: line[field.name] for field in fields(Row)})
+
+
+def table(modes: Sequence[MeasuredMode], counted: int | None = None) -> str:
+    baseline = next((mode for mode in modes if mode.name == "baseline"), None)
+    shown = [mode if counted is None else mode.cut(counted) for mode in modes]
+    return "\n".join([HEADER, *(table_row(mode, baseline) for mode in shown)])
+
+
+def table_row(mode: MeasuredMode, baseline: MeasuredMode | None = None) -> str:
+    found = summary(mode.rows)
+    said, ratio = "", ""
+    if mode.predicted is not None:
+        said = f"{mode.predicted:.1f} {mode.predicted / found['updates_per_hour'] - 1:+7.1%}"
+    if baseline is not None and mode.counted <= baseline.counted:
+        beside = summary(baseline.cut(mode.counted if len(mode.rows) > 1 else 0).rows)
+        ratio = f"{found['trained_tokens_per_second'] / beside['trained_tokens_per_second']:.2f} x"
+    return (
+        f"{mode.name:28}{mode.counted if len(mode.rows) > 1 else 'first':>8}{found['updates_per_hour']:7.1f}{said:>17}"
+        f"{found['trained_tokens_per_second']:7.0f}{ratio:>9}{found['seconds_per_update']:7.1f}"
+        + "".join(f"{round(found[part], 2) + 0.0:11.2f}" for part in PARTS)
+        + f"{found['bubble']:8.1%}{found['idle']:7.1%}{found['staleness_mean']:7.2f}{mode.peak_gib:7.1f}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--counted", type=int, help="only so many updates after the first")
+    options = parser.parse_args()
+    if options.counted is not None and options.counted < 1:
+        raise SystemExit("--counted: at least 1")
+    print(table([mode for path in options.files for mode in read(path)], options.counted))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
