@@ -84,8 +84,7 @@ def _origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
 
 def located(error: ConfigurationError, kind: type[Settings], args: Sequence[str]) -> str:
     """The error as a user reads it: key, value, where it was set, why, and a fix."""
-    where = _origins(kind, args).get(error.key)
-    return f"{error.key} = {error.value!r}{f' (set by {where})' if where else ''}: {error.why}. {error.fix}"
+    return error.text(set_by=_origins(kind, args).get(error.key, ""))
 
 
 # Flags

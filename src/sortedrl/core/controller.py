@@ -51,6 +51,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy, overdue_and_unfinished
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.strategies.taken import StrategyError, batches_of, require_loading
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming
 from sortedrl.core.turns import Turns
 
@@ -287,7 +288,7 @@ class Controller:
                 self._abort_running()
             self._wait_for_scores()
             self._wait_for_learner()
-            return self.strategy.take(self._state)
+            return batches_of(self.strategy, self._state)
 
     def _wait_for_learner(self) -> None:
         """No batch is handed out while the learner works on a part of it. With `overlap` the engine carries on."""
@@ -303,7 +304,8 @@ class Controller:
     def _start_harvest(self) -> None:
         s = self._state
         self.update_engine()
-        self._loader.load()
+        if not self._loader.load():
+            require_loading(self.strategy, s)
         self.mark_phase("harvest")
         self.log.append(events.HarvestBegan(self._clock.now(), s.harvests, s.version))
         s.harvests += 1
@@ -362,9 +364,10 @@ class Controller:
         elif until is not None:
             self._reports.apply(self.engine.poll(until))
         else:
-            raise RuntimeError(
-                f"mode {self.strategy.name}: no rollout is running or being scored, and the strategy starts none "
-                f"of the {self.buffer.untrained} that are left"
+            raise StrategyError(
+                self.strategy.name,
+                f"no rollout is running or being scored, but enough() is false with {self._state.ready} ready, and "
+                f"may_start() starts none of the {self.buffer.waiting} that wait",
             )
         self._collect()
 

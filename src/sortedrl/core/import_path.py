@@ -1,4 +1,4 @@
-"""Your own parts by import path, `your.module:name`: a task, a reward function, an engine."""
+"""Your own parts by import path, `your.module:name`: a task, a reward function, an engine, a mode."""
 
 from __future__ import annotations
 

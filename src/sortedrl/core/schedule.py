@@ -14,8 +14,13 @@ class ConfigurationError(UserError, ValueError):
     """A setting that cannot work: its name, its value, why, and a fix to copy."""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:
-        super().__init__(f"{key} = {value!r}: {why}. {fix}")
         self.key, self.value, self.why, self.fix = key, value, why, fix
+        super().__init__(self.text())
+
+    def text(self, set_by: str = "") -> str:
+        source = f" (set by {set_by})" if set_by else ""
+        end = "" if self.why.endswith("?") else "."
+        return f"{self.key} = {self.value!r}{source}: {self.why}{end} {self.fix}"
 
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[str, object, str, str]]:
         return type(self), (self.key, self.value, self.why, self.fix)

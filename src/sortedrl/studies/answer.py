@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sortedrl.core.strategies.registry import STRATEGIES
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.wording import counted
 from sortedrl.studies.plan import Allowed, Option, choose, is_allowed, larger_updates, option
 from sortedrl.studies.simulate import Case
@@ -44,7 +44,7 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     if younger is not None and _gain(modes[younger.name], base) > 1.02:
         younger_gain = _gain(modes[younger.name], base)
         text += f"; with less staleness, {younger.name} gives {younger_gain:.2f} times at {younger.staleness_mean:.2f}"
-    fresh = _best([o for o in usable if STRATEGIES[o.schedule.mode].on_policy and o.staleness_mean == 0])
+    fresh = _best([o for o in usable if strategy_named(o.schedule.mode).on_policy and o.staleness_mean == 0])
     if choice.staleness_mean > 0 and fresh is not None and _gain(modes[fresh.name], base) > 1.02:
         text += f"; without stale tokens, {fresh.name} gives {_gain(modes[fresh.name], base):.2f} times"
     return f"{text}.{larger_updates(choice)}"

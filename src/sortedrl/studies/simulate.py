@@ -50,7 +50,9 @@ class SimulateSettings(SimulatedSettings):
     """Compare schedules on one simulated workload: what would I gain on my lengths?"""
 
     oversubscribe: Oversubscribe = None
-    modes: Annotated[tuple[str, ...], Field(min_length=1, description="schedules to compare")] = DECIDING_MODES
+    modes: Annotated[
+        tuple[str, ...], Field(min_length=1, description="schedules to compare; your.module:Class is your own")
+    ] = DECIDING_MODES
     all_modes: Annotated[
         bool,
         tyro.conf.arg(name="all"),

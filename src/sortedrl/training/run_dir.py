@@ -284,7 +284,8 @@ def refuse_changes(settings: TrainSettings, folder: RunFolder, log: Log) -> None
 
 
 def _default_path(settings: TrainSettings) -> Path:
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.mode}-seed{settings.seed}"
+    mode = settings.mode.replace(":", ".")  # of a mode of your own; a colon is no part of a name on every file system
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{mode}-seed{settings.seed}"
 
 
 def _next_free(path: Path) -> Path:

@@ -172,9 +172,9 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         Field(ge=0, le=65535, description="serve metrics for Prometheus on this port of localhost; 0: any free port"),
     ] = None
     out: Annotated[Path | None, Field(description="run folder; default: runs/TIME-MODE-SEED")] = None
-    mode: Annotated[str, Field(description="schedule; `sortedrl simulate` and `sortedrl plan` compare them")] = (
-        "partial+elevator"
-    )
+    mode: Annotated[
+        str, Field(description="schedule; `sortedrl simulate` compares them; your.module:Class is your own")
+    ] = "partial+elevator"
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64, description="seed of data order and sampling")] = 0
     algorithm: AlgorithmSetting = "grpo"
     learning_rate: LearningRate = 3e-4

@@ -1,6 +1,9 @@
-"""All schedules by name. To add one, write a class and add a line here."""
+"""All schedules by name, and your own by import path (docs/design.md, "A mode of your own")."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
 
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import Strategy
@@ -32,8 +35,31 @@ STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 def strategy_named(mode: str) -> Strategy:
     if mode in STRATEGIES:
         return STRATEGIES[mode]
+    if ":" in mode:
+        return _from_import_path(mode)
     import difflib  # slow to import, and needed only for this error
 
     near = difflib.get_close_matches(mode, STRATEGIES, n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]}? " if near else ""
-    raise ConfigurationError("mode", mode, "no such mode", f"{hint}Modes: {', '.join(STRATEGIES)}.")
+    modes = ", ".join(STRATEGIES)
+    raise ConfigurationError("mode", mode, "no such mode", f"{hint}Modes: {modes}, or your own as your.module:Class.")
+
+
+@cache
+def _from_import_path(path: str) -> Strategy:
+    """Your own strategy: a class that needs nothing but its name, or an instance."""
+    from sortedrl.core.import_path import fault_in_your_code, import_object
+
+    fix = "Name a class derived from sortedrl.core.Strategy, or an instance of one (docs/design.md)."
+    try:
+        found = import_object(path, lambda value: isinstance(value, Strategy))
+    except ValueError as error:
+        raise ConfigurationError("mode", path, str(error), fix) from None
+    if isinstance(found, Strategy):
+        return replace(found, name=path)
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise ConfigurationError("mode", path, "it is not a mode", fix)
+    try:
+        return found(name=path)
+    except Exception as error:
+        raise ConfigurationError("mode", path, f"it raised {fault_in_your_code(error)}", fix) from error
