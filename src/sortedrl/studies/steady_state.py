@@ -24,6 +24,7 @@ class SteadyState:
         self._request_of = request_of
         self._next_turn = next_turn
         self._turnovers = [0] * engine.slots  # rollouts that each slot has finished
+        self._wanted = self._behind = 0  # turnovers of each slot, and slots with fewer
         self._slot_of: dict[int, int] = {}
         self._running: dict[int, Request] = {}
         self._made: dict[int, int] = {}  # tokens of each running request
@@ -57,7 +58,8 @@ class SteadyState:
         self._engine.submit([request])
 
     def _run_until(self, turnovers: int, rollouts: int) -> None:
-        while min(self._turnovers) < turnovers or self._started < rollouts:
+        self._wanted, self._behind = turnovers, sum(done < turnovers for done in self._turnovers)
+        while self._behind or self._started < rollouts:
             for change in self._engine.poll():
                 if isinstance(change, Failed):
                     raise RuntimeError(f"the engine refused a request: {change.reason}")
@@ -75,4 +77,5 @@ class SteadyState:
             return
         slot = self._slot_of.pop(change.id)
         self._turnovers[slot] += 1
+        self._behind -= self._turnovers[slot] == self._wanted
         self._start(slot)
