@@ -30,6 +30,8 @@ from typing import Any
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 
 Key = tuple[float, ...]
+# Names of their own: Python 3.11 takes longer for `State.WAITING` than for a call.
+WAITING, RUNNING, ENVIRONMENT, RETURNING, FINISHED, READY, TRAINED, REJECTED = State
 
 
 class Group:
@@ -51,7 +53,7 @@ class Group:
 
     @property
     def is_started(self) -> bool:
-        return any(member.state is not State.WAITING or member.segments for member in self.members)
+        return any(member.state is not WAITING or member.segments for member in self.members)
 
 
 class Buffer:
@@ -133,7 +135,7 @@ class Buffer:
         heapq.heapify(self._queue)
 
     def _enqueue(self, rollout: Rollout, key: Key) -> None:
-        rollout.state = State.WAITING
+        rollout.state = WAITING
         self._count_waiting(rollout, 1)
         heapq.heappush(self._queue, (key, rollout.id, rollout))
 
@@ -169,25 +171,25 @@ class Buffer:
         """Take the head of the queue."""
         key, _, rollout = heapq.heappop(self._queue)
         self._count_waiting(rollout, -1)
-        rollout.state = State.RUNNING
+        rollout.state = RUNNING
         self.running[rollout.id] = rollout
         return rollout, key
 
     def end_turn(self, rollout: Rollout) -> None:
         del self.running[rollout.id]
-        rollout.state = State.ENVIRONMENT
+        rollout.state = ENVIRONMENT
         self.in_environment[rollout.id] = rollout
 
     def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
         del self.in_environment[rollout.id]
         rollout.observe(tokens)
-        rollout.state = State.RETURNING
+        rollout.state = RETURNING
         self.returning[rollout.id] = rollout
 
     def resume(self) -> Rollout:
         """Take the first of the returning rollouts."""
         rollout = self.returning.pop(next(iter(self.returning)))
-        rollout.state = State.RUNNING
+        rollout.state = RUNNING
         self.running[rollout.id] = rollout
         return rollout
 
@@ -195,7 +197,7 @@ class Buffer:
         """From the engine, or from its environment."""
         self._leave(rollout)
         rollout.truncated = truncated
-        rollout.state = State.FINISHED
+        rollout.state = FINISHED
         self._finished[rollout.id] = rollout
 
     def put_back(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
@@ -219,7 +221,7 @@ class Buffer:
 
     def score(self, rollout: Rollout, reward: float, detail: Any) -> None:
         del self._finished[rollout.id]
-        rollout.state, rollout.reward, rollout.detail = State.READY, reward, detail
+        rollout.state, rollout.reward, rollout.detail = READY, reward, detail
         group = self._groups[rollout.id]
         group.missing -= 1
         self._note_if_complete(group)
@@ -229,7 +231,7 @@ class Buffer:
         self._ready_members[group.gate] -= len(group.members)
         self._started[group.gate] -= len(group.members)
         for rollout in group.members:
-            rollout.state = State.TRAINED
+            rollout.state = TRAINED
             self._release(rollout, group.gate)
         self.trained += len(group.members)
 
@@ -237,7 +239,7 @@ class Buffer:
         """Remove the rollout for good; its group continues without it. Returns how many tokens were dropped."""
         group = self._groups[rollout.id]
         self._leave(rollout)
-        rollout.state = State.REJECTED
+        rollout.state = REJECTED
         self._started[group.gate] -= not group.waiting
         self._release(rollout, group.gate)
         self.rejected += 1
@@ -249,15 +251,15 @@ class Buffer:
 
     def _leave(self, rollout: Rollout) -> None:
         """The place where its state puts it."""
-        if rollout.state is State.RUNNING:
+        if rollout.state is RUNNING:
             del self.running[rollout.id]
-        elif rollout.state is State.WAITING:
+        elif rollout.state is WAITING:
             self._queue = [entry for entry in self._queue if entry[2] is not rollout]
             heapq.heapify(self._queue)
             self._count_waiting(rollout, -1)
-        elif rollout.state is State.ENVIRONMENT:
+        elif rollout.state is ENVIRONMENT:
             del self.in_environment[rollout.id]
-        elif rollout.state is State.RETURNING:
+        elif rollout.state is RETURNING:
             del self.returning[rollout.id]
         else:
             self._unfinish(rollout)
@@ -312,25 +314,25 @@ class Buffer:
         for group_id, gate, members in state["groups"]:
             rollouts = [_restored(fields, prompts) for fields in members]
             group = Group(group_id, gate, rollouts)
-            group.missing = sum(rollout.state is not State.READY for rollout in rollouts)
+            group.missing = sum(rollout.state is not READY for rollout in rollouts)
             by_id[group.id] = group
             self._started[gate] = self._started.get(gate, 0) + len(rollouts)
             self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
             for rollout in rollouts:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
-                if rollout.state is State.FINISHED:
+                if rollout.state is FINISHED:
                     self._finished[rollout.id] = rollout
-                elif rollout.state is State.ENVIRONMENT:
+                elif rollout.state is ENVIRONMENT:
                     self.in_environment[rollout.id] = rollout
         self.gate = next(iter(self._untrained), None)
         for group_id in state["ready"]:
             self._note_if_complete(by_id[group_id])
         for rollout_id in state["returning"]:
-            if self.live[rollout_id].state is State.RETURNING:  # otherwise its tokens were invalid
+            if self.live[rollout_id].state is RETURNING:  # otherwise its tokens were invalid
                 self.returning[rollout_id] = self.live[rollout_id]
         for rollout in self.live.values():  # after all groups exist: keys depend on other members
-            if rollout.state is State.WAITING:
+            if rollout.state is WAITING:
                 self._enqueue(rollout, key(rollout))
 
 
@@ -378,7 +380,7 @@ def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
     if not is_valid:
         return replace(
             rollout,
-            state=State.WAITING,
+            state=WAITING,
             attempt=rollout.attempt + 1,
             truncated=False,
             ended_by="",

@@ -340,14 +340,10 @@ class Controller:
             self.engine.submit(requests)
 
     def _request(self, rollout: Rollout) -> Request:
-        return Request(
-            id=rollout.id,
-            prompt=rollout.prompt,
-            prefix=tuple([segment.copy() for segment in rollout.segments]),  # the rollout's own segments grow
-            max_new_tokens=self.schedule.room_for(rollout),
-            seed=rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt),
-            sampling=self.sampling,
-        )
+        prefix = tuple([segment.copy() for segment in rollout.segments])  # the rollout's own segments grow
+        room = self.schedule.room_for(rollout)
+        seed = rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
+        return Request(rollout.id, rollout.prompt, prefix, room, seed, self.sampling)
 
     def _advance(self, until: float | None = None) -> None:
         """Wait for the engine, or for an answer of an environment or a score if nothing runs; not past the moment when

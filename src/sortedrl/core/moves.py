@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from sortedrl.core import events
 from sortedrl.core.batch import Batch
-from sortedrl.core.buffer import Group, Key
+from sortedrl.core.buffer import RUNNING, Group, Key
 from sortedrl.core.events import EventLog
 from sortedrl.core.rejections import NO_REWARD
-from sortedrl.core.rollout import Rollout, State
+from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, as_reward
 from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy
@@ -77,7 +77,7 @@ class RolloutMoves:
 
     def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
         """It ended in the engine, or in its environment."""
-        made = self._clock.leave(rollout) if rollout.state is State.RUNNING else 0
+        made = self._clock.leave(rollout) if rollout.state is RUNNING else 0
         self.state.buffer.finish(rollout, truncated=truncated)
         self._log.append(events.Finished(at, rollout.id, made, len(rollout), truncated))
         self.state.expectation.observe(rollout)

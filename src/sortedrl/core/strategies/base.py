@@ -54,11 +54,15 @@ class SchedulerState:
     long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
     must_finish: set[int] = field(default_factory=set)  # ids of groups that the staleness bound requires in this update
     longest_wait_updates: int = field(init=False)  # elevator: `max_wait_updates`, or two sweeps up and down the window
+    # How many rollouts may be in their environments, or without a score, before no further one is opened. Each update's
+    # worth of them makes the rollouts opened next about one update older.
+    backlog_limit: int = field(init=False)
 
     def __post_init__(self) -> None:
         window = cohort_prompts(self) * self.schedule.rollouts_per_prompt
         two_sweeps = 4 * math.ceil(window / self.schedule.rollouts_per_update)
         self.longest_wait_updates = self.schedule.max_wait_updates or two_sweeps
+        self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.schedule.rollouts_needed)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. Raises an error while rollouts are in the engine."""
@@ -288,12 +292,6 @@ def opens_more(rollout: Rollout, s: SchedulerState) -> bool:
     nor the coming update needs it."""
     is_needed = rollout.segments or completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
     return not is_needed
-
-
-def backlog_limit(s: SchedulerState) -> int:
-    """How many rollouts may be in their environments, or without a score, before no further one is opened. Each
-    update's worth of them makes the rollouts opened next about one update older."""
-    return max(s.slots, BACKLOG_UPDATES * s.schedule.rollouts_needed)
 
 
 def is_overdue(group: Group, s: SchedulerState) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Sweep,
-    backlog_limit,
     cohort_prompts,
     opens_more,
     prompts_closing_epoch,
@@ -83,18 +82,6 @@ class LookaheadPartial(Partial):
         return bound is None or updates_left(s.untrained_here, s.schedule.rollouts_needed) + s.learning <= bound
 
 
-class SweepKey(NamedTuple):
-    """Queue key of a rollout that the elevator starts in its sweep."""
-
-    gate: int
-    kind: int  # NEW
-    urgency: int  # IN_SWEEP
-    sweep: int  # number of the sweep that reaches the rollout
-    signed_length: float  # expected length, negative in a falling sweep
-    group: int
-    rollout: int
-
-
 @dataclass(frozen=True)
 class ElevatorPartial(Partial):
     """No cohort is drained. Freed slots are refilled from a window of waiting prompts, in a sweep
@@ -117,11 +104,13 @@ class ElevatorPartial(Partial):
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """New rollouts also wait for the scores: without a cohort gate, a reward that is slower than the engine would
         let finished rollouts pile up, older with every update."""
-        if s.buffer.finished >= backlog_limit(s) and opens_more(rollout, s):
+        if s.buffer.finished >= s.backlog_limit and opens_more(rollout, s):
             return False
         return super().may_start(rollout, s)
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
+        """In a sweep: the number of the sweep that reaches the rollout, and its expected length, negative if it falls.
+        A plain tuple: of each waiting rollout, a new one is built before every update."""
         if s.updates - rollout.loaded_at_update >= s.longest_wait_updates:
             return (group.gate, NEW, WAITED_TOO_LONG, rollout.id)
         expected = s.expected(rollout)
@@ -129,8 +118,8 @@ class ElevatorPartial(Partial):
         rises = number % 2 == 0
         if expected < position if rises else expected > position:  # passed: the next sweep reaches it
             number, rises = number + 1, not rises
-        return SweepKey(group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
+        return (group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
-        if isinstance(key, SweepKey):
-            s.sweep = Sweep(key.sweep, abs(key.signed_length))
+        if key[1:3] == (NEW, IN_SWEEP):
+            s.sweep = Sweep(int(key[3]), abs(key[4]))

@@ -14,7 +14,6 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Strategy,
-    backlog_limit,
     cohort_prompts,
     completes_a_group,
     opens_more,
@@ -109,7 +108,7 @@ class Partial(Strategy):
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """New rollouts also wait for the environments: if these are slower than the engine, every free slot would open
         one more, and all of them get older. `oversubscribe` sets another bound."""
-        waits_for_environments = s.schedule.oversubscribe is None and len(s.buffer.in_environment) >= backlog_limit(s)
+        waits_for_environments = s.schedule.oversubscribe is None and len(s.buffer.in_environment) >= s.backlog_limit
         if waits_for_environments and opens_more(rollout, s):
             return False
         return super().may_start(rollout, s)
