@@ -102,12 +102,16 @@ class RunMetrics:
 
 
 class Metrics:
-    """The fold. Holds a few numbers per rollout, never tokens."""
+    """The fold. Holds a few numbers per rollout, never tokens.
 
-    def __init__(self) -> None:
+    `estimates_uncut_length`: False if you pass the uncut length to `run_metrics`, as a simulation does.
+    """
+
+    def __init__(self, *, estimates_uncut_length: bool = True) -> None:
         self.mode = ""
         self.slots = 0
         self._began = self._time = 0.0
+        self._moment: Moment | None = None  # of `_time`, once it is needed
         self._phase = ""
         self._gate = "open"
         self._live = 0  # submitted to the engine, in a slot or in its queue
@@ -128,7 +132,7 @@ class Metrics:
         self._longest_wait = 0
         self._expected_lengths = array("d")
         self._real_lengths = array("d")
-        self._attempts = Attempts()
+        self._attempts = Attempts() if estimates_uncut_length else None
         self._reasons = Reasons()  # of rejections
         self._wall_clock = WallClock()
         self._turns = TurnTally()
@@ -185,7 +189,7 @@ class Metrics:
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
-        self._time = at
+        self._time, self._moment = at, None
         if self._phase != HARVEST:
             self._phase_seconds[self._phase] += seconds
             return
@@ -203,14 +207,18 @@ class Metrics:
             self._empty[_PART_OF_GATE[self._gate]] += free * seconds
 
     def _now(self) -> Moment:
-        slots, in_environments = self.slots or 1, self._empty["environment"]
-        return Moment(self._time, (sum(self._empty.values()) - in_environments) / slots, in_environments / slots)
+        if self._moment is None:
+            slots, in_environments = self.slots or 1, self._empty["environment"]
+            empty = sum(self._empty.values()) - in_environments
+            self._moment = Moment(self._time, empty / slots, in_environments / slots)
+        return self._moment
 
     def _on_run(self, event: events.RunBegan) -> None:
         if self.slots:
             raise SeveralRuns("a second run starts in the same event log: give each run an EventLog of its own")
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
+        self._moment = None
         self._wall_clock.begin(self._now())
         self._phase = "start"
         self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
@@ -270,8 +278,9 @@ class Metrics:
         if not (self._turns.in_use and self._turns.leave(rollout, event.at)):
             self._leave_engine(rollout, event.made)
         self._count["truncated"] += event.truncated
-        sampled = event.length - self._turns.tokens_of(rollout) if self._turns.in_use else event.length
-        self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
+        if self._attempts is not None:
+            sampled = event.length - self._turns.tokens_of(rollout)
+            self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
         self._wall_clock.finish(rollout, self._now())
 
     def _on_scored(self, event: events.Scored) -> None:
@@ -297,14 +306,16 @@ class Metrics:
         self._reasons.add(event.reason)
         self._wall_clock.forget(event.rollout)
         self._turns.drop(event.rollout, event.at)
-        self._attempts.forget(event.rollout)
+        if self._attempts is not None:
+            self._attempts.forget(event.rollout)
         self._first_expected.pop(event.rollout, None)
 
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped"] += dropped
             self._turns.drop(rollout, self._time)
-            self._attempts.dropped(rollout, self._group_of(rollout), dropped)
+            if self._attempts is not None:
+                self._attempts.dropped(rollout, self._group_of(rollout), dropped)
 
     def _leave_engine(self, rollout: int, made: int) -> None:
         self._live -= 1
@@ -343,7 +354,8 @@ class Metrics:
             if expected is not None:
                 self._expected_lengths.append(expected)
                 self._real_lengths.append(length)
-            self._attempts.trained(rollout, self._group_of(rollout), length)
+            if self._attempts is not None:
+                self._attempts.trained(rollout, self._group_of(rollout), length)
 
     def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
         """The lengths of an update, grouped by unit: a rollout, or a whole group."""
@@ -455,6 +467,8 @@ class Metrics:
 
     def _uncut_mean_length(self) -> float | None:
         """None with `keep_seed`: regenerating then repeats the same attempt, which carries no new information."""
+        if self._attempts is None:
+            raise ValueError("these metrics do not estimate the uncut length: pass it to run_metrics")
         if self._keeps_seeds and self._attempts.was_any_cut:
             return None
         return self._attempts.mean_if_uncut()
