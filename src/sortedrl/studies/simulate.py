@@ -46,6 +46,9 @@ DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
 )
 
 
+IN_LOAD_ORDER = {"baseline+longest-first": "baseline", "partial+planned": "partial"}  # if no length is known
+
+
 class SimulateSettings(SimulatedSettings):
     """Compare schedules on one simulated workload: what would I gain on my lengths?"""
 
@@ -125,7 +128,8 @@ def compare(
 
     Its `goodput_error` is the relative standard error of tokens per second.
     """
-    jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
+    first_with = {row.name: next(other.name for other in rows if _run_alike(row, other)) for row in rows}
+    jobs = [(row, seed, max_updates) for row in rows for seed in seeds if first_with[row.name] == row.name]
     limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
     by_limit: dict[tuple[int, int], float] = {}
     results: dict[tuple[str, int], Simulated] = {}
@@ -139,16 +143,36 @@ def compare(
         on_progress(len(results) + len(by_limit), total)
     summaries = {}
     for row in rows:
-        runs = [results[row.name, seed] for seed in seeds]
+        runs = [_in_mode(row.schedule.mode, results[first_with[row.name], seed]) for seed in seeds]
         limits_of_seeds = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
         summaries[row.name] = summary([run.run_metrics for run in runs], limits_of_seeds)
         summaries[row.name]["goodput_error"] = _goodput_error(row.schedule.mode, runs)
     return summaries
 
 
+def _run_alike(one: Case, other: Case) -> bool:
+    return one.workload == other.workload and _as_simulated(one) == _as_simulated(other)
+
+
+def _as_simulated(case: Case) -> Schedule:
+    """The schedule, or a simpler one with the same run. A mode that sorts new rollouts by expected length starts them
+    in load order as long as no length is known: each prompt is sampled once, and no rollout comes back without its
+    tokens (lost by the engine, not scored in time) or while others wait (overlap)."""
+    workload, schedule = case.workload, case.schedule
+    is_first_epoch = workload.expectation == "cold" and workload.epochs == schedule.rollouts_per_prompt == 1
+    comes_back = workload.kv_tokens is not None or workload.score_seconds > 0 or schedule.overlap
+    if comes_back or not is_first_epoch:
+        return schedule
+    return replace(schedule, mode=IN_LOAD_ORDER.get(schedule.mode, schedule.mode))
+
+
 class Simulated(NamedTuple):
     run_metrics: RunMetrics
     rates: tuple[float, ...]  # tokens per second in each part of the run, of about a cohort each
+
+
+def _in_mode(mode: str, run: Simulated) -> Simulated:
+    return run._replace(run_metrics=replace(run.run_metrics, mode=mode))
 
 
 class _Rates:
@@ -160,8 +184,8 @@ class _Rates:
         self._part_began = 0.0
         self.rates: list[float] = []
 
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Updated):
+    def see(self, event: Event) -> None:
+        if type(event) is Updated:
             self._tokens += sum(event.lengths)
             if (event.update + 1) % self._updates_per_part == 0 and event.at > self._part_began:
                 self.rates.append(self._tokens / (event.at - self._part_began))
@@ -171,7 +195,7 @@ class _Rates:
 def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = None) -> Simulated:
     per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
     rates = _Rates(max(1, per_cohort // schedule.rollouts_needed))
-    return Simulated(run(workload, schedule, rates, max_updates=max_updates), tuple(rates.rates))
+    return Simulated(run(workload, schedule, rates.see, max_updates=max_updates), tuple(rates.rates))
 
 
 def _goodput_error(mode: str, runs: Sequence[Simulated]) -> float | None:

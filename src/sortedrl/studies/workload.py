@@ -18,7 +18,14 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
-from sortedrl.engines.lengths import LengthOf, LognormalLengths, length_of_request, normal, remembered
+from sortedrl.engines.lengths import (
+    LengthOf,
+    LognormalLengths,
+    length_of_request,
+    normal,
+    remembered,
+    with_shared_cache,
+)
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_environments import simulated_environments
@@ -189,7 +196,7 @@ def run(
     max_updates: int | None = None,
 ) -> RunMetrics:
     """One simulated run, from the first prompt to the last update."""
-    workload = replace(workload, lengths=remembered(workload.lengths))  # one cache for the engine and `UncutLengths`
+    workload = replace(workload, lengths=with_shared_cache(workload.lengths))
     metrics, uncut = Metrics(estimates_uncut_length=False), UncutLengths(workload, schedule)
     engine, streamed = simulated_engine(workload), StreamedWork(workload)
     streams = workload.stream and strategy_named(schedule.mode).can_stream
