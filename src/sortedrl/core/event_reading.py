@@ -17,6 +17,8 @@ from sortedrl.core.events import Event, HarvestBegan, Lost, Phase, RolledBack, R
 if TYPE_CHECKING:
     from pathlib import Path
 
+_MARKS = frozenset({RunBegan, RolledBack, HarvestBegan})  # after which earlier lines may no longer count
+
 
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a log file, including those that a rollback made void. Stops at a torn last line."""
@@ -63,7 +65,7 @@ def read_intact(path: Path) -> IntactLog:
     An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
     """
     kept, earlier_runs = last_run(_lines(path))
-    intact: list[Event] = [line for line in kept if not isinstance(line, Damage | Lost)]
+    intact: list[Event] = [line for line in kept if not isinstance(line, (Damage, Lost))]
     return IntactLog(intact, [line for line in kept if isinstance(line, Damage)], earlier_runs)
 
 
@@ -77,7 +79,11 @@ def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int
     kept: list[Event | Damage] = []
     earlier_runs = 0
     void = VoidTime()
+    is_damaged = False
     for line in lines:
+        if not isinstance(line, Damage) and type(line) not in _MARKS:
+            kept.append(void.taken_from(line) if void.seconds else line)
+            continue
         if isinstance(line, RolledBack):
             del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
             void = VoidTime.between(kept, line)
@@ -86,8 +92,9 @@ def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int
             kept.clear()
             void = VoidTime()
             earlier_runs += 1
-        elif isinstance(line, HarvestBegan):
+        elif isinstance(line, HarvestBegan) and is_damaged:
             _drop_what_a_lost_mark_made_void(kept, line.harvest)
+        is_damaged = is_damaged or isinstance(line, Damage)
         kept.append(line if isinstance(line, Damage) else void.taken_from(line))
     return kept, earlier_runs
 

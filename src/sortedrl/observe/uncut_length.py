@@ -18,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 KINDS = 4
@@ -88,7 +89,7 @@ class Attempts:
         for group, length, finished in zip(self._groups, self._lengths, self._finished, strict=True):
             seen[group].append(steps.code(length, finished=bool(finished)))
         every = -(-len(self._groups) // MOST_ATTEMPTS)
-        kinds = _Kinds.fitted(steps.count, list(seen.values())[::every])
+        kinds = _Kinds.fitted(steps.count, [tuple(codes) for codes in list(seen.values())[::every]])
         beyond = [kind.expected_beyond(steps.means) for kind in kinds.kinds]
         for group, cut in zip(self._cut_groups, self._cut_lengths, strict=True):
             place = steps.passed(cut)
@@ -157,7 +158,7 @@ class _Kinds:
         return cls(kinds, [kind.log_likelihoods() for kind in kinds])
 
     @classmethod
-    def fitted(cls, steps: int, groups: Sequence[Sequence[int]]) -> _Kinds:
+    def fitted(cls, steps: int, groups: Sequence[tuple[int, ...]]) -> _Kinds:
         """Fitted by expectation maximization to the codes of each group's attempts."""
         count = [0.0] * (2 * steps + 1)
         for codes in groups:
@@ -170,11 +171,12 @@ class _Kinds:
             kinds = kinds._refitted(steps, groups, of_all)
         return kinds
 
-    def _refitted(self, steps: int, groups: Sequence[Sequence[int]], of_all: Sequence[float]) -> _Kinds:
+    def _refitted(self, steps: int, groups: Sequence[tuple[int, ...]], of_all: Sequence[float]) -> _Kinds:
         shares = [1e-3] * KINDS
         counts = [[0.0] * (2 * steps + 1) for _ in range(KINDS)]
+        posterior = cache(self.posterior)  # groups of one attempt have few codes
         for codes in groups:
-            for kind, p in enumerate(self.posterior(codes)):
+            for kind, p in enumerate(posterior(codes)):
                 shares[kind] += p
                 count = counts[kind]
                 for code in codes:

@@ -20,6 +20,7 @@ from sortedrl.observe.timeline import Slice
 BINS = 240  # time bins of the occupancy chart
 MOST_POINTS = 600  # of per-update curves; beyond that, neighboring updates are pooled
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_NO_SLOT_CHANGES = (events.Loaded, events.Scored, events.Streamed, events.Updated, events.Published)
 EMPTY = " "  # a cell of the slot grid in which no slice took a quarter of the time
 
 
@@ -55,10 +56,8 @@ class Mark:
 
 def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
     """The metrics of a run, and its slot occupancy over time. The log must not be empty."""
-    run_metrics, metrics = (
-        Metrics().fold(log).run_metrics(),
-        Metrics(),
-    )  # a second fold: stopping at bin edges would add rounding errors to the metrics
+    run_metrics = Metrics().fold(log).run_metrics()
+    metrics = Metrics(estimates_uncut_length=False)  # a second fold: stops at bin edges add rounding errors
     began, ended = log[0].at, log[-1].at
     edges = [began + (ended - began) * i / bins for i in range(bins)] + [ended]
     totals: list[dict[str, float]] = []
@@ -66,7 +65,10 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
         while len(totals) < bins and edges[len(totals)] < event.at:
             metrics.pass_time_to(edges[len(totals)])
             totals.append(metrics.slot_seconds())
-        metrics(event)
+        if type(event) in _NO_SLOT_CHANGES:
+            metrics.pass_time_to(event.at)
+        else:
+            metrics(event)
     totals += [metrics.slot_seconds()] * (bins + 1 - len(totals))
     parts = {part for part in totals[-1] if part != "busy" and totals[-1][part] > 0}
     width = (ended - began) / bins or 1.0

@@ -16,6 +16,9 @@ from sortedrl.core.events import Event
 
 UNKNOWN_MODE = "unknown mode"
 EMPTY_PHASES = ("weights", "end")  # the engine is empty then, even with overlap
+_OF_A_HARVEST = (events.HarvestBegan, events.Submitted, events.Started)
+_FROM_THE_ENGINE = (events.TurnEnded, events.Finished, events.Aborted, events.Failed)
+_AFTER_THE_ENGINE = (events.Scored, events.Regenerated, events.Rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class _Repairer:
             del self._holder[self._slot_of.pop(event.rollout)]
         elif isinstance(event, events.Finished) and event.rollout in self._in_environment:
             del self._in_environment[event.rollout]
-        elif isinstance(event, events.TurnEnded | events.Finished | events.Aborted | events.Failed):
+        elif isinstance(event, _FROM_THE_ENGINE):
             if event.rollout not in self._kept:
                 self.left_out += 1
                 return
@@ -109,7 +112,7 @@ class _Repairer:
                 return
             if isinstance(event, events.Observed):
                 del self._in_environment[event.rollout]
-        elif isinstance(event, events.Scored | events.Regenerated | events.Rejected):
+        elif isinstance(event, _AFTER_THE_ENGINE):
             self._in_environment.pop(event.rollout, None)
             self._load_up_to(event.rollout + 1, event.at)
         elif isinstance(event, events.Updated):
@@ -139,7 +142,7 @@ class _Repairer:
         if self._learns_since is not None and not isinstance(event, events.Phase):
             self._enter("learner", self._learns_since)
         self._learns_since = None
-        if isinstance(event, events.HarvestBegan | events.Submitted | events.Started) and self._phase != "harvest":
+        if self._phase != "harvest" and isinstance(event, _OF_A_HARVEST):
             self._enter("harvest", event.at)
 
     def _enter(self, phase: str, at: float) -> None:
