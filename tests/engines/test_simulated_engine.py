@@ -386,6 +386,7 @@ def test_lengths_may_have_the_names_of_other_tools(tmp_path: Path) -> None:
         ("prompt,length\na,3\nb\n", "line 3: length '' is not a number of tokens"),
         ("prompt,length\na,3\nb,long\n", "line 3: length 'long'"),
         ("length\nnan\n", "line 2: length nan"),
+        ("step,completion_length\n1,812.0\n2,803.4\n", r"line 3: length 803\.4 is not a whole number.* not means"),
     ],
 )
 def test_a_broken_csv_file_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
@@ -407,6 +408,7 @@ def test_a_broken_csv_file_is_named_with_its_line(tmp_path: Path, text: str, wor
         ('"long"\n', "line 1: length 'long'"),
         ("true\n", "line 1: length True"),
         ("NaN\n", "line 1: length nan"),
+        ("12.0\n12.5\n", "line 2: length 12.5 is not a whole number of tokens"),
         ('{"size": 3}\n', r"line 1: no `length` or `lengths` in \['size'\]"),
         ('{"lengths": []}\n', "line 1: no `length`"),
         ('7\n{"prompt": "a", "length": 3}\n', "some lengths have a `prompt` and some do not"),

@@ -89,6 +89,9 @@ def read_lengths(path: Path) -> ReplayedLengths:
         if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
             why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
             raise ValueError(f"{path}, line {line_number}: {why}")
+        if length != round(length):  # a column of a trainer's log, such as completion_length of TRL before 0.16
+            why = f"length {length} is not a whole number of tokens: give the length of each response, not means"
+            raise ValueError(f"{path}, line {line_number}: {why}")
         by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: no lengths in this file")
