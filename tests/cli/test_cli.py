@@ -268,6 +268,10 @@ def test_a_shared_gpu_is_refused_where_it_cannot_be_shared(tmp_path: Path, flags
 STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]
 BAD_INPUT = {
     "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
+    "more slots than any engine has": (["simulate", "--slots", "9" * 20], ["slots = 9999", "it should be at most"]),
+    "a prompt beyond any context": (["simulate", "--prompt-tokens", "9" * 20], ["it should be at most 10000000"]),
+    "a cohort beyond any dataset": (["train", "--prompts-per-cohort", "9" * 20], ["it should be at most 10000000"]),
+    "more cohorts than one can wait for": (["plan", "--cohorts", "9" * 20], ["it should be at most 10000000"]),
     "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "it should be at least 1"]),
     "an unknown mode": (["simulate", "--modes", "partial+elevater"], ["Did you mean partial+elevator?"]),
     "an unknown flag": (["simulate", "--slotz", "3"], ["no such flag: --slotz. Did you mean --slots?"]),

@@ -14,7 +14,9 @@ from sortedrl.settings.base import literal
 Slots = Annotated[
     int,
     Field(
-        ge=1, description="requests that the engine decodes at once (vLLM max_num_seqs, SGLang max_running_requests)"
+        ge=1,
+        le=1_000_000,
+        description="requests that the engine decodes at once (vLLM max_num_seqs, SGLang max_running_requests)",
     ),
 ]
 # Options of our engines that are switches: any other text would count as true.

@@ -9,11 +9,13 @@ from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import Schedule
 
-RolloutsPerUpdate = Annotated[int, Field(ge=1, description="rollouts that one update trains on")]
+MOST = 10_000_000  # of anything that is counted: more is a slip of the keyboard, and would fill the memory
+RolloutsPerUpdate = Annotated[int, Field(ge=1, le=MOST, description="rollouts that one update trains on")]
 PromptsPerCohort = Annotated[
-    int, Field(ge=1, description="prompts that are loaded together and trained on before the next ones are loaded")
+    int,
+    Field(ge=1, le=MOST, description="prompts that are loaded together and trained on before the next ones are loaded"),
 ]
-RolloutsPerPrompt = Annotated[int, Field(ge=1, description="responses per prompt: the group of GRPO and RLOO")]
+RolloutsPerPrompt = Annotated[int, Field(ge=1, le=MOST, description="responses per prompt: the group of GRPO and RLOO")]
 Oversubscribe = Annotated[
     float | None,
     Field(description="cap on started rollouts, as a multiple of what the update needs; default: the mode's own"),

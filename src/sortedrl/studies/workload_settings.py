@@ -19,7 +19,7 @@ from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths
 from sortedrl.engines.settings import Slots
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
-from sortedrl.settings.schedule import ScheduleSettings, schedule_from, score_wait_seconds
+from sortedrl.settings.schedule import MOST, ScheduleSettings, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
 from sortedrl.studies.workload import Workload
 
@@ -33,7 +33,7 @@ MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
 MANY_CUT = 0.2  # fraction of the drawn lengths
-PromptTokens = Annotated[int, Field(ge=0, description="tokens per prompt")]
+PromptTokens = Annotated[int, Field(ge=0, le=MOST, description="tokens per prompt")]
 
 
 class LengthSettings(BaseModel):
@@ -122,10 +122,11 @@ class SimulatedSettings(WorkloadSettings):
     """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
     turns: Annotated[
-        int, Field(ge=1, description="turns per response; with several, the lengths above are those of one turn")
+        int,
+        Field(ge=1, le=MOST, description="turns per response; with several, the lengths above are those of one turn"),
     ] = 1
     observation_tokens: Annotated[
-        int, Field(ge=1, description="tokens of an environment's answer between two turns")
+        int, Field(ge=1, le=MOST, description="tokens of an environment's answer between two turns")
     ] = 128
     environment_seconds: Annotated[
         float, Field(ge=0, description="mean time until an environment answers; lognormal, sd 1 of the logarithm")
@@ -146,7 +147,7 @@ class SimulatedSettings(WorkloadSettings):
         bool, Field(description="with --stream: on the engine's GPU, at the speeds measured on an H200")
     ] = False
     score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
-    cohorts: Annotated[int, Field(ge=1, description="length of each simulated run, in cohorts")] = 6
+    cohorts: Annotated[int, Field(ge=1, le=MOST, description="length of each simulated run, in cohorts")] = 6
     seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one simulated run per seed")] = (0,)
 
     def response_limit(self) -> int:
