@@ -238,7 +238,7 @@ def test_all_other_files_may_be_damaged_at_once(run: Path) -> None:
     (run / "rollouts.jsonl").write_bytes(b"\x00" * 100 + b"\n")
     done = resume(run, 5)
     assert done.returncode == 0, done.stderr
-    for part in ("config.json cannot be read", "metrics.jsonl: 3 lines cannot", "rollouts.jsonl: 1 lines cannot"):
+    for part in ("config.json cannot be read", "left out 3 unreadable lines", "left out 1 unreadable line;"):
         assert part in done.stdout
     assert json.loads((run / "summary.json").read_text())["updates"] == 5
     assert json.loads((run / "config.json").read_text())["slots"] == 8
@@ -258,11 +258,22 @@ def test_resume_falls_back_to_the_intact_checkpoint_and_says_so(run: Path) -> No
     assert "damaged-update-000004" in names and not any(name.startswith(".") for name in names)
 
 
+def test_a_run_and_its_model_are_told_apart(run: Path) -> None:
+    def refused(*words: str) -> str:
+        return one_line(forked.run(list(words), run.parent / "output"))
+
+    assert refused("eval", "--model", str(run)).endswith(f"this is the folder of a run. Name its model: {run}/model.")
+    assert "it is that of a model, not of a run" in refused("train", "--resume", str(run / "model"))
+    (run / "model").rename(run / "moved")
+    assert refused("train", "--model", str(run)).endswith(f"a model when it has ended: sortedrl train --resume {run}.")
+
+
 def test_a_run_that_is_resumed_at_its_end_saves_nothing_again(run: Path) -> None:
     state = run / "checkpoints" / "update-000004" / "state.json"
     before = state.stat().st_ino
-    assert resume(run, 4).returncode == 0
-    assert state.stat().st_ino == before
+    done = resume(run, 4)
+    assert done.returncode == 0 and state.stat().st_ino == before
+    assert "no update is left to make: for more, set --updates to more than 4" in done.stdout
 
 
 def test_two_runs_of_the_same_second_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

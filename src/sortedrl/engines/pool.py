@@ -338,12 +338,12 @@ class Pool(EngineBase):
         member.entries.clear()
         member.inbox.clear()
         _log.warning(
-            "engine %d of %d is lost (%s): %d requests move to the %d remaining engines",
+            "engine %d of %d is lost (%s): %s to move to %s",
             self._members.index(member) + 1,
             len(self._members),
             member.lost,
-            len(waiting),
-            sum(other.is_working for other in self._members),
+            counted(len(waiting), "request"),
+            counted(sum(other.is_working for other in self._members), "remaining engine"),
         )
         self._dispatch()
         self._news.notify_all()

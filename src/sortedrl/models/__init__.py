@@ -39,6 +39,11 @@ def model_named(name: str, task: str = "") -> str:
 def check_model_path(name: str) -> None:
     """Refuse a path without a model. A hub name is not looked up."""
     if Path(name).is_dir():
+        if (Path(name) / "checkpoints").is_dir() and (Path(name) / "events.jsonl").is_file():
+            fix = f"Name its model: {Path(name) / 'model'}."
+            if not (Path(name) / "model").is_dir():
+                fix = f"It has a model when it has ended: sortedrl train --resume {name}."
+            raise ConfigurationError("model", name, "this is the folder of a run", fix)
         if not (Path(name) / "config.json").is_file():
             raise ConfigurationError("model", name, "this folder has no config.json", _FIX)
         if fault := _fault_of(Path(name) / "config.json"):

@@ -34,6 +34,7 @@ from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_fil
 from sortedrl.core.events import RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
@@ -184,7 +185,7 @@ class RunFolder:
                 copy = copy_of_damaged(path)
             except OSError as error:
                 raise cannot_write(path, error) from error
-            log(f"{path}: {unreadable:,} lines cannot be read and are left out; the damaged file is now {copy}")
+            log(f"{path}: left out {counted(unreadable, 'unreadable line')}; the damaged file is now {copy}")
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
 
     def drop_evaluation(self, update: int) -> None:

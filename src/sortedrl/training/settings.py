@@ -295,7 +295,10 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
     """The settings of a run, and a notice if they come from a checkpoint because config.json is damaged."""
     path = folder / "config.json"
     try:
-        return _read_object(path), None
+        settings = _read_object(path)
+        if "model_type" not in settings:
+            return settings, None
+        damage: Exception = ValueError("it is that of a model, not of a run")
     except (OSError, ValueError) as error:
         damage = error
     states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name)

@@ -362,7 +362,10 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             log(notice)
         if resumed is not None:
             run.resume(resumed)
-            log(f"resumed after {counted(resumed.controller['updates'], 'update')}, from {resumed.path}")
+            done = resumed.controller["updates"]
+            log(f"resumed after {counted(done, 'update')}, from {resumed.path}")
+            if done >= run.updates_in_all:
+                log(f"no update is left to make: for more, set --updates to more than {done}")
         for name in settings.tracker:
             run.record.trackers.add(open_tracker(name, folder.path, as_json(settings)))
         try:
