@@ -1,5 +1,6 @@
 """A schedule of your own in ten lines: the paper's partial mode, but long responses start first.
 
+    python examples/bring_your_own_mode.py        # what it gains, simulated: the same as the next two lines
     cd examples
     sortedrl simulate --modes baseline partial bring_your_own_mode:LongestFirst --expectations cold oracle
     sortedrl train --mode bring_your_own_mode:LongestFirst --updates 4
@@ -13,9 +14,11 @@ what else a mode decides; src/sortedrl/core/strategies/paper.py has the paper's 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sortedrl.cli.main import main
 from sortedrl.core import Rollout, SchedulerState
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.strategies.paper import NEW, Partial
@@ -33,3 +36,8 @@ class LongestFirst(Partial):
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         return (group.gate, NEW, -s.expected(rollout), group.id, rollout.id)
+
+
+if __name__ == "__main__":
+    modes = ["baseline", "partial", "bring_your_own_mode:LongestFirst"]
+    sys.exit(main(["simulate", "--modes", *modes, "--expectations", "cold", "oracle"]))
