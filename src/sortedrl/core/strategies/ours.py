@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
@@ -82,6 +82,18 @@ class LookaheadPartial(Partial):
         return bound is None or updates_left(s.untrained_here, s.schedule.rollouts_needed) + s.learning <= bound
 
 
+class SweepKey(NamedTuple):
+    """Queue key of a rollout that the elevator starts in its sweep."""
+
+    gate: int
+    kind: int  # NEW
+    urgency: int  # IN_SWEEP
+    sweep: int  # number of the sweep that reaches the rollout
+    signed_length: float  # expected length, negative in a falling sweep
+    group: int
+    rollout: int
+
+
 @dataclass(frozen=True)
 class ElevatorPartial(Partial):
     """No cohort is drained. Freed slots are refilled from a window of waiting prompts, in a sweep
@@ -109,8 +121,6 @@ class ElevatorPartial(Partial):
         return super().may_start(rollout, s)
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
-        """In a sweep: the number of the sweep that reaches the rollout, and its expected length, negative if it falls.
-        A plain tuple: of each waiting rollout, a new one is built before every update."""
         if s.updates - rollout.loaded_at_update >= s.longest_wait_updates:
             return (group.gate, NEW, WAITED_TOO_LONG, rollout.id)
         expected = s.expected(rollout)
@@ -118,8 +128,8 @@ class ElevatorPartial(Partial):
         rises = number % 2 == 0
         if expected < position if rises else expected > position:  # passed: the next sweep reaches it
             number, rises = number + 1, not rises
-        return (group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
+        return SweepKey(group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
-        if key[1:3] == (NEW, IN_SWEEP):
-            s.sweep = Sweep(int(key[3]), abs(key[4]))
+        if isinstance(key, SweepKey):
+            s.sweep = Sweep(key.sweep, abs(key.signed_length))
