@@ -68,9 +68,13 @@ def test_one_pair_has_no_interval() -> None:
     assert found.standard_error is None and found.t_interval is None and found.bootstrap_interval is None
 
 
-def test_equal_arms_differ_by_nothing() -> None:
-    found = difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    assert found.mean == 0 and found.t_interval is not None and not found.t_interval.excludes_zero
+@pytest.mark.parametrize("by", [0.0, 0.05])
+def test_the_same_difference_with_every_seed_is_no_certainty(by: float) -> None:
+    """With 20 problems a difference of +0.05 in both of two seeds is one problem each. Rounding is no spread."""
+    found = difference([1.0 + by, 2.0 + by, 3.1 + by], [1.0, 2.0, 3.1])
+    assert found.mean == pytest.approx(by) and found.pairs == 3
+    assert found.standard_error is None and found.t_interval is None and found.bootstrap_interval is None
+    assert found.smallest_visible is None
 
 
 def test_the_t_interval_has_its_confidence_and_the_smallest_visible_effect_its_power() -> None:

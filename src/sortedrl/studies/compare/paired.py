@@ -42,7 +42,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One arm minus the other. One pair has a mean and nothing else."""
+    """One arm minus the other. One pair has a mean and nothing else, and so have pairs with the same difference: as
+    with few problems and few seeds, they show no spread, but are no certainty."""
 
     pairs: int
     arm_mean: float
@@ -77,7 +78,7 @@ def difference(arm: Sequence[float], minus: Sequence[float], *, resample: bool =
     count, mean = len(pairs), fmean(differences)
     arm_mean, minus_mean = fmean(arm), fmean(minus)
     relative = mean / minus_mean if minus_mean > 0 else None
-    if count < 2:
+    if count < 2 or max(differences) - min(differences) <= 1e-12 * max(map(abs, (*arm, *minus))):
         return Difference(count, arm_mean, minus_mean, mean, None, None, None, None, relative, None)
     error = stdev(differences) / math.sqrt(count)
     half = t_quantile((1 + CONFIDENCE) / 2, count - 1) * error

@@ -49,7 +49,10 @@ def answer(compared: Compared) -> str:
     if found is None:
         return head + f"no seed has both runs {'on one device' if compared.on_two_devices else 'yet'}."
     if found.t_interval is None:
-        return f"{head}{number(outcome, found.mean, '+')} with one seed, which shows nothing."
+        mean = f"{head}{number(outcome, found.mean, '+')}"
+        if found.pairs > 1:
+            return f"{mean} with each of {found.pairs} seeds: without spread there is no interval."
+        return f"{mean} with one seed, which shows nothing."
     result = f"{number(outcome, found.mean, '+')} +- {number(outcome, found.standard_error)}"
     text = f"{head}{result} (standard error, {found.pairs} seeds), 95 % interval {interval(outcome, found.t_interval)}"
     if not found.t_interval.excludes_zero:
