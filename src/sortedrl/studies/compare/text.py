@@ -129,7 +129,8 @@ def contrast_row(compared: Compared) -> list[str]:
     return [
         compared.contrast.name,
         outcome,
-        f"{number(outcome, found.mean, '+')} +- {number(outcome, found.standard_error)}",
+        number(outcome, found.mean, "+")
+        + ("" if found.standard_error is None else f" +- {number(outcome, found.standard_error)}"),
         interval(outcome, found.t_interval),
         interval(outcome, found.bootstrap_interval),
         UNKNOWN if found.relative is None else f"{found.relative:+.1%}",
