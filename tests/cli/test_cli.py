@@ -363,7 +363,16 @@ BAD_INPUT = {
     "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "No such file"]),
     "results that are not there": (["compare", "--from", "nowhere"], ["nowhere", "study.toml"]),
     "modes of compare": (["compare", "--modes", "baseline"], ["no such flag: --modes"]),
-    "a wrong option of the task": (["train", "--task-options", "count", "abc"], ["task = 'knights_and_knaves:small'"]),
+    "a wrong option of the task": (
+        ["train", "--task-options", "count", "abc"],
+        ["task = 'knights_and_knaves:small'", "count = 'abc': it should be a whole number. See docs"],
+    ),
+    "a number in place of a list": (
+        ["train", "--task", "knights_and_knaves", "--task-options", "characters", "3"],
+        ["characters = 3: it should be a list, such as [3, 4, 5, 6, 7]"],
+    ),
+    "a fraction that is text": (["train", "--task-options", "held_out_fraction", "nan"], ["it should be a number"]),
+    "too few puzzles": (["train", "--task-options", "count", "0"], ["Use a count of at least", "16. See docs"]),
     "all modes and some": (["simulate", "--all", "--modes", "partial"], ["modes", "--all has every mode"]),
     "a data file that is not there": (
         ["train", "--task", "math:gsm8k", "--data", "nofile.jsonl"],

@@ -107,7 +107,28 @@ def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *a
     except TypeError as error:
         known = ", ".join(list(signature.parameters)[len(arguments) :])
         raise ValueError(f"{name}: {error}; its options are {known or 'none'}") from error
+    if task_class.__module__.startswith("sortedrl."):  # a class of yours may take more than its defaults show
+        for option, value in options.items():
+            if option in signature.parameters:  # not one of **options
+                _require_kind(option, value, signature.parameters[option].default)
     return task_class(*arguments, **options)
+
+
+def _require_kind(option: str, value: Any, default: Any) -> None:
+    """Refuse an option of another kind than its default; anything goes for one without."""
+    kinds: dict[type, tuple[str, Callable[[], bool]]] = {
+        bool: ("True or False", lambda: isinstance(value, bool)),
+        int: ("a whole number", lambda: isinstance(value, int) and not isinstance(value, bool)),
+        float: ("a number", lambda: isinstance(value, int | float) and not isinstance(value, bool)),
+        str: ("text", lambda: isinstance(value, str)),
+        tuple: (
+            f"a list, such as {list(default) if isinstance(default, tuple) else []}",
+            lambda: isinstance(value, Sequence) and not isinstance(value, str),
+        ),
+    }
+    kind, fits = kinds.get(type(default), ("", lambda: True))
+    if not fits():
+        raise ValueError(f"{option} = {value!r}: it should be {kind}")
 
 
 def _is_task(value: Any) -> bool:

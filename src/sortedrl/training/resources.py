@@ -137,7 +137,7 @@ def _task_error(settings: ModelSettings, reason: str) -> ConfigurationError:
     """Blames the data if the reason is about them, else the task."""
     about_data = settings.data is not None and (str(settings.data) in reason or "'data'" in reason)
     key, value = ("data", str(settings.data)) if about_data else ("task", settings.task)
-    return ConfigurationError(key, value, reason, "See docs/tasks.md.")
+    return ConfigurationError(key, value, reason.removesuffix("."), "See docs/tasks.md.")
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
