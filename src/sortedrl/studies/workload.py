@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
+from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.engine import Request
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog, Sink
@@ -213,14 +214,15 @@ def run(
         max_updates=max_updates,
         stream_to=SimulatedLearner(engine, streamed.seconds, shared) if streams else None,
     )
-    for batch in controller:
-        uncut.add(batch)
-        seconds = workload.learner_seconds(batch.tokens - streamed.taken())
-        if schedule.overlap:
-            controller.carry_on(until=engine.now() + seconds)
-        else:
-            engine.pass_time(seconds)
-        controller.publish()
+    with no_cycle_search():
+        for batch in controller:
+            uncut.add(batch)
+            seconds = workload.learner_seconds(batch.tokens - streamed.taken())
+            if schedule.overlap:
+                controller.carry_on(until=engine.now() + seconds)
+            else:
+                engine.pass_time(seconds)
+            controller.publish()
     return metrics.run_metrics(uncut.mean())
 
 

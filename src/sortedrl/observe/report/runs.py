@@ -6,14 +6,13 @@ is empty for a bare log. Damaged content never raises; `Run.notices` lists what 
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.event_lines import Damage
 from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Phase, RunBegan, Updated
@@ -106,7 +105,7 @@ def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = l
     runs: list[Run] = []
     for log, name in zip(logs, _names(logs), strict=True):
         on_progress(len(runs), len(logs))
-        with _no_search_for_cycles():
+        with no_cycle_search():
             read = _read_run(log, name)
         same = next((place for place, run in enumerate(runs) if read.is_copy_of(run)), None)
         if same is None:
@@ -114,19 +113,6 @@ def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = l
         else:
             runs[same] = replace(runs[same], copies=(*runs[same].copies, name))
     return runs
-
-
-@contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """An event log is millions of small objects in no cycle. Python would search them for one again and again, for a
-    seventh of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _logs_of(path: Path) -> list[Path]:

@@ -1,0 +1,20 @@
+"""Turns off Python's search for reference cycles where millions of small objects are made and none is in a cycle."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_cycle_search() -> Iterator[None]:
+    """The search would look at all live objects again and again: a twentieth of the time of a simulation, a seventh of
+    that of reading an event log."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
