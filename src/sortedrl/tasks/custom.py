@@ -107,7 +107,8 @@ def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *a
     except TypeError as error:
         known = ", ".join(list(signature.parameters)[len(arguments) :])
         raise ValueError(f"{name}: {error}; its options are {known or 'none'}") from error
-    if task_class.__module__.startswith("sortedrl."):  # a class of yours may take more than its defaults show
+    # A class of yours may take more than its defaults show.
+    if str(getattr(task_class, "__module__", "")).startswith("sortedrl."):
         for option, value in options.items():
             if option in signature.parameters:  # not one of **options
                 _require_kind(option, value, signature.parameters[option].default)
