@@ -109,6 +109,7 @@ def test_two_prompts_with_one_id_are_refused() -> None:
         ([Prompt("p", [1]), "What is 1 + 1?"], r"dataset\[1\] is a str: make it a Prompt"),
         ([Prompt(7, [1])], r"dataset\[0\] has the id 7 of type int: use text"),  # type: ignore[arg-type]
         ([Prompt("p", "hello")], r"dataset\[0\] has text in place of token ids: encode it"),  # type: ignore[arg-type]
+        ({"train": [Prompt("p", [1])]}, r"the dataset is a dict with the keys \['train'\]: pass one value"),
         ((Prompt(name, [1]) for name in "ab"), "the dataset is a generator: pass a sequence of Prompt"),
     ],
 )
@@ -121,6 +122,20 @@ def test_what_is_no_prompt_is_named_by_its_place(dataset: Any, message: str) -> 
 def test_a_size_that_is_no_int_is_refused(size: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"rollouts_per_update = .*not a whole number\. Set it to an int"):
         Schedule(rollouts_per_update=size)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    sizes = {"rollouts_per_update": numpy.int64(2), "max_staleness": numpy.int32(3), "seed": numpy.int64(1)}
+    schedule = Schedule(**sizes)
+    assert all(type(getattr(schedule, name)) is int for name in sizes), "JSON cannot write others"
+    assert schedule == Schedule(rollouts_per_update=2, max_staleness=3, seed=1)
+
+
+@pytest.mark.parametrize("seed", [1.5, "abc", None])
+def test_a_seed_that_is_no_int_is_refused(seed: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"seed = .*not a whole number\. Set it to an int"):
+        Schedule(seed=seed)
 
 
 @pytest.mark.parametrize(

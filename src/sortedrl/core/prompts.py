@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sortedrl.core.rollout import Prompt
@@ -14,6 +14,10 @@ class Prompts:
     """Reads `dataset` for `epochs` epochs, each a permutation (or in order with `shuffle=False`)."""
 
     def __init__(self, dataset: Sequence[Prompt], *, epochs: int = 1, seed: int = 0, shuffle: bool = True) -> None:
+        if isinstance(dataset, Mapping):  # such as a DatasetDict
+            raise TypeError(
+                f"the dataset is a {type(dataset).__name__} with the keys {list(dataset)[:4]}: pass one value"
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"the dataset is a {type(dataset).__name__}: pass a sequence of Prompt, such as a list")
         if not len(dataset):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 from sortedrl.core.errors import UserError
@@ -51,6 +51,12 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for key in (field.name for field in fields(self)):
+            value = getattr(self, key)
+            if isinstance(value, Integral) and not isinstance(value, int):  # of NumPy, which JSON cannot write
+                object.__setattr__(self, key, int(value))
+        if not isinstance(self.seed, int):
+            raise ConfigurationError("seed", self.seed, "not a whole number", "Set it to an int.")
         for key in ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens"):
             _at_least(key, getattr(self, key), 1)
         _at_least("max_retries", self.max_retries, 0)
