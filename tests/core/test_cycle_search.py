@@ -1,0 +1,24 @@
+"""The search for reference cycles is off within the block and afterwards as it was before."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from sortedrl.core.cycle_search import no_cycle_search
+
+
+def test_the_search_is_on_again_after_the_block_even_after_an_error() -> None:
+    assert gc.isenabled()
+    with pytest.raises(KeyError), no_cycle_search():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_an_inner_block_does_not_turn_it_on() -> None:
+    with no_cycle_search():
+        with no_cycle_search():
+            pass
+        assert not gc.isenabled()
