@@ -338,7 +338,7 @@ class Pool(EngineBase):
         member.entries.clear()
         member.inbox.clear()
         _log.warning(
-            "engine %d of %d is lost (%s): %s to move to %s",
+            "engine %d of %d is lost (%s): moving %s to %s",
             self._members.index(member) + 1,
             len(self._members),
             member.lost,
