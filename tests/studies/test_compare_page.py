@@ -20,6 +20,7 @@ from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.conduct import conduct
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY
+from sortedrl.studies.compare.page import difference_charts
 from sortedrl.studies.compare.results import append, packages_of, read_results
 from sortedrl.studies.compare.runs import runs_of
 from sortedrl.studies.compare.study import parsed_study, read_study
@@ -102,6 +103,15 @@ def test_the_primary_contrast_is_paired_by_seed(folder: Path) -> None:
     assert (found.primary.censoring.arm_first, found.primary.censoring.minus_first) == (8, 0)
     assert "fast is lower" in text.answer(found.primary)
     assert not found.primary.is_anecdote
+
+
+def test_the_same_difference_with_every_seed_is_drawn_without_an_interval(folder: Path) -> None:
+    found = compared(folder)
+    assert found.contrasts[1].difference is not None and found.contrasts[1].difference.t_interval is None
+    charts = {chart.id: chart.views[""]["data"][0] for chart in difference_charts(found)}
+    assert charts["difference-curve_area"]["x"] == pytest.approx([-0.225])
+    assert charts["difference-curve_area"]["error_x"]["array"] == [None]
+    assert all(half > 0 for half in charts["difference-samples_to_threshold"]["error_x"]["array"])
 
 
 def test_an_arm_that_never_reaches_the_threshold_is_compared_by_what_is_known(folder: Path) -> None:

@@ -124,18 +124,19 @@ def band(
 
 
 def difference_charts(comparison: Comparison) -> list[Chart]:
-    """One chart per outcome that a contrast names: differences with their t intervals."""
+    """One chart per outcome that a contrast names: differences of several pairs with their t intervals. The same
+    difference in all pairs has none."""
     charts = []
     for outcome in dict.fromkeys(compared.contrast.outcome for compared in comparison.contrasts):
         found = [
             (compared.contrast.name, compared.difference)
             for compared in comparison.contrasts
-            if compared.contrast.outcome == outcome and compared.difference and compared.difference.t_interval
+            if compared.contrast.outcome == outcome and compared.difference and compared.difference.pairs > 1
         ]
         if not found:
             continue
         names = [name for name, _ in found]
-        halves = [one.t_interval.high - one.mean for _, one in found if one.t_interval]
+        halves = [rounded(one.t_interval.high - one.mean) if one.t_interval else None for _, one in found]
         data = [
             {
                 "type": "scatter",
@@ -144,7 +145,7 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
                 "name": outcome,
                 "y": names,
                 "x": [rounded(one.mean) for _, one in found],
-                "error_x": {"type": "data", "array": [rounded(half) for half in halves], "thickness": 1.5, "width": 5},
+                "error_x": {"type": "data", "array": halves, "thickness": 1.5, "width": 5},
                 "marker": {"size": 9, "color": "#2b7fb8"},
             }
         ]
