@@ -28,7 +28,7 @@ from sortedrl.core.strategies.paper import NEW, Partial
 class LongestFirst(Partial):
     """Of the rollouts that were never started, those with the longest expected response first."""
 
-    reorders: ClassVar[bool] = True  # expected lengths change, so the queue is sorted anew for each harvest
+    reorders: ClassVar[bool] = True  # expected lengths change, so the queue is sorted again for each harvest
 
     @property
     def uses_expectation(self) -> bool:
