@@ -37,6 +37,7 @@ def test_a_run_with_an_engine_by_import_path(tmp_path: Path, monkeypatch: pytest
     assert all(line["weight_difference"] < 1e-3 for line in updates), "the engine samples from the learner's weights"
 
 
+METHODS = {"now", "submit", "poll", "abort", "update_weights"}
 CLOSING = """
 from pathlib import Path
 
@@ -138,11 +139,19 @@ def test_stdout_is_one_json_object_although_the_engine_prints(
     assert {"a line", "a line of C code", "a line of a process"} <= set(err.splitlines())
 
 
+NO_METHODS = """
+from sortedrl.core.engine_base import EngineBase
+class Mine(EngineBase): slots = 4
+def factory(spec): return Mine()
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
         ("def factory(spec): return object()", "without now, submit, poll, abort, update_weights, slots"),
         ("factory = 3", "it is not a function"),
+        (NO_METHODS, "the factory raised TypeError: Can't instantiate abstract class Mine with"),
         ("def factorie(spec): return None", "did you mean 'factorie'?"),
         (
             "import json\ndef factory(spec): json.loads('no\\nJSON')",
@@ -164,6 +173,14 @@ def test_a_wrong_factory_is_one_line(
     assert expected in error and "set by flag --engine" in error
     assert len(error.splitlines()) == 1
     assert "JSON" not in expected or f"{name}.py:2)" in error, "the line of the factory, not that of the library"
+
+
+@pytest.mark.parametrize("missing", sorted(METHODS))
+def test_an_engine_that_lacks_a_method_of_the_protocol_cannot_be_made(missing: str) -> None:
+    """It inherited the protocol's empty method, which returns None."""
+    mine = type("Mine", (EngineBase,), {name: getattr(SimulatedEngine, name) for name in METHODS - {missing}})
+    with pytest.raises(TypeError, match=f"abstract class Mine .*{missing}"):
+        mine()
 
 
 def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:

@@ -26,6 +26,7 @@ offers more, such as `close` or `is_available`, derives from `EngineBase` (core/
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -118,24 +119,29 @@ Change = Started | Preempted | Tokens | Finished | Failed
 class Engine(Protocol):
     slots: int
 
+    @abstractmethod
     def now(self) -> float:
         """Seconds on the engine's clock (virtual time in the simulator). It never goes back."""
 
+    @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the requests, in this order."""
 
+    @abstractmethod
     def poll(self, until: float | None = None) -> list[Change]:
         """Block until there are changes or the clock reaches `until`; returns the changes in time order.
 
         With nothing submitted and no `until` it returns an empty list immediately.
         """
 
+    @abstractmethod
     def abort(self, ids: Sequence[int]) -> list[Change]:
         """Remove the requests; returns all changes up to now, undelivered tokens included.
 
         A request that finished before it could be aborted is reported as Finished.
         """
 
+    @abstractmethod
     def update_weights(self, weights: Any, version: int) -> None:
         """Generate with these weights from now on. Called only while no request is submitted.
 
