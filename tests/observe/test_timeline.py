@@ -27,6 +27,7 @@ from sortedrl.core.events import (
     Submitted,
     Updated,
 )
+from sortedrl.core.strategies.ours import LookaheadPartial
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.timeline import OUTCOMES, Slice, slices
 
@@ -114,8 +115,13 @@ def test_full_memory_gives_preempted_slices() -> None:
     assert_tokens_agree(log)
 
 
-def test_lookahead_slices_are_those_of_a_cohort_that_is_not_open_yet() -> None:
-    log = run("partial+lookahead", [2, 20, 2, 20, 2, 20, 2, 20], rollouts_per_update=4, prompts_per_cohort=4).events
+class MyLookahead(LookaheadPartial):
+    pass
+
+
+@pytest.mark.parametrize("mode", ["partial+lookahead", f"{__name__}:MyLookahead"])
+def test_lookahead_slices_are_those_of_a_cohort_that_is_not_open_yet(mode: str) -> None:
+    log = run(mode, [2, 20, 2, 20, 2, 20, 2, 20], rollouts_per_update=4, prompts_per_cohort=4).events
     ahead = [s for s in slices(log) if s.outcome == "lookahead"]
     assert ahead and {s.rollout for s in ahead} <= {4, 5, 6, 7}
     last_of_first = max(e.at for e in log if isinstance(e, Updated) and set(e.rollouts) & {0, 1, 2, 3})

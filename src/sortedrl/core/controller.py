@@ -186,7 +186,8 @@ class Controller:
 
     def first_event(self) -> events.RunBegan:
         """The first event of every log of this run."""
-        return events.RunBegan(self._clock.now(), self._state.slots, self.strategy.name, asdict(self.schedule))
+        settings, strategy = asdict(self.schedule), self.strategy
+        return events.RunBegan(self._clock.now(), self._state.slots, strategy.name, settings, gated=strategy.gated)
 
     def _has_more(self) -> bool:
         at_end = self._max_updates is not None and self.updates >= self._max_updates

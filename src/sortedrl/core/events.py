@@ -26,6 +26,7 @@ class RunBegan(NamedTuple):
     mode: str
     settings: dict[str, Any]
     format: int = FORMAT
+    gated: bool = False  # of the mode: a cohort is trained on only after the one before it
 
 
 class Phase(NamedTuple):

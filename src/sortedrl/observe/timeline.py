@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from sortedrl.core import events
 from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
-from sortedrl.core.strategies.registry import STRATEGIES
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
 LOOKAHEAD, KEPT, STEPPED, TRAINED = "lookahead", "kept", "stepped", "trained"
@@ -181,8 +180,7 @@ class _Timeline:
     # The run
 
     def _on_run(self, event: events.RunBegan) -> None:
-        strategy = STRATEGIES.get(event.mode)
-        self._gated = strategy is not None and strategy.gated
+        self._gated = event.gated
 
     def _on_loaded(self, event: events.Loaded) -> None:
         for rollout in range(event.first, event.first + event.rollouts):
