@@ -130,6 +130,9 @@ class BusyWhile(PacedEngine, EngineBase):
     def sleep(self) -> None:
         self._file.with_suffix(".asleep").touch()
 
+    def sleep_until_update(self) -> None:
+        self._file.with_suffix(".deep").touch()
+
 
 def eventually(holds: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 60.0
@@ -152,6 +155,8 @@ def test_what_an_engine_offers_beyond_the_protocol_is_passed_on(one_node: None, 
     assert eventually(lambda: engine.is_available), "without a request inside, nothing else would ask"
     engine.sleep()
     assert (tmp_path / "busy.asleep").exists()
+    engine.sleep_until_update()
+    assert (tmp_path / "busy.deep").exists()
     engine.close()
 
 

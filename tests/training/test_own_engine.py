@@ -183,6 +183,48 @@ def test_an_engine_that_lacks_a_method_of_the_protocol_cannot_be_made(missing: s
         mine()
 
 
+FORGETFUL = """
+from pathlib import Path
+
+from sortedrl.engines.embedded.engine import EmbeddedEngine
+
+
+class Forgetful(EmbeddedEngine):
+    has_weights = True
+
+    def sleep_until_update(self):
+        self.has_weights = False
+        with Path(__file__).with_suffix(".sleeps").open("a") as file:
+            file.write("sleep\\n")
+
+    def update_weights(self, weights, version):
+        self.has_weights = True
+        super().update_weights(weights, version)
+
+    def submit(self, requests):
+        assert self.has_weights
+        super().submit(requests)
+
+
+def engine(spec):
+    return Forgetful(spec.module, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
+"""
+
+
+@pytest.mark.parametrize("mode", ["baseline", "cohort-at-once", "partial+elevator"])
+def test_weights_come_before_any_request_after_the_sleep_of_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """So an engine may drop its weights while the learner steps: also if updates share a harvest, and to evaluate."""
+    (tmp_path / "forgetful_engine.py").write_text(FORGETFUL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "forgetful_engine", raising=False)
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "forgetful_engine:engine", *SMALL]
+    words += ["--mode", mode, "--updates", "4", "--eval-every", "3", "--out", str(tmp_path / "run")]
+    assert main(["train", *words]) == 0
+    assert (tmp_path / "forgetful_engine.sleeps").read_text() == 4 * "sleep\n"
+
+
 def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:
     class Plain:
         slots = 3
@@ -194,6 +236,7 @@ def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:
     assert isinstance(engine, EngineBase) and engine.slots == 3 and engine.now() == 1.5
     assert engine.is_available and engine.info().kv_tokens is None
     engine.sleep()
+    engine.sleep_until_update()
     engine.close()
     assert with_defaults(engine) is engine
     assert issubclass(SimulatedEngine, EngineBase)

@@ -272,14 +272,20 @@ def test_a_stop_string_that_is_completed_at_the_limit_is_no_truncation() -> None
 
 
 @pytest.mark.skipif(not ON_GPU, reason="sleeping needs a GPU's memory to give away")
-def test_rest_gives_memory_away_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_sleep_gives_memory_away_and_comes_back(tmp_path: Path, keeps_weights: bool) -> None:
     model = tiny_model(tmp_path, tied=True)
     engine = engine_of(tmp_path, 4, enable_sleep_mode=True)
     checked = CheckedWeights(engine, logprobs_of(model), PROBES)
     assert checked.difference() < TOLERANCE
     free_before = torch.cuda.mem_get_info()[0]
-    engine.sleep()
+    engine.sleep() if keeps_weights else engine.sleep_until_update()
     assert torch.cuda.mem_get_info()[0] > free_before + (1 << 30)
+    if not keeps_weights:
+        with pytest.raises(RuntimeError, match="dropped its weights"):
+            checked.difference()
+        with pytest.raises(RuntimeError, match="dropped its weights"):
+            engine.update_weights(None, 1)
     shake(model, seed=3)
     checked.update_weights(dict(model.named_parameters()), 1)
     assert checked.last_difference < TOLERANCE

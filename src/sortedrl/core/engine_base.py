@@ -35,6 +35,10 @@ class EngineBase(Engine):
     def sleep(self) -> None:
         """Free GPU memory until the next call. Called while no request is submitted."""
 
+    def sleep_until_update(self) -> None:
+        """As `sleep`, but the next call is `update_weights` with weights, so those of now need not be kept."""
+        self.sleep()
+
     def close(self) -> None:
         """Free everything. No call follows."""
 

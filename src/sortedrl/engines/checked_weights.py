@@ -96,6 +96,9 @@ class CheckedWeights(ForwardingEngine):
     def sleep(self) -> None:
         self.inner.sleep()
 
+    def sleep_until_update(self) -> None:
+        self.inner.sleep_until_update()
+
     def close(self) -> None:
         self.inner.close()
 

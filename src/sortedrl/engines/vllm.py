@@ -12,7 +12,8 @@ scheduler after every step. Tokens are delivered when a request finishes or is a
   at every weight update. `reuse_kv_cache=True` keeps it (kv_cache_reuse.py): a resumed response finds its own blocks,
   which saves its prefill.
 - **Sleep**: with `enable_sleep_mode=True` the engine frees its GPU memory between `sleep()` and the next
-  `update_weights` or `submit`, so that engine and learner fit on one device.
+  `update_weights` or `submit`, so that engine and learner fit on one device. The weights wait in host memory. With
+  `sleep_until_update()` they are dropped, which saves both copies: the update brings new ones.
 - **Seeds**: vLLM's per-request seeds cost one kernel launch per row, so they are used only with `seeded=True`. A
   resumed request then gets a new seed, because vLLM would replay the noise from position 0.
 
@@ -106,6 +107,7 @@ class VllmEngine(EngineBase):
         self._rests = enable_sleep_mode
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self._asleep: list[str] = []  # parts of memory that are freed
+        self._has_weights = True
         self._died: str | None = None
         self._made = 0  # requests so far: vLLM's request ids must not repeat
         self._inside: dict[str, _Inside] = {}  # by vLLM request id
@@ -130,6 +132,7 @@ class VllmEngine(EngineBase):
         require_new(requests, self._name_of)
         for request in requests:
             self._stop_watches.of(request)  # an error must not leave half of the requests in the engine
+        self._require_weights()
         self._wake()
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)
@@ -155,6 +158,8 @@ class VllmEngine(EngineBase):
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
         """Copy the weights into vLLM's model. None: only the version has changed."""
         require_empty(len(self._inside), version)
+        if weights is None:
+            self._require_weights()
         self._drain()
         self._wake(weights_only=weights is not None)
         if weights is not None:
@@ -164,6 +169,7 @@ class VllmEngine(EngineBase):
             except Exception as error:
                 self._died = f"the weight update to version {version} failed halfway: {error}"
                 raise EngineDied(self._died) from error
+            self._has_weights = True
             self._wake()
         if not self.kv_cache_reuse.survives_update_to(version) and not self._core.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: stale KV would be used")
@@ -171,13 +177,11 @@ class VllmEngine(EngineBase):
 
     def sleep(self) -> None:
         """Free GPU memory for the learner until the next `update_weights` or `submit`. The engine must be empty."""
-        if not self._rests or self._asleep:
-            return
-        if self._inside:
-            raise RuntimeError(f"sleep() while {len(self._inside)} requests are in the engine: abort them first")
-        self._drain()
-        self._core.sleep(1)
-        self._asleep = ["weights", "kv_cache"]
+        self._sleep(keep_weights=True)
+
+    def sleep_until_update(self) -> None:
+        """Free GPU memory until the next `update_weights`, without a copy of the weights. Nothing may come first."""
+        self._sleep(keep_weights=False)
 
     def close(self) -> None:
         self._core.shutdown()
@@ -337,6 +341,22 @@ class VllmEngine(EngineBase):
     def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
         return with_output_layer(weights, is_tied=is_tied)
+
+    def _sleep(self, *, keep_weights: bool) -> None:
+        if not self._rests or self._asleep:
+            return
+        if self._inside:
+            raise RuntimeError(f"sleep() while {len(self._inside)} requests are in the engine: abort them first")
+        self._drain()
+        self._core.sleep(1 if keep_weights else 2)  # vLLM's level 2 keeps no weights
+        self._asleep = ["weights", "kv_cache"]
+        self._has_weights = keep_weights
+
+    def _require_weights(self) -> None:
+        if not self._has_weights:
+            raise RuntimeError(
+                "the engine has dropped its weights (sleep_until_update): call update_weights with new ones first"
+            )
 
     def _wake(self, *, weights_only: bool = False) -> None:
         """Allocate the memory again: each part once, since vLLM fails if it is woken twice."""

@@ -82,6 +82,9 @@ class EngineHost:
     def sleep(self) -> None:
         self._engine.sleep()
 
+    def sleep_until_update(self) -> None:
+        self._engine.sleep_until_update()
+
     def _reply(self, changes: Sequence[Change]) -> Reply:
         return Reply(self._engine.now(), self._engine.is_available, merged(changes))
 
@@ -156,6 +159,9 @@ class RayEngine(EngineBase):
 
     def sleep(self) -> None:
         self._answer(self._actor.sleep.remote())
+
+    def sleep_until_update(self) -> None:
+        self._answer(self._actor.sleep_until_update.remote())
 
     def close(self) -> None:
         """Kill the actor, and with it the engine."""

@@ -217,7 +217,7 @@ class TrainingRun:
 
         if self.settings.overlap:
             return self.controller.carry_on_during(step)
-        self.engine.sleep()
+        self.engine.sleep_until_update()
         return step()
 
     def _weights(self) -> Any:
