@@ -3,11 +3,12 @@
     benchmarks/end_to_end.sh 8b OUT                                         see there for the modes and their order
     python benchmarks/end_to_end.py --shape tiny --modes baseline partial+elevator:reuse --updates 4 --out OUT
 
-A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep][:UPDATES]`:
+A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep][:offload][:UPDATES]`:
 
 - `:reuse` keeps the KV cache across weight updates;
 - `:stream` lets the learner work during the drain. On a GPU, `--stream-sms` of its SMs are the learner's meanwhile;
 - `:sleep` frees the engine's memory while the learner steps. Then the engine starts in sleep mode for all modes;
+- `:offload` is the same, except that the engine's weights wait in host memory;
 - `:UPDATES` ends this mode earlier than `--updates`, on the same prompts as the others.
 
 Engine and learner start once, and the modes run in turn. All weights are random and trained; response lengths are
@@ -121,6 +122,7 @@ class Bench:
         self.max_length = shape.prompt_tokens + shape.max_response_tokens
         self._shared: SharedGpuLearner | None = None
         self._controller: Controller | None = None  # of the last mode
+        self._slept = 0.0  # seconds that going to sleep took, in all
 
     def write(self, kind: str, **fields: Any) -> None:
         line = {"kind": kind, "shape": self.options.shape, "at": round(time.perf_counter() - self.began, 1), **fields}
@@ -241,6 +243,14 @@ class Bench:
             self._shared = SharedGpuLearner(self.learner, scope)
         return self._shared
 
+    def _sleep(self, mode: Mode) -> None:
+        began = time.perf_counter()
+        if mode.sleep:
+            self.checked.sleep_until_update()
+        elif mode.offload:
+            self.checked.sleep()
+        self._slept += time.perf_counter() - began
+
     def updates_of(self, mode: Mode) -> int:
         return min(self.options.updates, mode.updates or self.options.updates)
 
@@ -270,7 +280,7 @@ class Bench:
                      f"staleness {stale:.2f}, {self.memory()}")  # fmt: skip
             self.write("update", mode=mode.name, update=place, **asdict(row))
 
-        rows = UpdateRows(prefill_seconds_per_token, lambda: engine.reused_kv_tokens, on_row)
+        rows = UpdateRows(prefill_seconds_per_token, lambda: engine.reused_kv_tokens, on_row, slept=lambda: self._slept)
         controller = self._controller = Controller(
             ForcedLengths(self.checked, length_of_request(workload.lengths)),
             Prompts(
@@ -287,8 +297,7 @@ class Bench:
         )
         trained: dict[str, float] = {}
         for batch in controller:
-            if mode.sleep:
-                self.checked.sleep()
+            self._sleep(mode)
             trained = self.learner.step(batch.rollouts, batch.version)
             controller.publish(self.learner.weights())
             if time.perf_counter() - self.began > options.stop_after:
@@ -328,7 +337,7 @@ def print_table(path: Path) -> None:
 def main() -> int:
     options = arguments()
     shape, modes = settings_of(options), [Mode.parsed(text) for text in options.modes]
-    run = Bench(options, shape, enable_sleep_mode=any(mode.sleep for mode in modes))
+    run = Bench(options, shape, enable_sleep_mode=any(mode.sleep or mode.offload for mode in modes))
     known = profile_file.read(shape.profile) if shape.profile is not None else None
     speed = shape.learner_tokens_per_second
     if not options.calibrate and (known is None or speed is None):

@@ -11,8 +11,8 @@
 # MODES (in this order) and UPDATES per mode (the first is not counted) select the runs. The prompts depend on UPDATES:
 # compare modes of commands with equal UPDATES only. A mode with :N ends after N updates, on the same prompts.
 # CALIBRATE=1 measures the profile first (90 s). No update starts after STOP_AFTER seconds. LEARNER_SPEED: tokens per
-# second of benchmarks/update_7b.py for the prediction. MORE: further options of end_to_end.py. A mode with :sleep is
-# best run alone: the engine then starts in sleep mode for all of them.
+# second of benchmarks/update_7b.py for the prediction. MORE: further options of end_to_end.py. With a :sleep or :offload
+# among the modes the engine starts in sleep mode for all of them, so run these apart from the others.
 # Memory of the 8B shape, GiB of 139.8: learner 75 at rest, gradients 15, activations 6 with micro-batches of 8,192
 # tokens, engine weights 15, KV cache 20 (163,840 tokens), graphs and CUDA context 5.
 # Results are written after every update, to OUT (default: h200).
@@ -27,7 +27,7 @@ unset PYTHONDONTWRITEBYTECODE # compiling vLLM's many modules in every process t
 some=${MODES:-baseline partial+elevator:reuse baseline:stream partial+elevator on-policy on-policy+planned@oracle \
   partial partial:reuse}
 # Micro-batches of many sizes would leave gaps in memory. vLLM's sleep mode cannot do without plain segments.
-[[ $some == *:sleep* ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+[[ $some == *:sleep* || $some == *:offload* ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 [ "$shape" != tiny ] || CALIBRATE=1
 # shellcheck disable=SC2086
 exec "${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \

@@ -60,7 +60,7 @@ def _mode(line: dict[str, Any], lines: Sequence[dict[str, Any]]) -> MeasuredMode
 
 
 def _row(line: dict[str, Any]) -> Row:
-    return Row(**{field.name: line[field.name] for field in fields(Row)})
+    return Row(**{field.name: line[field.name] for field in fields(Row) if field.name in line})
 
 
 def table(modes: Sequence[MeasuredMode], counted: int | None = None) -> str:

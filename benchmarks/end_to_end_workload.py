@@ -79,6 +79,7 @@ class Mode:
     reuse_kv_cache: bool
     stream: bool
     sleep: bool
+    offload: bool
     updates: int | None = None
 
     @classmethod
@@ -86,15 +87,17 @@ class Mode:
         case, *words = text.split(":")
         options = [word for word in words if not word.isdecimal()]
         numbers = [int(word) for word in words if word.isdecimal()]
-        unknown = set(options) - {"reuse", "stream", "sleep"}
+        unknown = set(options) - {"reuse", "stream", "sleep", "offload"}
         if unknown:
             named = ", ".join(sorted(unknown))
-            raise SystemExit(f"--modes {text}: no such option: {named}. Use :reuse, :stream, :sleep or :UPDATES.")
-        if "sleep" in options and len(options) > 1:
+            raise SystemExit(
+                f"--modes {text}: no such option: {named}. Use :reuse, :stream, :sleep, :offload or :UPDATES."
+            )
+        if {"sleep", "offload"} & set(options) and len(options) > 1:
             raise SystemExit(f"--modes {text}: a sleeping engine has no KV cache to reuse and no work to share.")
         if len(numbers) > 1 or 0 in numbers:
             raise SystemExit(f"--modes {text}: give one number of updates, at least 1.")
-        flags = (option in options for option in ("reuse", "stream", "sleep"))
+        flags = (option in options for option in ("reuse", "stream", "sleep", "offload"))
         return cls(":".join([case, *options]), bench.Case.parsed(case), *flags, *numbers)
 
 

@@ -1,7 +1,8 @@
 """One row per update of a run: where its seconds went. The same fold over the log of measured and simulated runs.
 
 `generate` is the harvest without `re_prefill`. That is an estimate from the tokens that were prefilled again and the
-seconds per prefilled token, since vLLM mixes prefill and decode steps. `weights` includes the check after the update.
+seconds per prefilled token, since vLLM mixes prefill and decode steps. `weights` includes the check after the update
+and, if the engine sleeps, its wake-up; `learner` does not include the engine's going to sleep, which is `sleep`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.observe.metrics import BUBBLE_PARTS, Metrics
 
-PARTS = ("generate", "re_prefill", "learner", "weights", "other")
+PARTS = ("generate", "re_prefill", "learner", "weights", "sleep", "other")
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,30 @@ class Row:
     trained_rollouts: int
     staleness_sum: int
     re_prefill_tokens: int
+    sleep: float = 0.0  # older files have it in `learner`
 
 
 class UpdateRows:
-    """A sink that makes one row per update. `reused` counts the tokens of resumed requests that were cached."""
+    """A sink that makes one row per update.
+
+    `reused` counts the tokens of resumed requests that were cached, `slept` the seconds that going to sleep took.
+    """
 
     def __init__(
         self,
         prefill_seconds_per_token: float,
         reused: Callable[[], int] = lambda: 0,
         on_row: Callable[[Row], None] = lambda row: None,
+        *,
+        slept: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rows: list[Row] = []
         self._metrics = Metrics()
         self._prefill_seconds = prefill_seconds_per_token
         self._reused = reused
         self._on_row = on_row
+        self._slept = slept
+        self._slept_before = slept()
         self._before: dict[str, float] = {}
         self._began = 0.0
         self._reused_before = reused()
@@ -71,7 +80,9 @@ class UpdateRows:
         re_prefill_tokens = max(0, self._re_prefill - (reused - self._reused_before))
         harvest = passed["busy"] + sum(passed[part] for part in BUBBLE_PARTS)
         re_prefill = min(harvest, re_prefill_tokens * self._prefill_seconds)
-        learner, weights = passed.get("learner", 0.0), passed.get("weights", 0.0)
+        slept = self._slept()
+        sleep = slept - self._slept_before
+        learner, weights = passed.get("learner", 0.0) - sleep, passed.get("weights", 0.0)
         seconds = at - self._began
         row = Row(
             seconds=seconds,
@@ -79,14 +90,16 @@ class UpdateRows:
             re_prefill=re_prefill,
             learner=learner,
             weights=weights,
-            other=seconds - harvest - learner - weights,
+            other=seconds - harvest - learner - weights - sleep,
             busy=passed["busy"],
             trained_tokens=self._tokens,
             trained_rollouts=self._rollouts,
             staleness_sum=self._staleness,
             re_prefill_tokens=re_prefill_tokens,
+            sleep=sleep,
         )
         self._before, self._began, self._re_prefill, self._reused_before = now, at, 0, reused
+        self._slept_before = slept
         self.rows.append(row)
         self._on_row(row)
 
