@@ -132,6 +132,15 @@ def test_harvests_have_a_number_each_across_a_restore(mode: str) -> None:
     assert {batch.harvest for batch in second.batches} <= {e.harvest for e in second.all(events.HarvestBegan)}
 
 
+def test_a_batch_is_a_sequence_of_rollouts() -> None:
+    """PyTorch's DataLoader takes it: that needs `len` and an index."""
+    (batch,) = Run(scenario("baseline", [3, 5], slots=2, rollouts_per_update=2)).to_end().batches
+    assert [len(batch[0]), len(batch[-1])] == [3, 5]
+    assert batch[:1] == (batch[0],)
+    with pytest.raises(IndexError):
+        batch[2]
+
+
 def test_a_controller_can_be_stopped_and_iterated_on() -> None:
     plan = scenario("partial", LENGTHS, slots=3, rollouts_per_update=2)
     stopped_often = Run(plan)
@@ -185,6 +194,22 @@ def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
         Run(scenario("partial", LENGTHS[:-1], rollouts_per_update=2), state=state)
     with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 13 prompts, seed = 1"):
         Run(scenario("partial", LENGTHS, rollouts_per_update=2, seed=1), state=state)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"learner": {}, "controller": {"mode": "partial"}}, None, "state.json"])
+def test_something_other_than_a_checkpoint_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"not a state of a controller.*controller\.state\(\)"):
+        Run(scenario("partial", [3, 5])).controller.restore(wrong)
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_a_controller_that_has_started_is_not_restored(updates: int) -> None:
+    """Its rollouts would be there twice."""
+    plan = scenario("partial", [3, 5, 4, 2], slots=2, rollouts_per_update=2)
+    used = Run(plan).updates(1)
+    other = Run(plan, state=used.checkpoint()) if not updates else used
+    with pytest.raises(RuntimeError, match="before its first batch, into a new Controller"):
+        other.controller.restore(used.checkpoint())
 
 
 def test_the_log_of_a_restored_run_goes_on_where_the_last_one_ended() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import SupportsIndex, overload
 
 from sortedrl.core.rollout import Rollout
 
@@ -26,6 +27,16 @@ class Batch:
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self.rollouts)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Rollout: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Rollout, ...]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Rollout | tuple[Rollout, ...]:
+        """With `len`, all that PyTorch's DataLoader needs."""
+        return self.rollouts[index]
 
     @property
     def tokens(self) -> int:

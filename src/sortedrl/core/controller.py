@@ -482,6 +482,11 @@ class Controller:
         The engine must hold the weights of `state["version"]`: call `engine.update_weights(weights, state["version"])`
         before. Else the first tokens raise a ConfigurationError.
         """
+        if self._has_started:
+            raise RuntimeError("this controller has started: restore before its first batch, into a new Controller")
+        if not isinstance(state, dict) or not {"mode", "version"} <= state.keys():
+            found = f"a {type(state).__name__} with {[*state]}" if isinstance(state, dict) else repr(state)
+            raise ValueError(f"not a state of a controller: {found[:200]}. Pass what controller.state() returned")
         if state["mode"] != self.strategy.name:
             raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
         group = self.schedule.rollouts_per_prompt
