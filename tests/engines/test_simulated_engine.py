@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import time
 from collections.abc import Callable
@@ -370,6 +371,51 @@ def test_files_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert read_lengths(lengths) == ReplayedLengths(((5,),))
     points.write_text("\ufeffrunning,cached_tokens,seconds\n1,0,0.1\n")
     assert read_points(points) == [Point(1, 0, 0.1)]
+
+
+@pytest.mark.parametrize("name", ["lengths.jsonl.gz", "lengths.csv.gz", "lengths"])
+def test_lengths_are_read_from_files_packed_by_gzip(tmp_path: Path, name: str) -> None:
+    text = (
+        "prompt,length\na,12\nb,7\n" if "csv" in name else '{"prompt": "a", "length": 12}\n{"prompt": "b", "length": 7}'
+    )
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    assert read_lengths(tmp_path / name) == ReplayedLengths(((12,), (7,)))
+
+
+@pytest.mark.parametrize("text", ["[12, 7]", '[\n  {"length": 12},\n  {"length": 7}\n]\n', '[{"lengths": [12, 7]}]'])
+def test_lengths_are_read_from_one_json_list(tmp_path: Path, text: str) -> None:
+    """As `json.dump` writes it."""
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    assert read_lengths(path) == ReplayedLengths(((12, 7),))
+    path.write_text("[12, 7, 0]")
+    with pytest.raises(ValueError, match="entry 3: length 0 is not a number of tokens"):
+        read_lengths(path)
+
+
+def test_a_text_file_may_have_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("Length\n12\n7\n")
+    assert read_lengths(path) == ReplayedLengths(((12, 7),))
+    path.write_text("id\tcompletion_tokens\n1\t12\n2\t7\n")
+    assert read_lengths(path) == ReplayedLengths(((12, 7),))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x93NUMPY\x01\x00", "a NumPy file: write it with numpy.savetxt"),
+        (b"PAR1\x15\x04\xa4", "a Parquet file: write it with pandas"),
+        (gzip.compress(b"12\n" * 100)[:-9], "not a complete gzip file"),
+        ("12\n7\n".encode("utf-16"), "not text in UTF-8"),
+    ],
+    ids=["numpy", "parquet", "gzip", "utf-16"],
+)
+def test_a_file_that_is_not_text_is_refused_with_what_it_is(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "lengths.dat"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=words):
+        read_lengths(path)
 
 
 def test_lengths_may_have_the_names_of_other_tools(tmp_path: Path) -> None:

@@ -7,9 +7,12 @@ and a regenerated one with another seed draws a new one.
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
 import math
 import reprlib
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,6 +30,10 @@ CSV_DELIMITERS = ",;\t"  # spreadsheets write semicolons where the comma is the 
 CSV_ENDINGS = (".csv", ".tsv")
 LENGTH_NAMES = ("length", "response_length", "completion_length", "completion_tokens", "output_tokens")
 PROMPT_NAMES = ("prompt", "prompt_id")
+BINARY_KINDS = {  # first bytes -> what it is, and how to get a file that can be read
+    b"\x93NUMPY": 'a NumPy file: write it with numpy.savetxt("lengths.txt", lengths, fmt="%d")',
+    b"PAR1": 'a Parquet file: write it with pandas.read_parquet(file).to_csv("lengths.csv")',
+}
 _NORMAL = NormalDist()
 
 
@@ -79,19 +86,20 @@ class ReplayedLengths:
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A JSONL or CSV file: one number per line, or rows with a length and optionally a prompt.
+    """A JSONL or CSV file, also packed by gzip: one number per line, or rows with a length and optionally a prompt.
 
     Without prompts, every response draws from all lengths: the file does not show how the lengths of one prompt's
     responses are correlated.
     """
     by_prompt: dict[object, list[int]] = {}
-    for line_number, prompt, length in _csv_rows(path) if path.suffix.lower() in CSV_ENDINGS else _json_rows(path):
+    text = _text(path)
+    for place, prompt, length in _csv_rows(path, text) if _is_csv(path, text) else _json_rows(path, text):
         if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
             why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
-            raise ValueError(f"{path}, line {line_number}: {why}")
+            raise ValueError(f"{path}, {place}: {why}")
         if length != round(length):  # a column of a trainer's log, such as completion_length of TRL before 0.16
             why = f"length {length} is not a whole number of tokens: give the length of each response, not means"
-            raise ValueError(f"{path}, line {line_number}: {why}")
+            raise ValueError(f"{path}, {place}: {why}")
         by_prompt.setdefault(prompt, []).append(round(length))
     if not by_prompt:
         raise ValueError(f"{path}: no lengths in this file")
@@ -100,33 +108,76 @@ def read_lengths(path: Path) -> ReplayedLengths:
     return ReplayedLengths(tuple(map(tuple, by_prompt.values())))
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, object, object]]:
-    """Line number, prompt (None if it has none) and length."""
-    for line_number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    if data.startswith(b"\x1f\x8b"):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a complete gzip file ({error})") from None
+    for start, kind in BINARY_KINDS.items():
+        if data.startswith(start):
+            raise ValueError(f"{path}: {kind}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8 (byte {error.start + 1:,})") from None
+
+
+def _is_csv(path: Path, text: str) -> bool:
+    """By the ending of its name, or because its first line names a column of lengths."""
+    if path.name.lower().removesuffix(".gz").endswith(CSV_ENDINGS):
+        return True
+    first = text.partition("\n")[0]
+    names = {name.strip().lower() for name in first.split(_delimiter(first))}
+    return _first_of(LENGTH_NAMES, names) is not None
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, object, object]]:
+    """Place in the file, prompt (None if it has none) and length. The file may also be one JSON list."""
+    entries = _listed(text)
+    if entries is not None:
+        for number, entry in enumerate(entries, start=1):
+            for prompt, length in _lengths_in(entry, f"entry {number}", path):
+                yield f"entry {number}", prompt, length
+        return
+    for number, line in enumerate(io.StringIO(text, newline=None), start=1):
         if line.strip():
-            for prompt, length in _parsed(line, line_number, path):
-                yield line_number, prompt, length
+            for prompt, length in _lengths_in(_parsed(line, number, path), f"line {number}", path):
+                yield f"line {number}", prompt, length
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, object, object]]:
+def _listed(text: str) -> list[object] | None:
+    """The entries, if the text is a JSON list."""
+    if not text.startswith("["):
+        return None
+    try:
+        return list(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object, object]]:
     """The first line names the columns, unless the file is one column of numbers."""
     csv.field_size_limit(MOST_CSV_FIELD)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        first = file.readline()
-        file.seek(0)
-        rows = csv.reader(file, delimiter=max(CSV_DELIMITERS, key=first.count))
-        header = next(rows, [])
-        names = [name.strip().lower() for name in header]
-        if len(names) == 1 and isinstance(_number(names[0]), float):
-            yield 1, None, _number(names[0])
-            names = ["length"]
-        length, prompt = _first_of(LENGTH_NAMES, names), _first_of(PROMPT_NAMES, names)
-        if names and length is None:
-            raise ValueError(f"{path}, line 1: no column `length` in {header}")
-        for row in rows:
-            if any(cell.strip() for cell in row):
-                cells = dict(zip(names, row, strict=False))
-                yield rows.line_num, None if prompt is None else cells.get(prompt), _number(cells.get(length or "", ""))
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text.partition("\n")[0]))
+    header = next(rows, [])
+    names = [name.strip().lower() for name in header]
+    if len(names) == 1 and isinstance(_number(names[0]), float):
+        yield "line 1", None, _number(names[0])
+        names = ["length"]
+    length, prompt = _first_of(LENGTH_NAMES, names), _first_of(PROMPT_NAMES, names)
+    if names and length is None:
+        raise ValueError(f"{path}, line 1: no column `length` in {header}")
+    for row in rows:
+        if any(cell.strip() for cell in row):
+            cells = dict(zip(names, row, strict=False))
+            found = None if prompt is None else cells.get(prompt)
+            yield f"line {rows.line_num}", found, _number(cells.get(length or "", ""))
+
+
+def _delimiter(first_line: str) -> str:
+    return max(CSV_DELIMITERS, key=first_line.count)
 
 
 def _number(cell: str) -> float | str:
@@ -141,15 +192,19 @@ def _first_of(names: tuple[str, ...], found: Collection[str]) -> str | None:
     return next((name for name in names if name in found), None)
 
 
-def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, object]]:
+def _parsed(line: str, number: int, path: Path) -> object:
     try:
-        value = json.loads(line)
+        value: object = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {line_number}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-        ) from None
+        why = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+        raise ValueError(f"{path}, line {number}: {why}") from None
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deeply nested lists
-        raise ValueError(f"{path}, line {line_number}: {error}") from None
+        raise ValueError(f"{path}, line {number}: {error}") from None
+    return value
+
+
+def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[object, object]]:
+    """Prompt and length of each response that a JSON value describes."""
     if not isinstance(value, dict):
         yield None, value
         return
@@ -159,9 +214,9 @@ def _parsed(line: str, line_number: int, path: Path) -> Iterator[tuple[object, o
         return
     lengths = value.get("lengths", [value.get(length)])
     if lengths == [None] or not isinstance(lengths, list) or not lengths:
-        raise ValueError(f"{path}, line {line_number}: no `length` or `lengths` in {sorted(value)}")
+        raise ValueError(f"{path}, {place}: no `length` or `lengths` in {sorted(value)}")
     for one in lengths:
-        yield f"line {line_number}" if prompt is None else str(value[prompt]), one
+        yield place if prompt is None else str(value[prompt]), one
 
 
 def remembered(lengths: LengthOf) -> LengthOf:
