@@ -170,6 +170,10 @@ PARTS = {
     "scorer": (lambda rollout: 1.0, r"scorer is a function: pass ScoreAtOnce\(reward\)"),
     "schedule": ("partial", r"schedule is a str: pass Schedule\(mode="),
     "strategy": (Partial, "strategy is the class Partial: pass an instance with its name"),
+    "environments": (dict, "environments is the class dict: pass an object with the methods of"),
+    "expectation": ({"a": 12.0}, r"expectation is a dict: pass SensedLengths\(\)"),
+    "sampling": ({"temperature": 0.7}, r"sampling is a dict: pass Sampling\("),
+    "stream_to": (CountingLearner(), "stream_to is a CountingLearner: pass a function, such as learner.accumulate"),
     "log": ("my_run/events.jsonl", r"log is a str: pass EventLog\(EventFile"),
 }
 

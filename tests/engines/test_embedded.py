@@ -469,19 +469,9 @@ def test_a_token_that_the_model_does_not_have_costs_its_request_only() -> None:
     assert ledger.failed[0].startswith(f"an answer of the environment has token id {VOCABULARY}, but the vocabulary")
 
 
-@pytest.mark.parametrize(
-    ("sampling", "word"),
-    [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"stop_strings": ("x",)}, "tokenizer")],
-)
-def test_sampling_that_cannot_be_done_is_refused(sampling: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        engine_of(model_of("Llama")).submit([request(0, [1], 5, **sampling)])
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    engine = engine_of(model_of("Llama"), tokenizer=letters_tokenizer())
-    with pytest.raises(ValueError, match="an empty text"):
-        engine.submit([request(0, [1], 5, stop_strings=("ab", ""))])
+def test_stop_strings_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine_of(model_of("Llama")).submit([request(0, [1], 5, stop_strings=("x",))])
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 from sortedrl.core import events
 from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
+from sortedrl.core.configuration import checked_int, checked_slots
 from sortedrl.core.engine import UNCHANGED, Engine, Request, Sampling
 from sortedrl.core.engine_base import with_defaults
 from sortedrl.core.engine_reports import EngineReports
@@ -39,13 +40,13 @@ from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.late_scores import LateScores
 from sortedrl.core.loading import PromptLoader
-from sortedrl.core.loop_parts import check_parts
+from sortedrl.core.loop_parts import check_optional_parts, check_parts
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.overlap import run_beside
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.slot_clock import SlotClock
@@ -79,9 +80,8 @@ class Controller:
         max_updates: int | None = None,
         stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
-        check_parts(prompts, scorer, schedule, strategy, log)
-        if engine.slots < 1:
-            raise ConfigurationError("slots", engine.slots, "the engine can run nothing", "Give it at least 1 slot.")
+        check_parts(prompts, scorer, schedule)
+        check_optional_parts(environments, strategy, expectation, sampling, log, stream_to)
         self.engine = engine
         self.scorer = scorer
         self.schedule = schedule
@@ -92,7 +92,7 @@ class Controller:
         self.buffer = Buffer()
         self._state = SchedulerState(
             schedule=schedule,
-            slots=engine.slots,
+            slots=checked_slots(engine.slots),
             buffer=self.buffer,
             prompts=prompts,
             expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
@@ -113,7 +113,7 @@ class Controller:
         self._batches_left = 0  # of the last harvest, not yet handed out
         self._phase = ""
         self._gate = ""
-        self._max_updates = max_updates
+        self._max_updates = None if max_updates is None else checked_int("max_updates", max_updates, 0)
         self._has_started = False
         self._is_interrupted = False
 

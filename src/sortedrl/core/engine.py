@@ -26,12 +26,14 @@ offers more, such as `close` or `is_available`, derives from `EngineBase` (core/
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Prompt, Segment
 
@@ -55,6 +57,23 @@ class Sampling:
     top_p: float = 1.0
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # always generate max_new_tokens: for benchmarks with fixed lengths
+
+    def __post_init__(self) -> None:
+        temperature = checked_float("temperature", self.temperature, lambda t: 0 <= t < math.inf, "of 0 or more")
+        top_p = checked_float("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and up to 1")
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "top_p", top_p)
+        object.__setattr__(self, "stop_strings", _checked_stop_strings(self.stop_strings))
+        object.__setattr__(self, "ignore_eos", checked_bool("ignore_eos", self.ignore_eos))
+
+
+def _checked_stop_strings(value: Any) -> tuple[str, ...]:
+    fix = 'Pass a tuple of strings, such as ("\\n\\n",).'
+    if not isinstance(value, list | tuple):  # of a string, each letter would be a stop string
+        raise ConfigurationError("stop_strings", value, f"this is a {type(value).__name__}, not a tuple", fix)
+    if not all(isinstance(text, str) and text for text in value):
+        raise ConfigurationError("stop_strings", value, "an element is not a string, or empty", fix)
+    return tuple(value)
 
 
 class Request(NamedTuple):

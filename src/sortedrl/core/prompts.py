@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from sortedrl.core.configuration import checked_bool, checked_int
 from sortedrl.core.rollout import Prompt
 
 
@@ -26,15 +27,13 @@ class Prompts:
             for place, prompt in enumerate(dataset):
                 _require_prompt(place, prompt)
             require_unique_ids("prompts", [prompt.id for prompt in dataset])
-        if epochs < 1:
-            raise ValueError(f"epochs = {epochs}: must be at least 1")
         self.dataset = dataset
-        self.epochs = epochs
-        self.seed = seed
-        self.shuffle = shuffle
+        self.epochs = checked_int("epochs", epochs, 1)
+        self.seed = checked_int("seed", seed)
+        self.shuffle = checked_bool("shuffle", shuffle)
         self.epoch = 0
         self.position = 0
-        self.remaining = epochs * len(dataset)
+        self.remaining = self.epochs * len(dataset)
         self._size = len(dataset)
         self._order = self._permutation(self.epoch)
 

@@ -1,29 +1,27 @@
-"""The settings of a schedule, and the error for a wrong setting."""
+"""The settings of a schedule."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from numbers import Integral
+from dataclasses import dataclass
+from typing import Any
 
-from sortedrl.core.errors import UserError
+from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float, checked_int
 from sortedrl.core.rollout import Rollout
 
+__all__ = ["ConfigurationError", "Schedule"]
 
-class ConfigurationError(UserError, ValueError):
-    """A setting that cannot work: its name, its value, why, and a fix to copy."""
-
-    def __init__(self, key: str, value: object, why: str, fix: str) -> None:
-        self.key, self.value, self.why, self.fix = key, value, why, fix
-        super().__init__(self.text())
-
-    def text(self, set_by: str = "") -> str:
-        source = f" (set by {set_by})" if set_by else ""
-        end = "" if self.why.endswith("?") else "."
-        return f"{self.key} = {self.value!r}{source}: {self.why}{end} {self.fix}"
-
-    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[str, object, str, str]]:
-        return type(self), (self.key, self.value, self.why, self.fix)
+_SIZES = ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens")
+_OPTIONAL_SIZES = (
+    "prompts_per_cohort",
+    "max_staleness",
+    "max_wait_updates",
+    "max_prompt_tokens",
+    "max_turns",
+    "max_context_tokens",
+)
+_SWITCHES = ("whole_groups", "count_observations", "keep_seed", "overlap")
+_HINTS = {"max_staleness": " For 0 use mode = on-policy."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,49 +49,50 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for key in (field.name for field in fields(self)):
-            value = getattr(self, key)
-            if isinstance(value, Integral) and not isinstance(value, int):  # of NumPy, which JSON cannot write
-                object.__setattr__(self, key, int(value))
-        if not isinstance(self.seed, int):
-            raise ConfigurationError("seed", self.seed, "not a whole number", "Set it to an int.")
-        for key in ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens"):
-            _at_least(key, getattr(self, key), 1)
-        _at_least("max_retries", self.max_retries, 0)
-        if self.prompts_per_cohort is not None:
-            _at_least("prompts_per_cohort", self.prompts_per_cohort, 1)
-            rollouts = self.prompts_per_cohort * self.rollouts_per_prompt
-            if rollouts < self.rollouts_per_update:
-                enough = math.ceil(self.rollouts_per_update / self.rollouts_per_prompt)
-                raise ConfigurationError(
-                    "prompts_per_cohort",
-                    self.prompts_per_cohort,
-                    f"a cohort of {self.prompts_per_cohort} prompts x {self.rollouts_per_prompt} rollouts = {rollouts}"
-                    f" rollouts cannot fill one update of {self.rollouts_per_update}",
-                    f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less.",
-                )
-        if self.oversubscribe is not None and not self.oversubscribe <= 1e6:
-            raise ConfigurationError("oversubscribe", self.oversubscribe, "too large", "Leave it out for no cap.")
-        if self.oversubscribe is not None and not self.oversubscribe >= 1.0:
+        for key, value in self._checked().items():
+            object.__setattr__(self, key, value)  # as plain Python numbers: JSON cannot write NumPy's
+        self._check_cohort()
+        if self.oversubscribe is not None and self.oversubscribe < 1.0:
             raise ConfigurationError(
                 "oversubscribe",
                 self.oversubscribe,
                 "fewer rollouts would start than the update needs, so no harvest could end",
                 "Set it to 1.0 (exactly what is needed) or more.",
             )
-        if self.max_staleness is not None:
-            _at_least("max_staleness", self.max_staleness, 1, hint=" For 0 use mode = on-policy.")
-        if self.max_wait_updates is not None:
-            _at_least("max_wait_updates", self.max_wait_updates, 1)
-        for key in ("max_prompt_tokens", "max_turns", "max_context_tokens"):
-            if getattr(self, key) is not None:
-                _at_least(key, getattr(self, key), 1)
-        if not self.max_environment_seconds > 0:
+        if self.max_environment_seconds == 0:
             raise ConfigurationError(
                 "max_environment_seconds", self.max_environment_seconds, "must be above 0", "Set the seconds per call."
             )
-        if not self.score_wait_seconds >= 0:
-            raise ConfigurationError("score_wait_seconds", self.score_wait_seconds, "not a time", "Use 0 or more.")
+
+    def _checked(self) -> dict[str, Any]:
+        """Every setting with the type that it must have. Raises a ConfigurationError."""
+        if not isinstance(self.mode, str):
+            kind = type(self.mode).__name__
+            fix = "An instance of your own goes to Controller(..., strategy=...)."
+            raise ConfigurationError("mode", self.mode, f"this is a {kind}, not the name of a mode", fix)
+        sizes = (*_SIZES, *(key for key in _OPTIONAL_SIZES if getattr(self, key) is not None))
+        checked: dict[str, Any] = {key: checked_int(key, getattr(self, key), 1, _HINTS.get(key, "")) for key in sizes}
+        checked |= {key: checked_bool(key, getattr(self, key)) for key in _SWITCHES}
+        checked["seed"] = checked_int("seed", self.seed)
+        checked["max_retries"] = checked_int("max_retries", self.max_retries, 0)
+        if self.oversubscribe is not None:
+            limits = "of 1 or more, or leave it out for no cap"
+            checked["oversubscribe"] = checked_float("oversubscribe", self.oversubscribe, lambda x: x <= 1e6, limits)
+        for key in ("max_environment_seconds", "score_wait_seconds"):
+            checked[key] = checked_float(key, getattr(self, key), lambda x: x >= 0, "of seconds, 0 or more")
+        return checked
+
+    def _check_cohort(self) -> None:
+        rollouts = self.rollouts_per_cohort
+        if rollouts is not None and rollouts < self.rollouts_per_update:
+            enough = math.ceil(self.rollouts_per_update / self.rollouts_per_prompt)
+            raise ConfigurationError(
+                "prompts_per_cohort",
+                self.prompts_per_cohort,
+                f"a cohort of {self.prompts_per_cohort} prompts x {self.rollouts_per_prompt} rollouts = {rollouts}"
+                f" rollouts cannot fill one update of {self.rollouts_per_update}",
+                f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less.",
+            )
 
     def response_length(self, rollout: Rollout) -> int:
         """The tokens that `max_response_tokens` counts."""
@@ -132,11 +131,3 @@ class Schedule:
         if not self.whole_groups:
             return self.rollouts_per_update
         return math.ceil(self.rollouts_per_update / self.rollouts_per_prompt) * self.rollouts_per_prompt
-
-
-def _at_least(key: str, value: int, least: int, hint: str = "") -> None:
-    if not isinstance(value, Integral):
-        kind = type(value).__name__
-        raise ConfigurationError(key, value, f"this is a {kind}, not a whole number", f"Set it to an int.{hint}")
-    if value < least:
-        raise ConfigurationError(key, value, f"must be at least {least}", f"Set it to {least} or more.{hint}")

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.rollout import Rollout, Segment
@@ -59,17 +60,15 @@ class SimulatedEngine(EngineBase):
         prefix_cache: bool = False,
         lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it fails
     ) -> None:
-        if slots < 1:
-            raise ValueError(
-                f"slots = {slots}: an engine needs at least 1 (vLLM max_num_seqs, SGLang max_running_requests)"
-            )
-        self.slots = slots
+        self.slots = checked_slots(slots)
         self._step_time = step_time
         self._length_of = length_of
-        self._kv_tokens = kv_tokens
-        self._weight_update_seconds = weight_update_seconds
-        self._reuse_kv_cache = reuse_kv_cache
-        self._prefix_cache = prefix_cache
+        self._kv_tokens = None if kv_tokens is None else checked_int("kv_tokens", kv_tokens, 1)
+        self._weight_update_seconds = checked_float(
+            "weight_update_seconds", weight_update_seconds, lambda x: 0 <= x < math.inf, "of seconds, 0 or more"
+        )
+        self._reuse_kv_cache = checked_bool("reuse_kv_cache", reuse_kv_cache)
+        self._prefix_cache = checked_bool("prefix_cache", prefix_cache)
         self._turns = _CachedTurns()
         self._lost_after = lost_after
         self.tokens_made = 0  # by all requests

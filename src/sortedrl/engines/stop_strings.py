@@ -58,8 +58,6 @@ class StopWatches:
             return None
         if self._tokenizer is None:
             raise ValueError(f"stop_strings = {strings} are text, but the engine has no tokenizer: pass tokenizer=...")
-        if not all(strings):
-            raise ValueError(f"stop_strings = {strings} has an empty text, which every response contains")
         if strings not in self._watches:
             self._watches[strings] = StopStrings(self._tokenizer, strings)
         return self._watches[strings]

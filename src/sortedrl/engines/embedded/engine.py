@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sortedrl.core.configuration import checked_slots
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Request, Started, Tokens
 from sortedrl.core.engine_base import EngineBase, EngineInfo
 from sortedrl.core.errors import first_sentences
@@ -125,10 +126,6 @@ class EmbeddedEngine(EngineBase):
         max_length: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        if slots < 1:
-            raise ValueError(
-                f"slots = {slots}: the engine needs at least 1 (vLLM max_num_seqs, SGLang max_running_requests)"
-            )
         if max_length < 2:
             raise ValueError(f"max_length = {max_length}: it must be at least 2, for a prompt and a response token")
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -136,7 +133,7 @@ class EmbeddedEngine(EngineBase):
             raise ValueError(
                 f"max_length = {max_length}, but the model supports only {limit} positions: use at most {limit}"
             )
-        self.slots = slots
+        self.slots = checked_slots(slots)
         self.version = 0
         self._model = model
         self._max_length = max_length
@@ -166,7 +163,7 @@ class EmbeddedEngine(EngineBase):
         self._raise_if_dead()
         require_new(requests, {request.id for request in self._queue} | self._running.keys())
         for request in requests:
-            self._check_sampling(request)
+            self._stop_watches.of(request)  # raises an error for stop strings that cannot be used
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)
             if reason is None:
@@ -314,14 +311,6 @@ class EmbeddedEngine(EngineBase):
     def _report(self) -> list[Change]:
         changes, self._unreported = self._unreported, []
         return changes
-
-    def _check_sampling(self, request: Request) -> None:
-        sampling = request.sampling
-        if sampling.temperature < 0:
-            raise ValueError(f"temperature = {sampling.temperature}: use 0 (greedy) or more")
-        if not 0 < sampling.top_p <= 1:
-            raise ValueError(f"top_p = {sampling.top_p}: use more than 0 and at most 1 (no cut)")
-        self._stop_watches.of(request)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sortedrl.core.configuration import checked_slots
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.schedule import ConfigurationError
@@ -67,20 +68,13 @@ class HttpEngine(ServerStreams, EngineBase):
         silence_seconds: float = 300.0,
         unavailable_seconds: float = 120.0,
     ) -> None:
-        if slots < 1:
-            raise ConfigurationError(
-                "slots",
-                slots,
-                "an engine needs at least 1",
-                "Set it to the server's vLLM max_num_seqs or SGLang max_running_requests.",
-            )
         for name, seconds in (("silence_seconds", silence_seconds), ("unavailable_seconds", unavailable_seconds)):
             if not seconds > 0:
                 raise ConfigurationError(
                     name, seconds, "a time limit in seconds must be positive", "Set it to more than 0."
                 )
         self.url = url.rstrip("/")
-        self.slots = slots
+        self.slots = checked_slots(slots)
         self.version = 0
         self.max_length: int | None = None  # of prompt plus response, if the server reports it
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
