@@ -20,6 +20,7 @@ from scenarios import Run, Scenario, peaceful
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
 from sortedrl.core.engine import Engine, Finished, Preempted, Started
+from sortedrl.core.engine_base import EngineBase
 from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
@@ -306,6 +307,64 @@ def test_all_members_get_the_weights() -> None:
     pool = pool_of(members)
     pool.update_weights(iter([("w", 1.0)]), 4)
     assert [list(member.loaded) for member in members] == [[([("w", 1.0)], 4)]] * 2
+
+
+class Sleeper(PacedEngine, EngineBase):
+    """Notes the kind of sleep that it was sent to."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots=slots)
+        self.slept: list[str] = []
+
+    def sleep(self) -> None:
+        self._check_alive()
+        self.slept.append("sleep")
+
+    def sleep_until_update(self) -> None:
+        self._check_alive()
+        self.slept.append("sleep_until_update")
+
+
+SLEEPS = pytest.mark.parametrize("sleep", ["sleep", "sleep_until_update"])
+
+
+@SLEEPS
+def test_all_members_sleep_until_they_are_used_again(sleep: str) -> None:
+    members: list[Engine] = [Sleeper(slots=1), Sleeper(slots=2), PacedEngine(slots=1)]  # the last one has no sleep
+    ledger = Ledger(pool_of(members))
+    getattr(ledger.engine, sleep)()
+    assert [member.slept for member in members if isinstance(member, Sleeper)] == [[sleep], [sleep]]
+    ledger.engine.update_weights(None, 1)
+    ledger.submit(requests(3, 3, 3, 3))
+    ledger.run()
+    assert len(ledger.finished) == 4
+
+
+@SLEEPS
+def test_a_lost_member_is_not_sent_to_sleep_and_one_that_dies_then_is_lost(sleep: str) -> None:
+    dead, dying, healthy = members = [Sleeper(slots=1) for _ in range(3)]
+    pool = pool_of(members)
+    dead.die()
+    pool.submit(requests(*[500] * 3))
+    while not pool.lost:
+        pool.poll(pool.now() + 0.01)
+    pool.abort(range(3))
+    dying.die()
+    getattr(pool, sleep)()
+    assert [dead.slept, dying.slept, healthy.slept] == [[], [], [sleep]] and list(pool.lost) == [0, 1]
+    healthy.die()
+    with pytest.raises(EngineDied, match="no engine of the pool is left"):
+        getattr(pool, sleep)()
+
+
+@SLEEPS
+def test_sleep_while_requests_run_is_refused(sleep: str) -> None:
+    member = Sleeper(slots=1)
+    pool = pool_of([member])
+    pool.submit(requests(500))
+    with pytest.raises(RuntimeError, match="sleep while 1 requests are in the engine: abort them first"):
+        getattr(pool, sleep)()
+    assert not member.slept
 
 
 def test_load_while_requests_run_is_refused() -> None:

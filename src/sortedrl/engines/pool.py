@@ -16,7 +16,7 @@ A member is lost when a call raises `EngineDied` or when a weight update fails. 
   a preemption: no retry is used up, no delivered token is lost, and no token is delivered twice;
 - its slots stay empty and still count in `slots`, so that the metrics show the loss (as KV-limited or queued), until
   another engine takes its place (`rejoin`), which starts to work at the next `update_weights`;
-- when the last member is lost, `poll` and `update_weights` raise `EngineDied`.
+- when the last member is lost, `poll`, `update_weights` and `sleep` raise `EngineDied`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.rollout import Segment
 from sortedrl.core.scoring import reason_of
 from sortedrl.core.wording import counted
-from sortedrl.engines.refusals import require_empty, require_new
+from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
 _CLOSE_SECONDS = 5.0
@@ -84,7 +84,7 @@ class _Entry:
 class _Call:
     """A call to make in a member's thread."""
 
-    do: Callable[[Engine], Sequence[Change]]
+    do: Callable[[EngineBase], Sequence[Change]]
     loses_on_any_error: bool = False
     gives_back: Sequence[int] = ()  # requests that return to the pool's queue
     done: bool = False
@@ -204,15 +204,25 @@ class Pool(EngineBase):
         with self._lock:
             require_empty(len(self._entries), version)
             self._version, self._was_updated = version, True
-            present = [member for member in self._members if member.lost is None]
-            calls = [_Call(_weight_update_of(weights, version), loses_on_any_error=True) for _ in present]
-            for member, call in zip(present, calls, strict=True):
+            for member in self._members:
                 member.has_weights = True
-                self._call(member, call)
-            self._wait_for(calls)
+            self._call_all(lambda engine: engine.update_weights(weights, version), loses_on_any_error=True)
             self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
 
     # Members
+
+    def sleep(self) -> None:
+        self._send_to_sleep(lambda engine: engine.sleep())
+
+    def sleep_until_update(self) -> None:
+        self._send_to_sleep(lambda engine: engine.sleep_until_update())
+
+    def _send_to_sleep(self, sleep: Callable[[EngineBase], None]) -> None:
+        with self._lock:
+            require_empty_for_sleep(len(self._entries))
+            self._call_all(sleep)
+            if all(member.lost is not None for member in self._members):  # others may wait for the coming weights
+                self._raise_if_none_works()
 
     @property
     def lost(self) -> dict[int, str]:
@@ -395,6 +405,19 @@ class Pool(EngineBase):
         member.calls.append(call)
         member.wake.notify_all()
 
+    def _call_all(self, do: Callable[[EngineBase], None], *, loses_on_any_error: bool = False) -> None:
+        """Call all members that are not lost, in parallel."""
+
+        def without_changes(engine: EngineBase) -> Sequence[Change]:
+            do(engine)
+            return ()
+
+        present = [member for member in self._members if member.lost is None]
+        calls = [_Call(without_changes, loses_on_any_error) for _ in present]
+        for member, call in zip(present, calls, strict=True):
+            self._call(member, call)
+        self._wait_for(calls)
+
     def _wait_for(self, calls: Sequence[_Call]) -> None:
         while not all(call.done for call in calls):
             self._news.wait()
@@ -424,7 +447,7 @@ class Pool(EngineBase):
             raise EngineDied(f"{what}no engine of the pool is left ({reasons})")
 
 
-def _advanced(engine: Engine, new: Sequence[Request], call: _Call | None) -> Sequence[Change]:
+def _advanced(engine: EngineBase, new: Sequence[Request], call: _Call | None) -> Sequence[Change]:
     if new:
         engine.submit(new)
     return call.do(engine) if call is not None else engine.poll(engine.now() + _SLICE_SECONDS)
@@ -432,14 +455,6 @@ def _advanced(engine: Engine, new: Sequence[Request], call: _Call | None) -> Seq
 
 def _abort_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
     return lambda engine: engine.abort(ids)
-
-
-def _weight_update_of(weights: Any, version: int) -> Callable[[Engine], Sequence[Change]]:
-    def update(engine: Engine) -> Sequence[Change]:
-        engine.update_weights(weights, version)
-        return ()
-
-    return update
 
 
 def _split(inbox: Sequence[_Entry]) -> tuple[list[_Entry], list[_Entry]]:

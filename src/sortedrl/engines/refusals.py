@@ -18,10 +18,17 @@ def require_new(requests: Sequence[Request], inside: Container[int]) -> None:
 
 def require_empty(inside: int, version: int) -> None:
     """Raise a RuntimeError if so many requests are in the engine at a weight update: their KV is of the old weights."""
+    _require_empty(inside, f"weight update to version {version}")
+
+
+def require_empty_for_sleep(inside: int) -> None:
+    """Raise a RuntimeError if so many requests are in the engine: their KV would be lost."""
+    _require_empty(inside, "sleep")
+
+
+def _require_empty(inside: int, what: str) -> None:
     if inside:
-        raise RuntimeError(
-            f"weight update to version {version} while {inside} requests are in the engine: abort them first"
-        )
+        raise RuntimeError(f"{what} while {inside} requests are in the engine: abort them first")
 
 
 def refusal(request: Request, max_length: int, vocabulary: int) -> str | None:
