@@ -21,7 +21,7 @@ from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.conduct import conduct
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY
 from sortedrl.studies.compare.page import difference_charts
-from sortedrl.studies.compare.results import append, packages_of, read_results
+from sortedrl.studies.compare.results import append, packages_of, problems_in, read_results
 from sortedrl.studies.compare.runs import runs_of
 from sortedrl.studies.compare.study import parsed_study, read_study
 
@@ -260,6 +260,34 @@ def test_seconds_of_a_pair_on_two_devices_are_not_compared(folder: Path) -> None
     notices = [notice for notice in found.notices if "for seeds 2, 5;" in notice]
     assert len(notices) == 2 and notices[0].startswith("the runs of fast and slow are on different devices")
     assert as_json(found, "1")["exploratory"][0]["seeds_on_two_devices"] == []
+
+
+def test_a_pair_whose_problems_changed_in_between_is_not_compared(folder: Path) -> None:
+    """The task was edited before `fast` was run with seed 2. The arm `never` has another task on purpose."""
+    for arm, seed in ((arm, seed) for arm in GAIN for seed in range(SEEDS)):
+        stored = line(arm, seed)
+        settings = stored["settings"] | ({"task": "mine:Other"} if arm == "never" else {})
+        problems = "aaaa" if arm == "never" else "bbbb" if (arm, seed) == ("fast", 2) else "cccc"
+        append(folder / "results.jsonl", stored | {"settings": settings, "problems": problems})
+    found = compared(folder)
+    assert (found.primary.seeds, found.primary.on_other_problems) == ((0, 1, 3, 4, 5, 6, 7), (2,))
+    assert found.contrasts[1].seeds == tuple(range(SEEDS))
+    notices = [notice for notice in found.notices if "different problems" in notice]
+    assert len(notices) == 1 and notices[0].startswith("the runs of fast and slow have different problems for seeds 2,")
+    assert as_json(found, "1")["contrasts"][0]["seeds_on_other_problems"] == [2]
+
+
+def test_the_problems_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    assert problems_in(tmp_path) is None
+    found = []
+    for update, problems in ((3, "0011"), (20, "0022"), (40, "0022")):
+        state = tmp_path / "checkpoints" / f"update-{update:06d}" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"notes": {"problems": {"train": problems, "held_out": "0033"}}}))
+        found.append(problems_in(tmp_path))
+    assert found[0] != found[1] == found[2] is not None
+    state.write_text("{")
+    assert problems_in(tmp_path) is None
 
 
 def test_without_a_pair_on_one_device_there_are_no_seconds_to_compare(folder: Path) -> None:

@@ -369,6 +369,7 @@ def test_a_study_leaves_a_line_per_run_a_page_and_the_numbers(finished: Path) ->
         assert line["versions"]["torch"] and line["device"].startswith("CPU")
     assert found[0]["outcomes"]["staleness"] == 0 < found[2]["outcomes"]["staleness"]
     assert found[0]["curve"]["score"][0] == found[2]["curve"]["score"][0], "arms of a seed start alike"
+    assert len({line["problems"] for line in found}) == 1 and found[0]["problems"]
     numbers = json.loads((finished / "compare.json").read_text())
     (contrast,) = numbers["contrasts"]
     pairs = zip(found[2:], found[:2], strict=True)

@@ -24,7 +24,7 @@ from sortedrl.studies.compare.paired import (
     median_time,
     threshold_difference,
 )
-from sortedrl.studies.compare.results import Key, Line, versions_used
+from sortedrl.studies.compare.results import Key, Line, problems_used, versions_used
 from sortedrl.studies.compare.study import Contrast, Study
 
 
@@ -39,6 +39,7 @@ class Finished:
     reached: dict[str, Reached]  # of the outcomes of the threshold
     device: str
     versions: dict[str, str]
+    problems: tuple[str, str] | None  # settings and digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Compared:
     seeds: tuple[int, ...]  # that are compared
     missing: tuple[int, ...]  # seeds of the study without both runs
     on_two_devices: tuple[int, ...]  # seeds left out because the outcome depends on the device
+    on_other_problems: tuple[int, ...]  # seeds left out because the problems changed between the two runs
     difference: Difference | None
     censoring: Censoring | None
 
@@ -148,6 +150,7 @@ def _plain(compared: Compared) -> dict[str, Any]:
         "seeds": list(compared.seeds),
         "missing_seeds": list(compared.missing),
         "seeds_on_two_devices": list(compared.on_two_devices),
+        "seeds_on_other_problems": list(compared.on_other_problems),
         "anecdote": compared.is_anecdote,
         "difference": asdict(compared.difference) if compared.difference else None,
         "censoring": asdict(compared.censoring) if compared.censoring else None,
@@ -160,7 +163,16 @@ def _finished(line: Line, study: Study) -> Finished:
         name: reached(curve, study.threshold, axis) for name, axis in NEEDS_THRESHOLD.items()
     }  # fmt: skip
     outcomes = outcomes_of(line, study.threshold, study.metrics, study.cohort_rollouts(line["arm"]))
-    return Finished(line["arm"], line["seed"], tuple(curve), outcomes, times, line["device"], versions_used(line))
+    return Finished(
+        line["arm"],
+        line["seed"],
+        tuple(curve),
+        outcomes,
+        times,
+        line["device"],
+        versions_used(line),
+        problems_used(line),
+    )
 
 
 def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *, resample: bool = True) -> Compared:
@@ -169,23 +181,36 @@ def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *,
     complete = [seed for seed in study.seeds if {(contrast.arm, seed), (contrast.minus, seed)} <= has]
     missing = tuple(seed for seed in study.seeds if seed not in complete)
     apart = _on_two_devices(contrast.arm, contrast.minus, runs) if outcome in NEEDS_ONE_DEVICE else ()
-    on_two_devices = tuple(seed for seed in complete if seed in apart)
-    seeds = tuple(seed for seed in complete if seed not in apart)
+    other_problems = _on_other_problems(contrast.arm, contrast.minus, runs)
+    on_two_devices, on_other_problems = (
+        tuple(seed for seed in complete if seed in left_out) for left_out in (apart, other_problems)
+    )
+    seeds = tuple(seed for seed in complete if seed not in {*apart, *other_problems})
     if not seeds:
-        return Compared(contrast, seeds, missing, on_two_devices, None, None)
+        return Compared(contrast, seeds, missing, on_two_devices, on_other_problems, None, None)
     arm, minus = ([runs[name, seed] for seed in seeds] for name in (contrast.arm, contrast.minus))
     if outcome in NEEDS_THRESHOLD:
         times = [[run.reached[outcome] for run in runs_of_arm] for runs_of_arm in (arm, minus)]
         found, censoring = threshold_difference(*times, resample=resample)
-        return Compared(contrast, seeds, missing, on_two_devices, found, censoring)
+        return Compared(contrast, seeds, missing, on_two_devices, on_other_problems, found, censoring)
     found = difference(_values(arm, outcome), _values(minus, outcome), resample=resample)
-    return Compared(contrast, seeds, missing, on_two_devices, found, None)
+    return Compared(contrast, seeds, missing, on_two_devices, on_other_problems, found, None)
 
 
 def _on_two_devices(arm: str, minus: str, runs: Mapping[Key, Finished]) -> tuple[int, ...]:
     """Seeds whose two runs are on different devices: a difference of their seconds is one of the devices."""
     seeds = [seed for name, seed in runs if name == arm and (minus, seed) in runs]
     return tuple(seed for seed in seeds if runs[arm, seed].device != runs[minus, seed].device)
+
+
+def _on_other_problems(arm: str, minus: str, runs: Mapping[Key, Finished]) -> tuple[int, ...]:
+    """Seeds whose two runs have different problems, although their settings ask for the same ones."""
+    pairs = [
+        (seed, run.problems, runs[minus, seed].problems)
+        for (name, seed), run in runs.items()
+        if name == arm and (minus, seed) in runs
+    ]
+    return tuple(seed for seed, one, other in pairs if one and other and one[0] == other[0] and one[1] != other[1])
 
 
 def _values(runs: Iterable[Finished], outcome: str) -> list[float]:
@@ -237,6 +262,9 @@ def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, L
             names = ", ".join(name for name in NEEDS_ONE_DEVICE if name in study.outcomes)
             pairs = f"the runs of {arm} and {minus} are on different devices for seeds {', '.join(map(str, apart))}"
             yield f"{pairs}; these pairs are left out of {names}"
+        if changed := _on_other_problems(arm, minus, by_key):
+            pairs = f"the runs of {arm} and {minus} have different problems for seeds {', '.join(map(str, changed))}"
+            yield f"{pairs}, because the task or its data changed in between; these pairs are left out"
     others = sorted({arm for arm, _ in results if arm not in study.arms})
     if others:
         yield f"results of other arms are left out: {', '.join(others)}"

