@@ -176,16 +176,21 @@ class Metrics:
 
     # Time
 
-    def pass_time_to(self, at: float) -> None:
-        """Advance the clock to `at`: to read the metrics between two events."""
-        if at > self._time and self.slots:
-            self._pass_time(at)
-
     def slot_seconds(self) -> dict[str, float]:
         """Where the slot-time went so far: busy, the parts of the bubble, and phases other than harvest."""
         busy = self.slots * self._harvest_seconds - sum(self._empty.values())
         other = {phase: self.slots * seconds for phase, seconds in self._phase_seconds.items()}
         return {"busy": busy} | self._empty | other
+
+    def slot_seconds_at(self, at: float) -> dict[str, float]:
+        """As `slot_seconds`, at a time before the next event. The metrics stay as they are, without a rounding error
+        from the stop."""
+        before = self._time, self._moment, self._harvest_seconds, self._empty.copy(), self._phase_seconds.copy()
+        if at > self._time and self.slots:
+            self._pass_time(at)
+        found = self.slot_seconds()
+        self._time, self._moment, self._harvest_seconds, self._empty, self._phase_seconds = before
+        return found
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time

@@ -20,7 +20,6 @@ from sortedrl.observe.timeline import Slice
 BINS = 240  # time bins of the occupancy chart
 MOST_POINTS = 600  # of per-update curves; beyond that, neighboring updates are pooled
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-_NO_SLOT_CHANGES = (events.Loaded, events.Scored, events.Streamed, events.Updated, events.Published)
 EMPTY = " "  # a cell of the slot grid in which no slice took a quarter of the time
 
 
@@ -56,19 +55,14 @@ class Mark:
 
 def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
     """The metrics of a run, and its slot occupancy over time. The log must not be empty."""
-    run_metrics = Metrics().fold(log).run_metrics()
-    metrics = Metrics(estimates_uncut_length=False)  # a second fold: stops at bin edges add rounding errors
+    metrics = Metrics()
     began, ended = log[0].at, log[-1].at
     edges = [began + (ended - began) * i / bins for i in range(bins)] + [ended]
     totals: list[dict[str, float]] = []
     for event in log:
         while len(totals) < bins and edges[len(totals)] < event.at:
-            metrics.pass_time_to(edges[len(totals)])
-            totals.append(metrics.slot_seconds())
-        if type(event) in _NO_SLOT_CHANGES:
-            metrics.pass_time_to(event.at)
-        else:
-            metrics(event)
+            totals.append(metrics.slot_seconds_at(edges[len(totals)]))
+        metrics(event)
     totals += [metrics.slot_seconds()] * (bins + 1 - len(totals))
     parts = {part for part in totals[-1] if part != "busy" and totals[-1][part] > 0}
     width = (ended - began) / bins or 1.0
@@ -77,7 +71,7 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
         for part in sorted(parts)
     }
     found |= _slots_by_outcome(slices, began, width, bins)
-    return run_metrics, Occupancy(tuple(edge - began for edge in edges), found)
+    return metrics.run_metrics(), Occupancy(tuple(edge - began for edge in edges), found)
 
 
 def _slots_by_outcome(slices: Iterable[Slice], began: float, width: float, bins: int) -> dict[str, tuple[float, ...]]:
