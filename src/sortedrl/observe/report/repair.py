@@ -8,8 +8,9 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
@@ -17,8 +18,6 @@ from sortedrl.core.events import Event
 UNKNOWN_MODE = "unknown mode"
 EMPTY_PHASES = ("weights", "end")  # the engine is empty then, even with overlap
 _OF_A_HARVEST = (events.HarvestBegan, events.Submitted, events.Started)
-_FROM_THE_ENGINE = (events.TurnEnded, events.Finished, events.Aborted, events.Failed)
-_AFTER_THE_ENGINE = (events.Scored, events.Regenerated, events.Rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,24 @@ class _Repairer:
         self._in_environment: dict[int, int] = {}  # rollouts in their environments -> tokens
         self._slot_of: dict[int, int] = {}
         self._holder: dict[int, int] = {}  # rollout by slot
+        self._handlers: dict[type, Callable[[Any], bool]] = {
+            events.RunBegan: self._on_run,
+            events.Loaded: self._on_loaded,
+            events.Phase: self._on_phase,
+            events.Submitted: self._on_submitted,
+            events.Started: self._on_started,
+            events.Preempted: self._on_preempted,
+            events.Finished: self._on_finished,
+            events.TurnEnded: self._on_turn_ended,
+            events.Aborted: self._on_left,
+            events.Failed: self._on_left,
+            events.Observed: self._on_observed,
+            events.EnvironmentFailed: self._on_environment_failed,
+            events.Scored: self._on_after_the_engine,
+            events.Regenerated: self._on_after_the_engine,
+            events.Rejected: self._on_after_the_engine,
+            events.Updated: self._on_updated,
+        }
         if log and not isinstance(log[0], events.RunBegan):
             slots = 1 + max((e.slot for e in log if isinstance(e, events.Started)), default=0)
             self._put_back(events.RunBegan(log[0].at, slots, UNKNOWN_MODE, {}))
@@ -67,62 +84,92 @@ class _Repairer:
             self.left_out += 1
             return
         self._repair_phase(event)
-        if isinstance(event, events.RunBegan):
-            self._overlap = bool(event.settings.get("overlap"))
-        elif isinstance(event, events.Loaded):
-            self._load_up_to(event.first, event.at)
-            self._loaded, self._cohort = event.first + event.rollouts, event.cohort
-        elif isinstance(event, events.Phase):
-            self._phase = event.phase
-            if event.phase in EMPTY_PHASES or (event.phase != "harvest" and not self._overlap):
-                self._end_all(event.at, self._kept)
-        elif isinstance(event, events.Submitted):
-            self._load_up_to(event.rollout + 1, event.at)
-            if event.rollout in self._kept:
-                self._end(event.rollout, event.at, event.prefix)
-            tokens = self._in_environment.pop(event.rollout, None)
-            if tokens is not None:
-                observed = max(1, event.prefix - tokens)
-                self._put_back(events.Observed(event.at, event.rollout, observed, event.prefix))
-            self._kept[event.rollout] = event.prefix
-        elif isinstance(event, events.Started):
-            if event.rollout not in self._kept or event.rollout in self._slot_of:
-                self.left_out += 1
-                return
-            self._end_all(event.at, [self._holder[event.slot]] if event.slot in self._holder else [])
-            self._slot_of[event.rollout] = event.slot
-            self._holder[event.slot] = event.rollout
-        elif isinstance(event, events.Preempted):
-            if event.rollout not in self._slot_of:
-                self.left_out += 1
-                return
-            del self._holder[self._slot_of.pop(event.rollout)]
-        elif isinstance(event, events.Finished) and event.rollout in self._in_environment:
-            del self._in_environment[event.rollout]
-        elif isinstance(event, _FROM_THE_ENGINE):
-            if event.rollout not in self._kept:
-                self.left_out += 1
-                return
-            self._leave(event.rollout)
-            if isinstance(event, events.TurnEnded):
-                self._in_environment[event.rollout] = event.length
-        elif isinstance(event, events.Observed | events.EnvironmentFailed):
-            if event.rollout not in self._in_environment:
-                self.left_out += 1
-                return
-            if isinstance(event, events.Observed):
-                del self._in_environment[event.rollout]
-        elif isinstance(event, _AFTER_THE_ENGINE):
-            self._in_environment.pop(event.rollout, None)
-            self._load_up_to(event.rollout + 1, event.at)
-        elif isinstance(event, events.Updated):
-            self._load_up_to(1 + max(event.rollouts, default=-1), event.at)
-            for rollout, length in zip(event.rollouts, event.lengths, strict=True):
-                if rollout in self._kept:
-                    self._finish(rollout, event.at, length)
-            if self._phase != "learner" and not self._overlap:
-                self._learns_since = event.at
-        self.out.append(event)
+        handler = self._handlers.get(type(event))
+        if handler is None or handler(event):
+            self.out.append(event)
+        else:
+            self.left_out += 1
+
+    # One handler per kind of event: puts back what must have come before, and returns False for an orphaned event
+
+    def _on_run(self, event: events.RunBegan) -> bool:
+        self._overlap = bool(event.settings.get("overlap"))
+        return True
+
+    def _on_loaded(self, event: events.Loaded) -> bool:
+        self._load_up_to(event.first, event.at)
+        self._loaded, self._cohort = event.first + event.rollouts, event.cohort
+        return True
+
+    def _on_phase(self, event: events.Phase) -> bool:
+        self._phase = event.phase
+        if event.phase in EMPTY_PHASES or (event.phase != "harvest" and not self._overlap):
+            self._end_all(event.at, self._kept)
+        return True
+
+    def _on_submitted(self, event: events.Submitted) -> bool:
+        self._load_up_to(event.rollout + 1, event.at)
+        if event.rollout in self._kept:
+            self._end(event.rollout, event.at, event.prefix)
+        tokens = self._in_environment.pop(event.rollout, None)
+        if tokens is not None:
+            observed = max(1, event.prefix - tokens)
+            self._put_back(events.Observed(event.at, event.rollout, observed, event.prefix))
+        self._kept[event.rollout] = event.prefix
+        return True
+
+    def _on_started(self, event: events.Started) -> bool:
+        if event.rollout not in self._kept or event.rollout in self._slot_of:
+            return False
+        self._end_all(event.at, [self._holder[event.slot]] if event.slot in self._holder else [])
+        self._slot_of[event.rollout] = event.slot
+        self._holder[event.slot] = event.rollout
+        return True
+
+    def _on_preempted(self, event: events.Preempted) -> bool:
+        if event.rollout not in self._slot_of:
+            return False
+        del self._holder[self._slot_of.pop(event.rollout)]
+        return True
+
+    def _on_finished(self, event: events.Finished) -> bool:
+        if self._in_environment.pop(event.rollout, None) is not None:
+            return True
+        return self._on_left(event)
+
+    def _on_turn_ended(self, event: events.TurnEnded) -> bool:
+        if not self._on_left(event):
+            return False
+        self._in_environment[event.rollout] = event.length
+        return True
+
+    def _on_left(self, event: events.Finished | events.TurnEnded | events.Aborted | events.Failed) -> bool:
+        if event.rollout not in self._kept:
+            return False
+        self._leave(event.rollout)
+        return True
+
+    def _on_observed(self, event: events.Observed) -> bool:
+        return self._in_environment.pop(event.rollout, None) is not None
+
+    def _on_environment_failed(self, event: events.EnvironmentFailed) -> bool:
+        return event.rollout in self._in_environment
+
+    def _on_after_the_engine(self, event: events.Scored | events.Regenerated | events.Rejected) -> bool:
+        self._in_environment.pop(event.rollout, None)
+        self._load_up_to(event.rollout + 1, event.at)
+        return True
+
+    def _on_updated(self, event: events.Updated) -> bool:
+        self._load_up_to(1 + max(event.rollouts, default=-1), event.at)
+        for rollout, length in zip(event.rollouts, event.lengths, strict=True):
+            if rollout in self._kept:
+                self._finish(rollout, event.at, length)
+        if self._phase != "learner" and not self._overlap:
+            self._learns_since = event.at
+        return True
+
+    # Repairs
 
     def _is_about_the_gone(self, event: Event) -> bool:
         """A rollout that was trained on or rejected has no further events."""
