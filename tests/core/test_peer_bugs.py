@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from paced import PacedEngine
 from scenarios import NEVER, Run, run, scenario
-from sortedrl.core import STRATEGIES, ConfigurationError, Controller, Prompts, Sampling, Schedule, ScoreAtOnce, events
+from sortedrl.core import (
+    STRATEGIES,
+    ConfigurationError,
+    Controller,
+    Prompt,
+    Prompts,
+    Sampling,
+    Schedule,
+    ScoreAtOnce,
+    events,
+)
 from sortedrl.core.rollout import Rollout
 
 MODES = sorted(set(STRATEGIES) - {"async-pool"})
@@ -173,6 +184,8 @@ def test_a_cohort_given_in_rollouts_instead_of_prompts_is_explained_in_numbers()
         Schedule(rollouts_per_update=1024, prompts_per_cohort=64, rollouts_per_prompt=8)
     assert "64 prompts x 8 rollouts = 512 rollouts cannot fill one update of 1024" in str(error.value)
     assert "Set prompts_per_cohort to 128 or more" in str(error.value)
+    with pytest.raises(ConfigurationError, match="cannot fill one update of 128"):
+        Controller(PacedEngine(slots=1), Prompts([Prompt("a", [1])]), ScoreAtOnce(len), Schedule(prompts_per_cohort=64))
 
 
 def test_a_batch_of_one_mode_is_a_batch_of_every_mode() -> None:

@@ -29,7 +29,7 @@ from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.registry import SERVERS
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
-from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version
+from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version, schedule_for
 from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
@@ -281,6 +281,39 @@ def test_arguments_that_do_not_fit_are_refused_by_name(
     with pytest.raises(ConfigurationError) as refused:
         trainer_for(tmp_path, tokenizer, **arguments).train()
     assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("partial", 16),
+        (Schedule(mode="partial", max_staleness=4), 16),
+        (Schedule(mode="partial", prompts_per_cohort=8), 8),
+        (Schedule(mode="partial", prompts_per_cohort=600), 600),
+        (Schedule(mode="partial", prompts_per_cohort=None), None),
+    ],
+)
+def test_a_cohort_is_four_updates_unless_the_schedule_sets_it(
+    given: Schedule | str, prompts: int | None, tmp_path: Path
+) -> None:
+    """Its other sizes are those of GRPOConfig, so the default size of an update does not count."""
+    args = config(tmp_path, per_device_train_batch_size=32, num_generations=8, gradient_accumulation_steps=1)
+    schedule = schedule_for(args, given, 0)
+    assert (schedule.rollouts_per_update, schedule.prompts_per_cohort) == (32, prompts)
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_a_cohort_that_cannot_fill_an_update_is_refused(batch: int, tmp_path: Path) -> None:
+    args = config(tmp_path, per_device_train_batch_size=batch, num_generations=8, gradient_accumulation_steps=1)
+    with pytest.raises(
+        ConfigurationError, match=f"3 prompts x 8 rollouts = 24 rollouts cannot fill one update of {batch}"
+    ):
+        schedule_for(args, Schedule(prompts_per_cohort=3), 0)
+
+
+def test_a_cohort_of_any_size_may_be_larger_than_the_default(tmp_path: Path) -> None:
+    args = config(tmp_path, per_device_train_batch_size=8192, num_generations=8, gradient_accumulation_steps=1)
+    assert schedule_for(args, Schedule(max_staleness=4), 0).prompts_per_cohort == 4096
 
 
 @pytest.mark.parametrize("name", SERVERS)

@@ -86,6 +86,7 @@ class Controller:
         self.scorer = scorer
         self.schedule = schedule
         self.strategy = strategy or strategy_named(schedule.mode)
+        schedule.check_cohort()
         self.strategy.check(schedule)
         self.log = log or EventLog(RejectionWatch(schedule.rollouts_needed, log=_log.warning))
         self.sampling = sampling or Sampling()

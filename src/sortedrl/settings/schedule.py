@@ -44,7 +44,9 @@ class ScheduleSettings(BaseModel):
 def schedule_from(settings: BaseModel, **derived: Any) -> Schedule:
     """The schedule with every setting that has the name of one of its fields. `derived` fields win."""
     names = {field.name for field in fields(Schedule)} & type(settings).model_fields.keys()
-    return Schedule(**({name: getattr(settings, name) for name in names} | derived))
+    schedule = Schedule(**({name: getattr(settings, name) for name in names} | derived))
+    schedule.check_cohort()
+    return schedule
 
 
 def score_wait_seconds(seconds_per_score: float) -> float:

@@ -272,11 +272,11 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule
         "max_response_tokens": args.max_completion_length,
         "seed": derive_seed(args.seed, rank) if rank else args.seed,
     }
-    if isinstance(given, str):
-        cohort = UPDATES_PER_COHORT * rollouts // args.num_generations
-        schedule = Schedule(mode=given, prompts_per_cohort=cohort, **owned)
-    else:
-        schedule = _merged(given, owned)
+    given = Schedule(mode=given) if isinstance(given, str) else given
+    if given.prompts_per_cohort == Schedule().prompts_per_cohort:  # not set
+        owned["prompts_per_cohort"] = UPDATES_PER_COHORT * rollouts // args.num_generations
+    schedule = _merged(given, owned)
+    schedule.check_cohort()
     if schedule.overlap:
         raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
     strategy_named(schedule.mode).check(schedule)

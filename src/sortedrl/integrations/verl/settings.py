@@ -88,7 +88,9 @@ def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
     }
     values |= {key: given[key] for key in SCHEDULE_KEYS if key in given}
     try:
-        return Schedule(**values)
+        schedule = Schedule(**values)
+        schedule.check_cohort()
+        return schedule
     except ConfigurationError as error:
         raise ConfigurationError(f"{PREFIX}.{error.key}", error.value, error.why, error.fix) from None
 
