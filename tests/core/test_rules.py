@@ -932,7 +932,7 @@ def test_a_setting_that_cannot_work_is_an_error_with_its_value_and_a_fix(
     settings: dict[str, int | float], words: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as error:
-        Schedule(**settings)  # type: ignore[arg-type]
+        Schedule(**settings).check_cohort()  # type: ignore[arg-type]
     for word in words:
         assert word in str(error.value)
 
