@@ -121,7 +121,7 @@ def no_gpu(spec: object) -> Any:
     [
         (no_gpu, r"RuntimeError: no GPU \(.*test_hugging_face_example.py:\d+\)"),
         (lambda: None, r"TypeError: .* takes 0 positional arguments but 1 was given .*"),
-        (lambda spec: None, "it returned a NoneType without now, submit, poll, abort, update_weights"),
+        (lambda spec: None, "it returned a NoneType without now, submit, poll, abort, update_weights, slots"),
     ],
 )
 def test_a_factory_without_an_engine_is_one_line(factory: Any, why: str) -> None:

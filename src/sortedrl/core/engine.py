@@ -166,3 +166,10 @@ class Engine(Protocol):
 
         None: it decodes with the learner's own module, or the weights are `UNCHANGED`.
         """
+
+
+def missing_members(engine: object) -> list[str]:
+    """What the protocol requires and this object lacks."""
+    methods = ("now", "submit", "poll", "abort", "update_weights")
+    missing = [name for name in methods if not callable(getattr(engine, name, None))]
+    return missing if hasattr(engine, "slots") else [*missing, "slots"]

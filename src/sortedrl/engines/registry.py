@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from sortedrl.core.engine import Engine
+from sortedrl.core.engine import Engine, missing_members
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.errors import UserError
@@ -25,7 +25,6 @@ from sortedrl.core.schedule import ConfigurationError
 
 CONNECT_SECONDS = 5.0
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
-_METHODS = ("now", "submit", "poll", "abort", "update_weights")
 
 
 class EngineKind(NamedTuple):
@@ -100,8 +99,7 @@ def _from_import_path(path: str, spec: EngineSpec) -> Engine:
     except Exception as error:
         reason = f"the factory raised {fault_in_your_code(error)}"
         raise ConfigurationError("engine", path, reason, "See docs/engine_authors.md.") from error
-    missing = [name for name in _METHODS if not callable(getattr(engine, name, None))]
-    missing += [] if hasattr(engine, "slots") else ["slots"]
+    missing = missing_members(engine)
     if missing:
         raise ConfigurationError(
             "engine",

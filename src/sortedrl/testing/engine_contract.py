@@ -30,6 +30,7 @@ from sortedrl.core.engine import (
     Sampling,
     Started,
     Tokens,
+    missing_members,
 )
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import Prompt, Segment
@@ -338,7 +339,6 @@ class Outcome(NamedTuple):
 
 
 EngineFactory = Callable[[EngineSpec], Engine]
-_METHODS = ("now", "submit", "poll", "abort", "update_weights")
 
 
 def contract_spec(slots: int = EngineContract.slots, **more: Any) -> EngineSpec:
@@ -405,7 +405,7 @@ class _ContractOf(EngineContract):
             engine = self._factory(replace(self._spec, slots=slots))
         except Exception as error:
             raise _NoEngine(_in_one_line(error)) from error
-        missing = [name for name in _METHODS if not callable(getattr(engine, name, None))]
+        missing = missing_members(engine)
         if missing:
             raise _NoEngine(f"it returned a {type(engine).__name__} without {', '.join(missing)}")
         return engine
