@@ -474,6 +474,12 @@ def test_stop_strings_without_a_tokenizer_are_refused() -> None:
         engine_of(model_of("Llama")).submit([request(0, [1], 5, stop_strings=("x",))])
 
 
+def test_the_registry_keeps_the_name_of_a_wrong_setting() -> None:
+    spec = EngineSpec(model="m", slots=0, max_length=64, module=model_of("Llama"))
+    with pytest.raises(ConfigurationError, match=r"^slots = 0: must be at least 1"):
+        make_engine("embedded", spec)
+
+
 def test_bad_sizes_are_refused() -> None:
     model = model_of("Llama")
     for changes, word in (({"slots": 0}, "slots"), ({"max_length": 1}, "at least 2"), ({"max_length": 4096}, "1024")):

@@ -124,6 +124,8 @@ def _embedded(spec: EngineSpec) -> Engine:
         )
     except UnsupportedModel as error:
         raise ConfigurationError("model", spec.model, str(error), "Or use --engine vllm.") from None
+    except ConfigurationError:
+        raise
     except ValueError as error:
         raise ConfigurationError(
             "model", spec.model, str(error), "Lower max_response_tokens or max_prompt_tokens."
