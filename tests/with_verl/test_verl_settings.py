@@ -40,7 +40,7 @@ def test_the_keys_of_the_mode() -> None:
     assert settings.max_rejected_fraction == 0.1
 
 
-def test_reinforce_plus_plus_compares_no_siblings() -> None:
+def test_reinforce_plus_plus_needs_no_whole_groups() -> None:
     config = compose("partial", "algorithm.adv_estimator=reinforce_plus_plus")
     assert not settings_of(config).schedule.whole_groups
 

@@ -1,8 +1,8 @@
 """Converts an update to TRL's rows: consecutive groups of equal size, split into micro-batches.
 
-TRL computes advantages over `rows.view(-1, siblings)`, and every process must have the same number of rows. A batch of
-the scheduler may have a group with a rejected member, or more or fewer groups than usual. Padding rows are copies of
-real ones without effect: no reward, and a mask of zeros.
+TRL computes advantages over `rows.view(-1, num_generations)`, and every process must have the same number of rows. A
+batch of the scheduler may have a group with a rejected member, or more or fewer groups than usual. Padding rows are
+copies of real ones without effect: no reward, and a mask of zeros.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Row(NamedTuple):
     trains: bool  # False: padding
 
 
-def rows_in_groups(rollouts: Iterable[Rollout], siblings: int) -> list[Row]:
-    """The rollouts by group, in the order of each group's shortest member, each group padded to `siblings` rows."""
-    sets: dict[int, list[Rollout]] = {}
+def rows_in_groups(rollouts: Iterable[Rollout], group_size: int) -> list[Row]:
+    """The rollouts by group, in the order of each group's shortest member, each group padded to `group_size` rows."""
+    groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
-        sets.setdefault(rollout.group, []).append(rollout)
+        groups.setdefault(rollout.group, []).append(rollout)
     rows: list[Row] = []
-    for members in sets.values():
+    for members in groups.values():
         rows += [Row(member, True) for member in members]
-        rows += [Row(members[0], False)] * (siblings - len(members))
+        rows += [Row(members[0], False)] * (group_size - len(members))
     return rows
 
 
@@ -39,9 +39,9 @@ def filled_up(rows: Sequence[Row], count: int) -> list[Row]:
     return [*rows, *[Row(rows[0].rollout, False)] * (count - len(rows))]
 
 
-def rows_needed(rows: int, siblings: int, micro_batches: int) -> int:
+def rows_needed(rows: int, group_size: int, micro_batches: int) -> int:
     """The next larger number of rows that makes whole groups and equal micro-batches."""
-    unit = math.lcm(siblings, micro_batches)
+    unit = math.lcm(group_size, micro_batches)
     return -(-rows // unit) * unit
 
 

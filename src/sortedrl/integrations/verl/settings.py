@@ -28,7 +28,7 @@ SCHEDULE_KEYS = (
 )
 OWN_KEYS = ("slots", "folder", "max_rejected_fraction")
 COHORT_UPDATES = 4  # the paper's n: a cohort is this many updates unless set
-COMPARES_NO_SIBLINGS = ("gae", "reinforce_plus_plus")
+ESTIMATORS_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 # Settings of verl's sampler that have no meaning here: their defaults, and what to use instead.
 SAMPLER: dict[str, tuple[tuple[object, ...], str, str]] = {
     "max_off_policy_threshold": (
@@ -76,11 +76,11 @@ def settings_of(config: Any) -> Settings:
 
 def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    siblings = int(rollout.n)
+    group_size = int(rollout.n)
     values: dict[str, Any] = {
-        "rollouts_per_update": int(data.train_batch_size) * siblings,
-        "rollouts_per_prompt": siblings,
-        "whole_groups": siblings > 1 and str(config.algorithm.adv_estimator) not in COMPARES_NO_SIBLINGS,
+        "rollouts_per_update": int(data.train_batch_size) * group_size,
+        "rollouts_per_prompt": group_size,
+        "whole_groups": group_size > 1 and str(config.algorithm.adv_estimator) not in ESTIMATORS_WITHOUT_GROUPS,
         "prompts_per_cohort": COHORT_UPDATES * int(data.train_batch_size),
         "max_response_tokens": int(rollout.response_length),
         "max_prompt_tokens": int(rollout.prompt_length),

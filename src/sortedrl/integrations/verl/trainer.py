@@ -325,8 +325,8 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
         """Rows of the dataset, each with its ticket, to the agent loop workers."""
         fields = collate_fn([self.train_dataset[int(request.prompt.id)] for request, _ in requests])
-        siblings = self.sortedrl.schedule.rollouts_per_prompt
-        fields["uid"] = numpy.array([str(request.id // siblings) for request, _ in requests], dtype=object)
+        group_size = self.sortedrl.schedule.rollouts_per_prompt
+        fields["uid"] = numpy.array([str(request.id // group_size) for request, _ in requests], dtype=object)
         tickets = numpy.empty(len(requests), dtype=object)
         tickets[:] = [ticket for _, ticket in requests]
         fields[TICKET] = tickets
