@@ -188,12 +188,7 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     cases, schedule = cases_of(settings), bench_schedule(settings)
     workload = bench_workload(settings)
     max_length = settings.prompt_tokens + settings.response_limit()
-    if settings.out is not None:
-        make_folder("out", settings.out.parent)
-    if settings.events is not None:
-        make_folder("events", settings.events)
-    if Path(settings.model).is_dir():
-        model_named(settings.model)  # refuses a folder without a model before anything is printed
+    _prepare_folders(settings)
     progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
     runs = f"{counted(progress.total, 'update')} in {counted(len(cases), 'mode')}"
     log(f"{runs}; loading engine {settings.engine}, model {settings.model}")
@@ -238,6 +233,16 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
                 write_atomically(settings.out, json.dumps(written, indent=1) + "\n")
             log(f"{name}: kept {run_metrics['kept']:,.0f} tok/s, bubble {run_metrics['bubble']:.1%}")
     return found
+
+
+def _prepare_folders(settings: BenchSettings) -> None:
+    """Make the output folders, and refuse a model folder without a model, before anything is printed."""
+    if settings.out is not None:
+        make_folder("out", settings.out.parent)
+    if settings.events is not None:
+        make_folder("events", settings.events)
+    if Path(settings.model).is_dir():
+        model_named(settings.model)
 
 
 class Progress:
