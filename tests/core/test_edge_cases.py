@@ -12,12 +12,15 @@ from scenarios import Run, scenario
 from sortedrl.core import (
     ConfigurationError,
     Controller,
+    Environments,
     EventLog,
+    Expectation,
     Prompt,
     Prompts,
     Rollout,
     Schedule,
     ScoreAtOnce,
+    Scorer,
     SensedLengths,
     events,
 )
@@ -94,6 +97,16 @@ def test_an_empty_response_that_is_regenerated_is_another_attempt() -> None:
 def test_an_engine_without_slots_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="slots = 0"):
         Controller(PacedEngine(slots=0), Prompts([Prompt("p", [1])]), ScoreAtOnce(len), ONE)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "forgotten"), [(Scorer, "pending"), (Environments, "cancel"), (Expectation, "state")]
+)
+def test_a_derived_part_that_lacks_a_method_cannot_be_made(protocol: type, forgotten: str) -> None:
+    """It inherited the protocol's empty method: nothing was pending, or no expected length was in the checkpoint."""
+    members = {name: lambda self: None for name in vars(protocol) if not name.startswith("_") and name != forgotten}
+    with pytest.raises(TypeError, match=f"abstract class Mine .*{forgotten}"):
+        type("Mine", (protocol,), members)()
 
 
 def test_two_prompts_with_one_id_are_refused() -> None:

@@ -26,6 +26,7 @@ but the last one of a rollout is void.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -57,27 +58,34 @@ class Environments(Protocol):
     set `keeps_scored = True`: a checkpoint asks for the state of scored rollouts, too."""
 
     @property
+    @abstractmethod
     def pending(self) -> int:
         """Calls that were submitted and neither collected nor canceled."""
 
+    @abstractmethod
     def submit(self, rollout: Rollout, call: int) -> None:
         """Answer the rollout's last turn, as it is now. Must not block. `call` is a new number for every submit."""
 
+    @abstractmethod
     def collect(self) -> list[Answer]:
         """Answers, in any order; never blocks."""
 
+    @abstractmethod
     def wait(self, timeout_seconds: float) -> None:
         """Block until something can be collected or the time is up."""
 
+    @abstractmethod
     def cancel(self, rollout_id: int) -> None:
         """The rollout needs its instance no longer: end its call, if one is pending, and close it. Must not block.
         Also called for rollouts without an instance."""
 
+    @abstractmethod
     def state(self, rollout_id: int) -> Any:
         """JSON-ready state of the rollout's instance after the last turn that it answered, for a checkpoint.
 
         None: it has none, and a resumed run replays the recorded turns. Must not block."""
 
+    @abstractmethod
     def restore(self, rollout: Rollout, state: Any) -> bool:
         """Called once per rollout with recorded turns when a run resumes; `state` is what `state` returned. Returns
         False if the turns cannot be brought back, neither from the state nor by replay: the rollout is regenerated."""

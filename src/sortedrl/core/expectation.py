@@ -7,6 +7,7 @@ finished rollouts.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
@@ -19,18 +20,23 @@ RECENT = 1024  # window of the running median, in finished rollouts
 
 
 class Expectation(Protocol):
+    @abstractmethod
     def estimate(self, rollout: Rollout) -> float:
         """Expected length, without regard to the length that the rollout itself has reached."""
 
+    @abstractmethod
     def observe(self, rollout: Rollout) -> None:
         """A rollout finished."""
 
+    @abstractmethod
     def forget(self, prompt_id: str) -> None:
         """The prompt will not be loaded again."""
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """JSON-ready, for a checkpoint."""
 
+    @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
 

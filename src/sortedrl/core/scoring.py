@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
@@ -33,15 +34,19 @@ class Scorer(Protocol):
     other scorer the controller polls only briefly while scores are pending."""
 
     @property
+    @abstractmethod
     def pending(self) -> int:
         """How many were submitted and not yet collected."""
 
+    @abstractmethod
     def submit(self, rollout: Rollout) -> None:
         """Start scoring the rollout as it is now. Must not block, and must not raise errors of the reward function."""
 
+    @abstractmethod
     def collect(self) -> list[Scored]:
         """Finished scores, in any order; never blocks."""
 
+    @abstractmethod
     def wait(self, timeout_seconds: float) -> None:
         """Block until something can be collected or the time is up."""
 
