@@ -147,6 +147,19 @@ def _check_engine(engine: object) -> None:
         )  # fmt: skip
 
 
+def check_parts(schedule: object, engine: object) -> None:
+    if not isinstance(schedule, str | Schedule):
+        raise ConfigurationError(
+            "schedule", schedule, f"this is a {type(schedule).__name__}",
+            'Pass the name of a mode, or Schedule(mode="partial", max_staleness=4), or leave it out.',
+        )  # fmt: skip
+    if isinstance(engine, type) or not (isinstance(engine, str) or hasattr(engine, "poll")):
+        kind = "class" if isinstance(engine, type) else type(engine).__name__
+        raise ConfigurationError(
+            "engine", engine, f"this is a {kind}", "Pass embedded, vllm or an engine object, or leave it out."
+        )
+
+
 def check_slots(slots: int | None, engine: object) -> None:
     if slots is None:
         return

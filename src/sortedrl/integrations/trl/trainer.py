@@ -51,6 +51,7 @@ from sortedrl.integrations.trl.fields import (
     check_arguments,
     check_fields,
     check_model,
+    check_parts,
     check_slots,
     optimizer_steps_per_update,
     refused_template,
@@ -117,6 +118,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
         check_arguments(given)
+        check_parts(schedule, engine)
         check_slots(slots, engine)
         if not 0 <= max_rejected_fraction <= 1:
             raise ConfigurationError(
