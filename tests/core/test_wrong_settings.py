@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from sortedrl.core import ConfigurationError, Controller, Prompt, Prompts, Sampling, Schedule, ScoreAtOnce
+from sortedrl.core import (
+    ConfigurationError,
+    Controller,
+    Prompt,
+    Prompts,
+    RejectionWatch,
+    Sampling,
+    Schedule,
+    ScoreAtOnce,
+)
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
+from sortedrl.tasks.scoring import BackgroundScorer
+from sortedrl.tasks.task import Reward
 
 NAN, INF = float("nan"), float("inf")
 WHOLE = "not a whole number. Set it to an int"
@@ -29,6 +40,14 @@ def simulated(**setting: Any) -> SimulatedEngine:
 
 def controller(**setting: Any) -> Controller:
     return Controller(simulated(), prompts(), ScoreAtOnce(len), Schedule(), **setting)
+
+
+def background(**setting: Any) -> BackgroundScorer:
+    return BackgroundScorer(lambda rollout: Reward(1.0, True), **setting)
+
+
+def watch(**setting: Any) -> RejectionWatch:
+    return RejectionWatch(**{"update_size": 8} | setting)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +78,11 @@ def controller(**setting: Any) -> Controller:
         (simulated, "weight_update_seconds", ("1", None), NUMBER),
         (simulated, "weight_update_seconds", (-1.0, NAN, INF), "Set it to a number of seconds, 0 or more"),
         (simulated, "reuse_kv_cache", ("False",), SWITCH),
+        (background, "threads", (2.0, "2", True), WHOLE),
+        (background, "threads", (0,), "must be at least 1"),
+        (background, "limit_seconds", (0, -1.0, NAN), "Set it to a number above 0"),
+        (watch, "update_size", (8.0, None), WHOLE),
+        (watch, "max_fraction", (50, -0.1, NAN), "Set it to a number from 0 to 1"),
     ],
 )
 def test_a_setting_of_the_wrong_kind_is_refused(

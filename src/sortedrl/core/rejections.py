@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.errors import UserError
 from sortedrl.core.events import EnvironmentFailed, Event, Failed, Finished, Regenerated, Rejected, Scored
 from sortedrl.core.wording import counted
@@ -80,9 +81,10 @@ class RejectionWatch:
         log: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        update_size = checked_int("update_size", update_size, 1)
         self._first = max(update_size, MIN_FIRST)
         self._outcomes: deque[bool] = deque(maxlen=max(WINDOW_UPDATES * update_size, MIN_WINDOW))  # was it rejected?
-        self._max_fraction = max_fraction
+        self._max_fraction = checked_float("max_fraction", max_fraction, lambda x: 0 <= x <= 1, "from 0 to 1")
         self._log = log
         self._clock = clock
         self._ended: set[int] = set()  # generated rollouts without an outcome yet

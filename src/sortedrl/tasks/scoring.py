@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, reason_of
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
@@ -107,7 +108,9 @@ class BackgroundScorer:
         self, score: Callable[[Rollout], Reward], *, threads: int = 4, limit_seconds: float | None = 30.0
     ) -> None:
         self._score = score
-        self._limit_seconds = math.inf if limit_seconds is None else limit_seconds
+        self._limit_seconds = math.inf
+        if limit_seconds is not None:
+            self._limit_seconds = checked_float("limit_seconds", limit_seconds, lambda x: x > 0, "above 0")
         self._changed = threading.Condition()
         self._jobs: dict[int, _Job] = {}  # by rollout id: submitted and not yet collected
         self._waiting: deque[_Job] = deque()
@@ -116,7 +119,7 @@ class BackgroundScorer:
         self._closed = False
         self.errors = 0
         self.timeouts = 0
-        for _ in range(threads):
+        for _ in range(checked_int("threads", threads, 1)):
             self._start_thread()
 
     @property
