@@ -520,6 +520,8 @@ def test_measured_points_are_read_from_csv(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     path.write_text("running,cached_tokens,seconds\n1,0,0.005\n64,1000,0.0075\n")
     assert read_points(path) == [Point(1, 0, 0.005), Point(64, 1000, 0.0075)]
+    path.write_text("Seconds; Running;Cached_Tokens\n0.005;1;0\n")
+    assert read_points(path) == [Point(1, 0, 0.005)]
 
 
 @pytest.mark.parametrize(

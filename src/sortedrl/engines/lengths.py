@@ -22,11 +22,11 @@ from statistics import NormalDist
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed, mixing
+from sortedrl.engines.step_time import CSV_DELIMITERS
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
 MOST_TOKENS = 10_000_000  # anything longer is an error in the file
 MOST_CSV_FIELD = 1 << 30  # characters: a file may have the responses in a column beside their lengths
-CSV_DELIMITERS = ",;\t"  # spreadsheets write semicolons where the comma is the decimal mark
 CSV_ENDINGS = (".csv", ".tsv")
 LENGTH_NAMES = ("length", "response_length", "completion_length", "completion_tokens", "output_tokens")
 PROMPT_NAMES = ("prompt", "prompt_id")

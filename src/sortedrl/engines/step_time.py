@@ -18,6 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from sortedrl.core.wording import counted
+
+CSV_DELIMITERS = ",;\t"  # spreadsheets write semicolons where the comma is the decimal mark
+
 
 class Point(NamedTuple):
     """One measurement: a decode step of `running` requests whose contexts add up to `cached_tokens`."""
@@ -96,7 +100,7 @@ PRESETS: dict[str, StepTime] = {
 def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
     """Least squares of the relative error of t = a + b running + c cached, with coefficients >= 0."""
     if len(points) < 3:
-        raise ValueError(f"{len(points)} measured points, but a fit needs at least 3")
+        raise ValueError(f"{counted(len(points), 'measured point')}, but a fit needs at least 3")
     rows = [(1 / p.seconds, p.running / p.seconds, p.cached_tokens / p.seconds) for p in points]
     columns = [0, 1, 2]
     while True:
@@ -129,13 +133,17 @@ def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, sourc
 
 
 def read_points(path: Path) -> list[Point]:
-    """A CSV file with the columns running, cached_tokens, seconds."""
+    """A CSV file with the columns running, cached_tokens, seconds. Upper case, semicolons and tabs are fine."""
     points = []
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        missing = {"running", "cached_tokens", "seconds"} - set(reader.fieldnames or ())
+        first = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=max(CSV_DELIMITERS, key=first.count))
+        columns = list(reader.fieldnames or ())
+        reader.fieldnames = [name.strip().lower() for name in columns]
+        missing = set(Point._fields) - set(reader.fieldnames)
         if missing:
-            found = ", ".join(reader.fieldnames or ()) or "none"
+            found = ", ".join(columns) or "none"
             raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; columns: {found}")
         for row in reader:
             try:
@@ -144,7 +152,8 @@ def read_points(path: Path) -> list[Point]:
                 raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
             positive = point.running > 0 and point.cached_tokens >= 0 and point.seconds > 0
             if not (positive and all(map(math.isfinite, point))):
-                raise ValueError(f"{path}, line {reader.line_num}: {point} is not a valid measurement")
+                values = ", ".join(f"{name} = {value:g}" for name, value in point._asdict().items())
+                raise ValueError(f"{path}, line {reader.line_num}: {values} is not a valid measurement")
             points.append(point)
     return points
 
