@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,11 @@ _OPTIONAL_SIZES = (
     "max_turns",
     "max_context_tokens",
 )
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "oversubscribe": (lambda x: x <= 1e6, "of 1 or more, or leave it out for no cap"),
+    "max_environment_seconds": (lambda x: x > 0, "of seconds above 0"),
+    "score_wait_seconds": (lambda x: x >= 0, "of seconds, 0 or more"),
+}
 _SWITCHES = ("whole_groups", "count_observations", "keep_seed", "overlap")
 _DEFAULT_UPDATE = 128
 _HINTS = {"max_staleness": " For 0 use mode = on-policy."}
@@ -61,10 +67,6 @@ class Schedule:
                 "fewer rollouts would start than the update needs, so no harvest could end",
                 "Set it to 1.0 (exactly what is needed) or more.",
             )
-        if self.max_environment_seconds == 0:
-            raise ConfigurationError(
-                "max_environment_seconds", self.max_environment_seconds, "must be above 0", "Set the seconds per call."
-            )
 
     def _checked(self) -> dict[str, Any]:
         """Every setting with the type that it must have. Raises a ConfigurationError."""
@@ -77,11 +79,9 @@ class Schedule:
         checked |= {key: checked_bool(key, getattr(self, key)) for key in _SWITCHES}
         checked["seed"] = checked_int("seed", self.seed)
         checked["max_retries"] = checked_int("max_retries", self.max_retries, 0)
-        if self.oversubscribe is not None:
-            limits = "of 1 or more, or leave it out for no cap"
-            checked["oversubscribe"] = checked_float("oversubscribe", self.oversubscribe, lambda x: x <= 1e6, limits)
-        for key in ("max_environment_seconds", "score_wait_seconds"):
-            checked[key] = checked_float(key, getattr(self, key), lambda x: x >= 0, "of seconds, 0 or more")
+        for key, (fits, limits) in _NUMBERS.items():
+            if key != "oversubscribe" or self.oversubscribe is not None:
+                checked[key] = checked_float(key, getattr(self, key), fits, limits)
         return checked
 
     def check_cohort(self) -> None:
