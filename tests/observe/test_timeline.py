@@ -128,6 +128,12 @@ def test_lookahead_slices_are_those_of_a_cohort_that_is_not_open_yet(mode: str) 
     assert all(s.start < last_of_first for s in ahead)
 
 
+def test_lookahead_is_marked_in_a_log_without_the_gate_of_its_mode() -> None:
+    first, *log = run("partial+lookahead", [2, 20] * 4, rollouts_per_update=4, prompts_per_cohort=4).events
+    assert isinstance(first, RunBegan)
+    assert slices([first._replace(gated=False), *log]) == slices([first, *log])
+
+
 # By hand
 
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from sortedrl.core import events
 from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
+from sortedrl.core.strategies.registry import STRATEGIES
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
 LOOKAHEAD, KEPT, STEPPED, TRAINED = "lookahead", "kept", "stepped", "trained"
@@ -180,7 +181,8 @@ class _Timeline:
     # The run
 
     def _on_run(self, event: events.RunBegan) -> None:
-        self._gated = event.gated
+        built_in = STRATEGIES.get(event.mode)  # the first logs of this format do not have `gated`
+        self._gated = event.gated or (built_in is not None and built_in.gated)
 
     def _on_loaded(self, event: events.Loaded) -> None:
         for rollout in range(event.first, event.first + event.rollouts):
