@@ -148,6 +148,7 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
         "rollouts": rollouts,
         "step_seconds": [line["timing_s/step"] for line in steps],
         "generation_seconds": [line["timing_s/gen"] for line in steps],
+        "old_log_prob_seconds": [line.get("timing_s/old_log_prob", 0.0) for line in steps],
         "update_seconds": [line["timing_s/update_actor"] for line in steps],
         "reward": [line["critic/score/mean"] for line in steps],
         "response_length": [line["response_length/mean"] for line in steps],

@@ -33,14 +33,8 @@ for setting in "${settings[@]}"; do
     "${job[@]}" --summarize > /dev/null 2>> "$out/$setting.log"
   }
 done
-python3 - "$out" "${settings[@]}" <<'PY'
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[1])
-for path in (out / setting / "result.json" for setting in sys.argv[2:]):
-    if path.exists():
-        r = json.loads(path.read_text())
-        print(f"{r['setting']:>15}: {r['step_seconds_per_trained_rollout'] * 1000:7.1f} ms per trained rollout, "
-              f"{r['generation_seconds_per_trained_rollout'] * 1000:7.1f} of them generation, "
-              f"{r['trained_tokens_per_second']:,.0f} trained tokens/s, "
-              f"bubble {r['bubble_at_servers']:.1%}, reward {r['reward'][0]:+.2f} -> {r['reward'][-1]:+.2f}")
-PY
+results=()
+for setting in "${settings[@]}"; do
+  [ ! -f "$out/$setting/result.json" ] || results+=("$out/$setting/result.json")
+done
+[ ${#results[@]} -eq 0 ] || python3 "$here/table.py" "${results[@]}"

@@ -1,0 +1,57 @@
+"""The results of job.py side by side.
+
+    python benchmarks/verl_job/table.py OUT/*/result.json
+    python benchmarks/verl_job/table.py benchmarks/measured/h200-peers/verl.json
+
+A file has the result of one job or a list of them. The first step of each, which compiles and warms up, is not counted.
+Seconds are per step; `log-probs` is a further forward pass of the trainer, before the update. Staleness is SortedRL's
+own metric: verl's modes do not log it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HEADER = (
+    f"{'setting':16}{'counted':>8}{'rollouts/s':>11}{'ms/rollout':>11}{'tokens/s':>9}{'step':>7}{'generate':>10}"
+    f"{'log-probs':>10}{'update':>8}{'rest':>6}{'bubble':>8}{'stale':>7}  reward"
+)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    found = json.loads(path.read_text())
+    return found if isinstance(found, list) else [found]
+
+
+def row(result: Mapping[str, Any]) -> str:
+    def mean(name: str) -> float:
+        counted: Sequence[float] = result[name][1:]
+        return sum(counted) / len(counted)
+
+    step, generate, update = mean("step_seconds"), mean("generation_seconds"), mean("update_seconds")
+    logprobs = mean("old_log_prob_seconds")
+    known = result.get("sortedrl/staleness_mean")
+    stale = "-" if known is None else f"{known:.2f}"
+    per_rollout = result["step_seconds_per_trained_rollout"]
+    tokens = sum(a * b for a, b in zip(result["rollouts"][1:], result["response_length"][1:], strict=True))
+    return (
+        f"{result['setting']:16}{len(result['step_seconds']) - 1:8}{1 / per_rollout:11.2f}{1000 * per_rollout:11.1f}"
+        f"{tokens / sum(result['step_seconds'][1:]):9,.0f}{step:7.1f}{generate:10.2f}{logprobs:10.2f}{update:8.2f}"
+        f"{step - generate - logprobs - update:6.2f}{result['bubble_at_servers']:8.1%}"
+        f"{stale:>7}  " + " ".join(f"{reward:+.2f}" for reward in result["reward"])
+    )
+
+
+def main() -> None:
+    paths = [Path(name) for name in sys.argv[1:]]
+    if not paths:
+        sys.exit(__doc__)
+    print("\n".join([HEADER, *(row(result) for path in paths for result in read(path))]))
+
+
+if __name__ == "__main__":
+    main()
