@@ -160,11 +160,11 @@ def test_simulate_honours_the_settings_of_the_schedule() -> None:
 @pytest.mark.slow
 def test_plan_counts_the_learners_time() -> None:
     def best(*flags: str) -> float:
-        return float(json.loads(sortedrl("plan", "--json", *SMALL, *flags).stdout)["choice"]["of_limit"])
+        return float(json.loads(sortedrl("plan", "--json", *SMALL, *flags).stdout)["choice"]["run_of_limit"])
 
     slow = best("--learner-seconds-per-update", "2000")
     found = json.loads(sortedrl("plan", "--json", *SMALL, "--learner-seconds-per-update", "200").stdout)
-    gain = found["choice"]["of_limit"] / found["baseline"]["of_limit"]
+    gain = found["choice"]["run_of_limit"] / found["baseline"]["run_of_limit"]
     assert found["needed"] and f"{gain:.2f} x the best baseline" in found["reason"]
     assert slow < 0.8 * best()
     assert best("--learner-seconds-per-update", "2000", "--overlap") > 1.2 * slow

@@ -144,7 +144,7 @@ def test_the_default_step_time_is_as_close_to_a_measured_one_as_the_docs_state()
 
 
 def option(mode: str, of_limit: float, staleness: float = 0.0, bias: float = 0.0) -> Option:
-    return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0, 128.0)
+    return Option(mode, Schedule(mode=mode), of_limit, 0.0, staleness, 0, bias, 0.0, 0.0, 0.0, 128.0, of_limit)
 
 
 BASELINE = option("baseline", 0.5)
@@ -163,7 +163,7 @@ def test_a_row_of_plan_names_what_the_bound_excludes() -> None:
 def test_a_row_of_plan_follows_the_rule_of_its_choice() -> None:
     young, fast = option("partial+elevator", 0.79, staleness=0.5), option("partial+lookahead", 0.8, staleness=1.8)
     assert _best_of(2.0, [BASELINE, young, fast], Allowed()).best is young
-    assert _best_of(2.0, [BASELINE, replace(young, of_limit=0.77), fast], Allowed()).best is fast
+    assert _best_of(2.0, [BASELINE, replace(young, run_of_limit=0.77), fast], Allowed()).best is fast
 
 
 def test_plan_tries_each_kind_of_partial_mode_at_other_update_sizes() -> None:
@@ -231,6 +231,7 @@ def test_plan_names_what_its_bound_excludes() -> None:
 def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float = 0.0) -> dict[str, Any]:
     fields = {"goodput": hourly / 3600, "waste": 0.0, "sortedness": 0.0, "bubble": 0.0, "limit": 8000.0}
     fields |= {"trained_tokens_per_hour": hourly, "goodput_error": 0.03, "length_bias": bias}
+    fields["of_limit"] = fields["goodput"] / fields["limit"]
     return fields | {"mode": name, "staleness_mean": staleness, "staleness_max": 3, "rollouts_per_update_mean": 128.0}
 
 
@@ -341,6 +342,21 @@ def test_a_gain_that_starts_with_the_second_epoch_is_no_reason_to_do_without() -
     )
     modes["on-policy+planned (warm)"]["length_bias"] = -0.1
     assert conclusion(rows, modes).startswith("You do not need this")
+
+
+def test_plan_and_simulate_mean_the_same_by_their_fraction_of_the_limit() -> None:
+    """Goodput over the limit; with a learner `plan` chooses by the speed of the whole run, which has its own name."""
+    small = ["--cohorts", "2", *SMALL[2:], "--learner-seconds-per-update", "60", "--json"]
+    planned = json.loads(sortedrl("plan", *small).stdout)
+    simulated = json.loads(sortedrl("simulate", "--modes", "baseline", *small).stdout)["modes"]["baseline"]
+    baseline = next(option for option in planned["options"] if option["name"] == "baseline")
+    assert baseline["of_limit"] == simulated["of_limit"] > 1.1 * baseline["run_of_limit"]
+    assert baseline["run_of_limit"] == simulated["trained_tokens_per_hour"] / 3600 / simulated["limit"]
+    choice = planned["choice"]
+    fractions = (
+        f"{choice['run_of_limit']:.2f} of the limit over the whole run ({choice['of_limit']:.2f} while it generates)"
+    )
+    assert fractions in planned["reason"]
 
 
 def test_plan_does_not_call_a_mode_needless_that_a_bound_excludes() -> None:

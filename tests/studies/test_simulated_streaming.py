@@ -77,11 +77,11 @@ def test_plan_recommends_it_where_it_pays() -> None:
     small = replace(H200, slots=32, prompts=64, learner_seconds_per_token=4 * H200.learner_seconds_per_token)
     schedule = replace(SINGLE, rollouts_per_update=32, prompts_per_cohort=64)
     found = plan(small, schedule, allowed)
-    assert found.streamed is not None and found.streamed.of_limit > found.choice.of_limit
+    assert found.streamed is not None and found.streamed.run_of_limit > found.choice.run_of_limit
     assert "add --stream (exact)" in found.reason
     shared = found.streamed_on_shared_gpu
-    assert shared is not None and found.choice.of_limit < shared.of_limit < found.streamed.of_limit
-    assert ("stream_sms" in found.reason) == (shared.of_limit > found.choice.of_limit + CLOSE)
+    assert shared is not None and found.choice.run_of_limit < shared.run_of_limit < found.streamed.run_of_limit
+    assert ("stream_sms" in found.reason) == (shared.run_of_limit > found.choice.run_of_limit + CLOSE)
     without = plan(replace(small, learner_seconds_per_token=0.0), schedule, allowed)
     assert without.streamed is None and without.streamed_on_shared_gpu is None and "--stream" not in without.reason
 

@@ -62,7 +62,7 @@ def _nothing_gained(
 
 def _best(options: Sequence[Option]) -> Option | None:
     """The fastest of those without length bias."""
-    return max((o for o in options if is_allowed(o, Allowed())), key=lambda o: o.of_limit, default=None)
+    return max((o for o in options if is_allowed(o, Allowed())), key=lambda o: o.run_of_limit, default=None)
 
 
 def spread(

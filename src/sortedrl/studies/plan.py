@@ -79,11 +79,12 @@ def allowed_by(settings: PlanSettings) -> Allowed:
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate and its simulated metrics. `of_limit` covers the whole run, including the learner's time."""
+    """A candidate and its simulated metrics. `run_of_limit` covers the whole run, including the time of learner,
+    weights and scores; `of_limit` is goodput over the limit, as everywhere."""
 
     name: str
     schedule: Schedule
-    of_limit: float
+    run_of_limit: float
     goodput: float
     staleness_mean: float
     staleness_max: int
@@ -92,6 +93,7 @@ class Option:
     sortedness: float | None
     bubble: float
     rollouts_per_update_mean: float
+    of_limit: float
 
     @property
     def is_baseline(self) -> bool:
@@ -157,11 +159,13 @@ def plan(
     options = tuple(option(name, candidate, run_metrics[name]) for name, candidate in tried)
     choice, runner_up = choose(options, allowed)
     with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
-    baseline = max((o for o in options if o.is_baseline), key=lambda o: o.of_limit)
+    baseline = max((o for o in options if o.is_baseline), key=lambda o: o.run_of_limit)
     streamed = _streamed(workload, (choice, baseline), seeds)
     on_shared_gpu = _streamed(replace(workload, share_gpu=True), (choice, baseline), seeds)
     needed = not choice.is_baseline
-    keys_matter = is_allowed(with_kv_cache_reuse, allowed) and with_kv_cache_reuse.of_limit > choice.of_limit + CLOSE
+    keys_matter = (
+        is_allowed(with_kv_cache_reuse, allowed) and with_kv_cache_reuse.run_of_limit > choice.run_of_limit + CLOSE
+    )
     return Plan(
         choice=choice,
         runner_up=runner_up,
@@ -186,19 +190,19 @@ def plan(
 
 
 def option(name: str, schedule: Schedule, run_metrics: dict[str, Any]) -> Option:
-    names = set(Option.__dataclass_fields__) - {"name", "schedule", "of_limit"}
-    of_limit = run_metrics["trained_tokens_per_hour"] / 3600 / run_metrics["limit"]
-    return Option(name=name, schedule=schedule, of_limit=of_limit, **{key: run_metrics[key] for key in names})
+    names = set(Option.__dataclass_fields__) - {"name", "schedule", "run_of_limit"}
+    run_of_limit = run_metrics["trained_tokens_per_hour"] / 3600 / run_metrics["limit"]
+    return Option(name=name, schedule=schedule, run_of_limit=run_of_limit, **{key: run_metrics[key] for key in names})
 
 
 def choose(options: Sequence[Option], allowed: Allowed) -> tuple[Option, Option | None]:
     """The choice and the best option of another mode. Baselines are always allowed: no cut and no stale responses."""
     fit = [o for o in options if o.is_baseline or is_allowed(o, allowed)]
-    fastest = max(o.of_limit for o in fit)
-    close = [o for o in fit if o.of_limit >= fastest - CLOSE]
-    choice = min(close, key=lambda o: (not o.is_baseline, round(o.staleness_mean, 2), -o.of_limit))
+    fastest = max(o.run_of_limit for o in fit)
+    close = [o for o in fit if o.run_of_limit >= fastest - CLOSE]
+    choice = min(close, key=lambda o: (not o.is_baseline, round(o.staleness_mean, 2), -o.run_of_limit))
     others = [o for o in fit if o.schedule.mode != choice.schedule.mode]
-    return choice, max(others, key=lambda o: (o.of_limit, -o.staleness_mean), default=None)
+    return choice, max(others, key=lambda o: (o.run_of_limit, -o.staleness_mean), default=None)
 
 
 def is_allowed(option: Option, allowed: Allowed) -> bool:
@@ -210,51 +214,63 @@ def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tupl
     """The Pareto frontier of goodput and cost, lowest cost first."""
     best = -1.0
     kept = []
-    for candidate in sorted(options, key=lambda o: (cost(o), -o.of_limit)):
-        if candidate.of_limit > best + 1e-9:
+    for candidate in sorted(options, key=lambda o: (cost(o), -o.run_of_limit)):
+        if candidate.run_of_limit > best + 1e-9:
             kept.append(candidate)
-            best = candidate.of_limit
+            best = candidate.run_of_limit
     return tuple(kept)
 
 
 def reason_for_baseline(choice: Option, too_stale: Option | None, allowed: Allowed) -> str:
     if too_stale is None:
         return (
-            f"You do not need this: {choice.name} reaches {choice.of_limit:.2f} of the limit with on-policy, uncut "
+            f"You do not need this: {choice.name} reaches {choice.run_of_limit:.2f} of the limit with on-policy, uncut "
             f"responses; no allowed mode is more than {CLOSE:.2f} faster."
         )
     return (
         f"Within your bounds no mode is more than {CLOSE:.2f} faster than {choice.name}, which reaches "
-        f"{choice.of_limit:.2f} of the limit. {too_stale.name} would reach {too_stale.of_limit:.2f} at token staleness "
-        f"{too_stale.staleness_mean:.2f} (max_staleness_mean = {allowed.staleness_mean:g})."
+        f"{choice.run_of_limit:.2f} of the limit. {too_stale.name} would reach {too_stale.run_of_limit:.2f} at token "
+        f"staleness {too_stale.staleness_mean:.2f} (max_staleness_mean = {allowed.staleness_mean:g})."
     )
 
 
 def _too_stale(options: Sequence[Option], choice: Option, allowed: Allowed) -> Option | None:
     """The fastest option that only the bound on staleness excludes, if it is much faster than the choice."""
     fit = [o for o in options if is_allowed(o, replace(allowed, staleness_mean=None)) and not is_allowed(o, allowed)]
-    fastest = max(fit, key=lambda o: o.of_limit, default=None)
-    return fastest if fastest is not None and fastest.of_limit > choice.of_limit + CLOSE else None
+    fastest = max(fit, key=lambda o: o.run_of_limit, default=None)
+    return fastest if fastest is not None and fastest.run_of_limit > choice.run_of_limit + CLOSE else None
 
 
 def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option | None, baseline: Option) -> str:
     text = (
-        f"{choice.name}: {choice.of_limit:.2f} of the limit, {choice.of_limit / baseline.of_limit:.2f} x the best "
-        f"baseline ({baseline.name}, {baseline.of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
+        f"{choice.name}: {choice.run_of_limit:.2f} of the limit{while_generating(choice)}, "
+        f"{choice.run_of_limit / baseline.run_of_limit:.2f} x the best baseline ({baseline.name}, "
+        f"{baseline.run_of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
         f"and length bias {choice.length_bias:+z.1%}."
     )
     if runner_up is not None:
         text += (
-            f" Runner-up {runner_up.name}: {runner_up.of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
+            f" Runner-up {runner_up.name}: {runner_up.run_of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
             f"length bias {runner_up.length_bias:+z.1%}."
         )
     if with_kv_cache_reuse is not None:
         text += (
             " With the KV cache kept across weight updates (reuse_kv_cache, an approximation), "
             f"{with_kv_cache_reuse.schedule.mode} "
-            f"would reach {with_kv_cache_reuse.of_limit:.2f} at staleness {with_kv_cache_reuse.staleness_mean:.2f}."
+            f"would reach {with_kv_cache_reuse.run_of_limit:.2f} at staleness {with_kv_cache_reuse.staleness_mean:.2f}."
         )
     return text
+
+
+def while_generating(option: Option) -> str:
+    """Where the learner or scores take time, the two fractions of the limit differ."""
+    if not takes_other_time(option):
+        return ""
+    return f" over the whole run ({option.of_limit:.2f} while it generates)"
+
+
+def takes_other_time(option: Option) -> bool:
+    return option.of_limit - option.run_of_limit > 0.005
 
 
 def larger_updates(option: Option) -> str:
@@ -276,16 +292,16 @@ def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int
     streaming = replace(workload, stream=True)
     rows = [Case(f"{name}, streamed", streaming, s) for name, s in {o.name: o.schedule for o in options}.items()]
     run_metrics = compare(rows, seeds)
-    return max((option(row.name, row.schedule, run_metrics[row.name]) for row in rows), key=lambda o: o.of_limit)
+    return max((option(row.name, row.schedule, run_metrics[row.name]) for row in rows), key=lambda o: o.run_of_limit)
 
 
 def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
     """A sentence for `reason`, if streaming pays."""
-    if streamed is None or streamed.of_limit <= choice.of_limit + CLOSE:
+    if streamed is None or streamed.run_of_limit <= choice.run_of_limit + CLOSE:
         return ""
     return (
-        f" {how}: {streamed.name.removesuffix(', streamed')} then reaches {streamed.of_limit:.2f}, "
-        f"{streamed.of_limit / choice.of_limit:.2f} x, at staleness {streamed.staleness_mean:.2f}."
+        f" {how}: {streamed.name.removesuffix(', streamed')} then reaches {streamed.run_of_limit:.2f}, "
+        f"{streamed.run_of_limit / choice.run_of_limit:.2f} x, at staleness {streamed.staleness_mean:.2f}."
     )
 
 
@@ -333,7 +349,7 @@ def _best_by_update_size(
 
 def _best_of(ratio: float, options: Sequence[Option], allowed: Allowed) -> UpdateSize:
     def fastest(some: Iterable[Option]) -> Option | None:
-        return max(some, key=lambda o: o.of_limit, default=None)
+        return max(some, key=lambda o: o.run_of_limit, default=None)
 
     baseline = fastest(o for o in options if o.is_baseline)
     assert baseline is not None
@@ -341,8 +357,8 @@ def _best_of(ratio: float, options: Sequence[Option], allowed: Allowed) -> Updat
     fit = [o for o in others if is_allowed(o, allowed)]
     best = choose(fit, allowed)[0] if fit else None
     excluded = fastest(o for o in others if not is_allowed(o, allowed))
-    reached = max(o.of_limit for o in (baseline, best) if o is not None)
-    if excluded is None or excluded.of_limit <= reached + CLOSE:
+    reached = max(o.run_of_limit for o in (baseline, best) if o is not None)
+    if excluded is None or excluded.run_of_limit <= reached + CLOSE:
         return UpdateSize(ratio, baseline, best, None)
     return UpdateSize(ratio, baseline, best, excluded, why_excluded(excluded, allowed))
 

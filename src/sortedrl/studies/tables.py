@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.observe.metrics import BUBBLE_PARTS
-from sortedrl.studies.plan import CLOSE, Option, Plan, UpdateSize
+from sortedrl.studies.plan import CLOSE, Option, Plan, UpdateSize, takes_other_time
 
 WIDEST = 250  # columns of a table
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
@@ -116,8 +116,9 @@ def bubble_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
-    frontier = _options_table("Goodput vs. token staleness (Pareto frontier)", plan.staleness_frontier)
-    bias = _options_table("Goodput vs. length bias (Pareto frontier)", plan.bias_frontier)
+    speed = "Speed of the whole run" if any(map(takes_other_time, plan.options)) else "Goodput"
+    frontier = _options_table(f"{speed} vs. token staleness (Pareto frontier)", plan.staleness_frontier)
+    bias = _options_table(f"{speed} vs. length bias (Pareto frontier)", plan.bias_frontier)
     sizes = _table(
         "By update size (U) over slots (Q), with cohort size in proportion",
         "U/Q",
@@ -126,8 +127,8 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         "gain",
     )
     for row in plan.by_update_size:
-        best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.of_limit:.2f}"
-        sizes.add_row(f"{row.ratio:.3g}", f"{row.baseline.of_limit:.2f}", best, _gain_at(row))
+        best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.run_of_limit:.2f}"
+        sizes.add_row(f"{row.ratio:.3g}", f"{row.baseline.run_of_limit:.2f}", best, _gain_at(row))
     head = [Text(plan.reason, "bold")]
     if plan.needed:
         head += [Text(f"Settings (keys of sortedrl train, arguments of Schedule): {settings_of(plan.choice)}")]
@@ -147,9 +148,9 @@ def _gain_at(row: UpdateSize) -> str:
     """The gain, and the faster mode that the bounds exclude, if any."""
 
     def times(option: Option) -> str:
-        return f"{option.of_limit / row.baseline.of_limit if row.baseline.of_limit else 0.0:.2f}x"
+        return f"{option.run_of_limit / row.baseline.run_of_limit if row.baseline.run_of_limit else 0.0:.2f}x"
 
-    gains = row.best is not None and row.best.of_limit > row.baseline.of_limit + CLOSE
+    gains = row.best is not None and row.best.run_of_limit > row.baseline.run_of_limit + CLOSE
     text = times(row.best) if row.best is not None else times(row.baseline)
     if row.excluded is None:
         return text if gains else f"{text}: you do not need this"
@@ -236,7 +237,7 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
     for o in options:
         table.add_row(
             o.name,
-            f"{o.of_limit:.3f}",
+            f"{o.run_of_limit:.3f}",
             f"{o.staleness_mean:.2f}",
             f"{o.staleness_max:.0f}",
             f"{o.length_bias:+z.1%}",
