@@ -186,6 +186,13 @@ def test_simulate_knows_the_memory_that_a_profile_found(tmp_path: Path) -> None:
     assert preempted == [False, True]
 
 
+def test_options_in_a_file_may_be_numbers_switches_and_lists() -> None:
+    options: dict[str, Any] = {"limit": 20, "fraction": 0.5, "strict": True, "sizes": [1, 2], "name": "x"}
+    settings = TrainSettings(task_options=options, engine_options=options)
+    assert settings.resolved_task_options() == settings.resolved_engine_options() == options
+    assert settings.task_options["limit"] == "20", "as from a flag"
+
+
 def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('slots = 8\nrollouts_per_update = 8\nmodes = ["baseline"]\nprompts_per_cohort = 32\n')

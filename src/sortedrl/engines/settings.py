@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.registry import check_name, check_urls
-from sortedrl.settings.base import literal
+from sortedrl.settings.base import OptionTexts, literal
 
 Slots = Annotated[
     int,
@@ -36,7 +36,7 @@ class EngineSettings(BaseModel):
     ] = "embedded"
     engine_urls: Annotated[tuple[str, ...], Field(description="URLs of running servers; several form one pool")] = ()
     engine_options: Annotated[
-        dict[str, str], Field(description="options of the engine, such as gpu_memory_utilization 0.5")
+        OptionTexts, Field(description="options of the engine, such as gpu_memory_utilization 0.5")
     ] = {}
     slots: Slots = 64
 

@@ -78,5 +78,15 @@ def literal(text: str) -> Any:
         return text
 
 
+def _texts(options: Any) -> Any:
+    """Options as flags give them: a TOML file may have numbers, switches and lists, too."""
+    if not isinstance(options, Mapping):
+        return options
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in options.items()}
+
+
+OptionTexts = Annotated[dict[str, str], pydantic.BeforeValidator(_texts)]  # their values: `literal`
+
+
 def plain_reason(error: Exception) -> str:
     return f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

@@ -22,7 +22,7 @@ from sortedrl.learner.settings import (
 )
 from sortedrl.models import check_model_path
 from sortedrl.observe.trackers import require_packages
-from sortedrl.settings.base import Settings, literal, plain_reason
+from sortedrl.settings.base import OptionTexts, Settings, literal, plain_reason
 from sortedrl.settings.schedule import (
     Oversubscribe,
     PromptsPerCohort,
@@ -52,7 +52,7 @@ class ModelSettings(Settings, EngineSettings):
             "your.module:name"
         ),
     ] = "knights_and_knaves:small"
-    task_options: Annotated[dict[str, str], Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
+    task_options: Annotated[OptionTexts, Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
     tools: Annotated[
         tuple[str, ...], Field(description="functions that responses may call: your.module:function, or calculator")
     ] = ()
