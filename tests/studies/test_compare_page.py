@@ -273,7 +273,7 @@ def test_a_pair_whose_problems_changed_in_between_is_not_compared(folder: Path) 
     assert (found.primary.seeds, found.primary.on_other_problems) == ((0, 1, 3, 4, 5, 6, 7), (2,))
     assert found.contrasts[1].seeds == tuple(range(SEEDS))
     notices = [notice for notice in found.notices if "different problems" in notice]
-    assert len(notices) == 1 and notices[0].startswith("the runs of fast and slow have different problems for seeds 2,")
+    assert len(notices) == 1 and notices[0].startswith("the runs of fast and slow have different problems for seeds 2:")
     assert as_json(found, "1")["contrasts"][0]["seeds_on_other_problems"] == [2]
 
 

@@ -264,7 +264,8 @@ def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, L
             yield f"{pairs}; these pairs are left out of {names}"
         if changed := _on_other_problems(arm, minus, by_key):
             pairs = f"the runs of {arm} and {minus} have different problems for seeds {', '.join(map(str, changed))}"
-            yield f"{pairs}, because the task or its data changed in between; these pairs are left out"
+            why = "the task or its data changed in between, or draws problems without a fixed seed"
+            yield f"{pairs}: {why}; these pairs are left out"
     others = sorted({arm for arm, _ in results if arm not in study.arms})
     if others:
         yield f"results of other arms are left out: {', '.join(others)}"
