@@ -115,12 +115,21 @@ def test_two_prompts_with_one_id_are_refused() -> None:
         Prompts([Prompt("a", [1]), Prompt("b", [1]), Prompt("a", [2])])
 
 
+class Rows(list[int]):
+    """What a tokenizer returns as a tensor: it has a row per text."""
+
+    shape = (1, 2)
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
         ([{"id": "p", "tokens": [1]}], r"dataset\[0\] is a dict: make it a Prompt\(id, token_ids, payload=answer\)"),
         ([Prompt("p", [1]), "What is 1 + 1?"], r"dataset\[1\] is a str: make it a Prompt"),
         ([Prompt(7, [1])], r"dataset\[0\] has the id 7 of type int: use text"),  # type: ignore[arg-type]
+        ([Prompt("p", [[1, 2]])], r"dataset\[0\] has a batch in place of token ids: pass its row"),  # type: ignore[list-item]
+        ([Prompt("p", Rows([0, 0]))], r"dataset\[0\] has a batch in place of token ids: pass its row"),
+        ([Prompt("p", 3)], r"dataset\[0\] has a int as its token ids: pass a list"),  # type: ignore[arg-type]
         ([Prompt("p", "hello")], r"dataset\[0\] has text in place of token ids: encode it"),  # type: ignore[arg-type]
         ({"train": [Prompt("p", [1])]}, r"the dataset is a dict with the keys \['train'\]: pass one value"),
         ((Prompt(name, [1]) for name in "ab"), "the dataset is a generator: pass a sequence of Prompt"),

@@ -103,6 +103,10 @@ def _require_prompt(place: int, prompt: Any) -> None:
         raise TypeError(f"dataset[{place}] has the id {prompt.id!r} of type {kind}: use text, as checkpoints are JSON")
     if isinstance(prompt.tokens, str | bytes):
         raise TypeError(f"dataset[{place}] has text in place of token ids: encode it with the tokenizer of the model")
+    if not hasattr(prompt.tokens, "__len__"):
+        raise TypeError(f"dataset[{place}] has a {type(prompt.tokens).__name__} as its token ids: pass a list of them")
+    if len(getattr(prompt.tokens, "shape", ())) > 1 or (len(prompt.tokens) and isinstance(prompt.tokens[0], list)):
+        raise TypeError(f"dataset[{place}] has a batch in place of token ids: pass its row, as in input_ids[0]")
 
 
 def require_unique_ids(what: str, ids: Iterable[str]) -> None:
