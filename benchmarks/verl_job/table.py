@@ -4,8 +4,8 @@
     python benchmarks/verl_job/table.py benchmarks/measured/h200-peers/verl.json
 
 A file has the result of one job or a list of them. The first step of each, which compiles and warms up, is not counted.
-Seconds are per step; `log-probs` is a further forward pass of the trainer, before the update. Staleness is SortedRL's
-own metric: verl's modes do not log it.
+Seconds are per step; `log-probs` is a further forward pass of the trainer, before the update
+(older files have it in `rest`). Staleness is SortedRL's own metric: verl's modes do not log it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def row(result: Mapping[str, Any]) -> str:
         return sum(counted) / len(counted)
 
     step, generate, update = mean("step_seconds"), mean("generation_seconds"), mean("update_seconds")
-    logprobs = mean("old_log_prob_seconds")
+    logprobs = mean("old_log_prob_seconds") if "old_log_prob_seconds" in result else 0.0
     known = result.get("sortedrl/staleness_mean")
     stale = "-" if known is None else f"{known:.2f}"
     per_rollout = result["step_seconds_per_trained_rollout"]
