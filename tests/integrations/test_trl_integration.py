@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core import EventFile, Failed, TooManyRejected, strategy_named
+from sortedrl.core import EventFile, Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
@@ -600,12 +600,17 @@ def test_the_engine_sleeps_in_every_step_also_after_an_evaluation_within_an_upda
     class Sleeper(EmbeddedEngine):
         is_awake = True
 
-        def sleep(self) -> None:
+        def sleep_until_update(self) -> None:
             self.is_awake = False
 
         def update_weights(self, weights: Any, version: int) -> None:
+            assert weights is not None
             self.is_awake = True
             super().update_weights(weights, version)
+
+        def submit(self, requests: Sequence[Request]) -> None:
+            assert self.is_awake, "its weights are gone until the next update"
+            super().submit(requests)
 
     engine = Sleeper(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
     awake: list[bool] = []

@@ -226,14 +226,14 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 optimizer_steps=steps // self.args.gradient_accumulation_steps,
                 trim=self.pad_to_multiple_of is None,
             )
-        self._engine.ready().sleep()  # an evaluation within an update has woken it
+        self._engine.ready().sleep_until_update()  # an evaluation within an update has woken it
         return self._buffered_inputs[self._step % steps]
 
     def _next_update(self) -> list[dict[str, Any]]:
         """The dataset rows of the next update, one per rollout; sets `_rows` to the rollouts."""
         batch = self.run.next_batch()
         self.model.train()  # the engine switches dropout off in the shared module
-        self._engine.ready().sleep()  # until its next use
+        self._engine.ready().sleep_until_update()  # an evaluation, too, begins with a weight update
         rows = rows_in_groups(batch, self.num_generations)
         count = torch.tensor([len(rows)], device=self.accelerator.device)
         most = int(gather(count).max())
