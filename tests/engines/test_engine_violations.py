@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from email.utils import formatdate
 from typing import Any
 
@@ -17,8 +18,12 @@ import torch
 from paced import PacedEngine
 from scenarios import Run, scenario
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
-from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started, Tokens
+from sortedrl.core.engine import Change, Engine, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.errors import UserError
+from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
 from sortedrl.engines.servers.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
@@ -135,6 +140,78 @@ def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode
     failed = [event.reason for event in log if isinstance(event, events.Failed)]
     assert len(failed) == (0 if reason is None else 2) and all(reason in text for text in failed if reason)
     assert controller.ignored_changes == (2 if reason is None else 0)
+
+
+class ReturnsSomethingElse(PacedEngine):
+    """Returns `made(changes)` from `method`."""
+
+    def __init__(self, method: str, made: Callable[[list[Change]], Any]) -> None:
+        super().__init__(slots=2, length_of=lambda request: 2 + request.id % 6)
+        self._method, self._made = method, made
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        return self._returned("poll", super().poll(until))
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        return self._returned("abort", super().abort(ids))
+
+    def _returned(self, method: str, changes: list[Change]) -> Any:
+        return self._made(changes) if method == self._method else changes
+
+
+NO_CHANGES: dict[str, tuple[Callable[[list[Change]], Any], str]] = {
+    "None": (lambda changes: None, "returned None: "),
+    "a dict": (lambda changes: {change.id: change for change in changes}, "returned a dict: "),
+    "an empty dict": (lambda changes: {}, "returned a dict: "),
+    "one change": (lambda changes: Started(0, 0.0), "returned a Started: "),
+    "a list of dicts": (lambda changes: [*changes, {"id": 0}], "returned a list with a dict in it: "),
+    "a list of None": (lambda changes: [None], "returned a list with None in it: "),
+    "a class": (lambda changes: [Started], "returned a list with the class Started in it: "),
+    "tokens without a segment": (
+        lambda changes: [Tokens(0, 0.0, [5, 6])],  # type: ignore[arg-type]
+        "returned Tokens with a list in place of a Segment: ",
+    ),
+}
+
+
+def train_with(engine: Engine) -> None:
+    schedule = Schedule(mode="partial", rollouts_per_update=3, prompts_per_cohort=9, max_response_tokens=MOST)
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(9)])
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule)
+    for _ in controller:
+        controller.publish()
+
+
+def evaluate_with(engine: Engine) -> None:
+    generate(engine, [Request(i, Prompt(f"p{i}", [1]), (), MOST, i) for i in range(3)])
+
+
+USES: dict[str, Callable[[Engine], None]] = {
+    "training": train_with,
+    "a wrapped engine": lambda engine: train_with(ForcedLengths(engine, lambda request: 4)),
+    "an evaluation": evaluate_with,
+}
+
+
+@pytest.mark.parametrize("name", NO_CHANGES)
+@pytest.mark.parametrize(
+    ("use", "method"),
+    [*((use, "poll") for use in USES), ("training", "abort"), ("a wrapped engine", "abort")],
+)
+def test_a_method_that_returns_no_list_of_changes_is_named_in_one_line(name: str, use: str, method: str) -> None:
+    made, expected = NO_CHANGES[name]
+    with pytest.raises(UserError) as raised:
+        USES[use](ReturnsSomethingElse(method, made))
+    text = str(raised.value)
+    assert text.startswith(f"ReturnsSomethingElse.{method} {expected}it must return a list of changes (Started, ")
+    assert "\n" not in text
+
+
+def test_an_engine_of_a_pool_that_returns_no_list_of_changes_is_named() -> None:
+    pool = Pool([ReturnsSomethingElse("poll", lambda changes: None)])
+    expected = r"^ReturnsSomethingElse\.poll returned None: it must return a list"
+    with closing(pool), pytest.raises(UserError, match=expected):
+        evaluate_with(pool)
 
 
 class ReportsWithAborts(Unruly):

@@ -354,13 +354,13 @@ class Controller:
         between_turns = self._turns if self.buffer.in_environment else None
         if self.buffer.running or (between_turns and self.scorer.pending):
             until = between_turns.poll_until(until) if between_turns else until
-            self._reports.apply(self.engine.poll(poll_deadline(self.scorer, self.engine.now, until)))
+            self._reports.poll(poll_deadline(self.scorer, self.engine.now, until))
         elif between_turns:
             between_turns.wait(until)
         elif self.scorer.pending:
             wait_briefly(self.scorer, self.schedule.score_wait_seconds if until is None else until - self.engine.now())
         elif until is not None:
-            self._reports.apply(self.engine.poll(until))
+            self._reports.poll(until)
         else:
             raise StrategyError(
                 self.strategy.name,
@@ -399,7 +399,7 @@ class Controller:
     def _abort_running(self) -> None:
         """Abort all that run. Modes that keep no tokens drop rollouts between two turns as well."""
         if self.buffer.running:
-            self._reports.apply(self.engine.abort(list(self.buffer.running)))
+            self._reports.abort(list(self.buffer.running))
             now = self._clock.now()
             for rollout in list(self.buffer.running.values()):
                 self._moves.abort(rollout, now)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sortedrl.core import engine as engine_changes
 from sortedrl.core import events
+from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Change, Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.moves import RolloutMoves
@@ -43,6 +44,12 @@ class EngineReports:
         self.ignored = 0
         self.restored_version = 0  # of the checkpoint: no new token is older
 
+    def poll(self, until: float | None) -> None:
+        self.apply(checked_changes(self._engine, "poll", self._engine.poll(until)))
+
+    def abort(self, ids: Sequence[int]) -> None:
+        self.apply(checked_changes(self._engine, "abort", self._engine.abort(ids)))
+
     def apply(self, changes: Sequence[Change]) -> None:
         broken: dict[int, str] = {}  # by rollout id: what is wrong
         for change in changes:
@@ -54,7 +61,7 @@ class EngineReports:
                     broken[change.id] = fault
         if not broken:
             return
-        later = self._engine.abort(list(broken))
+        later = checked_changes(self._engine, "abort", self._engine.abort(list(broken)))
         self.apply([change for change in later if change.id not in broken])
         for id, fault in broken.items():
             self._moves.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.core.wording import counted
@@ -79,7 +80,7 @@ def _attempt(
         if deadline is not None and engine.now() >= deadline:
             engine.abort(list(awaited))
             raise NotInTime(len(awaited))
-        for change in engine.poll(deadline):
+        for change in checked_changes(engine, "poll", engine.poll(deadline)):
             if change.id not in awaited:
                 continue
             if isinstance(change, Tokens):

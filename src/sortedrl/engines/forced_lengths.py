@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Change, Engine, Finished, Request
 from sortedrl.core.engine_base import ForwardingEngine
 
@@ -25,10 +26,10 @@ class ForcedLengths(ForwardingEngine):
         self.inner.submit([self._forced(request) for request in requests])
 
     def poll(self, until: float | None = None) -> list[Change]:
-        return [self._told(change) for change in self.inner.poll(until)]
+        return [self._told(change) for change in checked_changes(self, "poll", self.inner.poll(until))]
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
-        changes = [self._told(change) for change in self.inner.abort(ids)]
+        changes = [self._told(change) for change in checked_changes(self, "abort", self.inner.abort(ids))]
         for id in ids:
             self._truncated.pop(id, None)
         return changes

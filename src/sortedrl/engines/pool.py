@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import (
     Change,
     Engine,
@@ -450,11 +451,13 @@ class Pool(EngineBase):
 def _advanced(engine: EngineBase, new: Sequence[Request], call: _Call | None) -> Sequence[Change]:
     if new:
         engine.submit(new)
-    return call.do(engine) if call is not None else engine.poll(engine.now() + _SLICE_SECONDS)
+    if call is not None:
+        return call.do(engine)
+    return checked_changes(engine, "poll", engine.poll(engine.now() + _SLICE_SECONDS))
 
 
 def _abort_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
-    return lambda engine: engine.abort(ids)
+    return lambda engine: checked_changes(engine, "abort", engine.abort(ids))
 
 
 def _split(inbox: Sequence[_Entry]) -> tuple[list[_Entry], list[_Entry]]:

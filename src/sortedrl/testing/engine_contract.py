@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import (
     Change,
     Engine,
@@ -74,7 +75,7 @@ class Ledger:
 
     def advance(self) -> None:
         """Poll once. An engine that reports nothing for long will not end."""
-        changes = self.engine.poll()
+        changes = checked_changes(self.engine, "poll", self.engine.poll())
         if changes:
             self.last_change = time.monotonic()
         waited = time.monotonic() - self.last_change
@@ -82,7 +83,7 @@ class Ledger:
         self.apply(changes)
 
     def abort(self, ids: Sequence[int]) -> None:
-        self.apply(self.engine.abort(ids))
+        self.apply(checked_changes(self.engine, "abort", self.engine.abort(ids)))
         for id in ids:
             self.running.discard(id)
             self.submitted.pop(id, None)
