@@ -181,7 +181,7 @@ def test_rollouts_per_update_counts_rollouts_not_prompts(mode: str) -> None:
 
 def test_a_cohort_given_in_rollouts_instead_of_prompts_is_explained_in_numbers() -> None:
     with pytest.raises(ConfigurationError) as error:
-        Schedule(rollouts_per_update=1024, prompts_per_cohort=64, rollouts_per_prompt=8)
+        Schedule(rollouts_per_update=1024, prompts_per_cohort=64, rollouts_per_prompt=8).check_cohort()
     assert "64 prompts x 8 rollouts = 512 rollouts cannot fill one update of 1024" in str(error.value)
     assert "Set prompts_per_cohort to 128 or more" in str(error.value)
     with pytest.raises(ConfigurationError, match="cannot fill one update of 128"):

@@ -27,7 +27,6 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "score_wait_seconds": (lambda x: x >= 0, "of seconds, 0 or more"),
 }
 _SWITCHES = ("whole_groups", "count_observations", "keep_seed", "overlap")
-_DEFAULT_UPDATE = 128
 _HINTS = {"max_staleness": " For 0 use mode = on-policy."}
 
 
@@ -36,7 +35,7 @@ class Schedule:
     """What a user sets. Names contain the unit; None means the default of the mode."""
 
     mode: str = "partial+elevator"
-    rollouts_per_update: int = _DEFAULT_UPDATE
+    rollouts_per_update: int = 128
     prompts_per_cohort: int | None = 512  # None: one cohort holds the whole epoch
     rollouts_per_prompt: int = 1
     whole_groups: bool = False  # a batch holds whole groups only, as GRPO and RLOO need
@@ -58,8 +57,6 @@ class Schedule:
     def __post_init__(self) -> None:
         for key, value in self._checked().items():
             object.__setattr__(self, key, value)  # as plain Python numbers: JSON cannot write NumPy's
-        if self.rollouts_per_update != _DEFAULT_UPDATE:  # else it may come from elsewhere, as with TRL
-            self.check_cohort()
         if self.oversubscribe is not None and self.oversubscribe < 1.0:
             raise ConfigurationError(
                 "oversubscribe",
@@ -85,8 +82,10 @@ class Schedule:
         return checked
 
     def check_cohort(self) -> None:
-        """Raise a ConfigurationError if a cohort cannot fill an update. The constructor leaves an update of the default
-        size to its users."""
+        """Raise a ConfigurationError if a cohort cannot fill an update.
+
+        The constructor does not: with TRL, a schedule has the size of an update only after it was given.
+        """
         rollouts = self.rollouts_per_cohort
         if rollouts is not None and rollouts < self.rollouts_per_update:
             enough = math.ceil(self.rollouts_per_update / self.rollouts_per_prompt)

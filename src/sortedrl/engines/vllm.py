@@ -37,7 +37,7 @@ from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
-from sortedrl.engines.refusals import refusal, require_empty, require_new
+from sortedrl.engines.refusals import refusal, require_empty, require_empty_for_sleep, require_new
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 OLDEST_VLLM = (0, 25)
@@ -104,7 +104,7 @@ class VllmEngine(EngineBase):
         self._eos = sorted(set(eos_token_ids))
         self._max_length = max_length
         self._seeded = seeded
-        self._rests = enable_sleep_mode
+        self._can_sleep = enable_sleep_mode
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self._asleep: list[str] = []  # parts of memory that are freed
         self._has_weights = True
@@ -343,10 +343,9 @@ class VllmEngine(EngineBase):
         return with_output_layer(weights, is_tied=is_tied)
 
     def _sleep(self, *, keep_weights: bool) -> None:
-        if not self._rests or self._asleep:
+        if not self._can_sleep or self._asleep:
             return
-        if self._inside:
-            raise RuntimeError(f"sleep() while {len(self._inside)} requests are in the engine: abort them first")
+        require_empty_for_sleep(len(self._inside))
         self._drain()
         self._core.sleep(1 if keep_weights else 2)  # vLLM's level 2 keeps no weights
         self._asleep = ["weights", "kv_cache"]
