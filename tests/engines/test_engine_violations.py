@@ -51,8 +51,18 @@ def after(kind: type, make: Callable[[Any], Change]) -> Callable[[Change], list[
     return lambda change: [make(change)] if isinstance(change, kind) else []
 
 
-def tokens(change: Any, logprobs: Sequence[Any], version: int = 0) -> Tokens:
+def tokens(change: Any, logprobs: Sequence[Any], version: Any = 0) -> Tokens:
     return Tokens(change.id, change.at, Segment([7] * len(logprobs), list(logprobs), version))
+
+
+def of_tokens(change: Any, ids: Any, mask: Any = None) -> Tokens:
+    return Tokens(change.id, change.at, Segment(ids, [-1.0] * len(ids), 0, mask))
+
+
+def cut_short(change: Tokens) -> Tokens:
+    """As if the engine went on with the lists that it reported."""
+    change.segment.tokens = []
+    return change
 
 
 VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
@@ -73,8 +83,20 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
         after(Started, lambda c: Tokens(c.id, c.at, Segment((7,), (float("nan"),), 0))),
         "log-probability",
     ),
-    "half a token": (after(Started, lambda c: Tokens(c.id, c.at, Segment(["7"], [-1.0], 0))), "token id"),
+    "a huge number": (after(Started, lambda c: tokens(c, [-(10**400)])), "log-probability"),
     "more than certain": (after(Started, lambda c: tokens(c, [0.7])), "log-probability"),
+    "a token that is text": (after(Started, lambda c: of_tokens(c, ["7"])), "token id"),
+    "half a token": (after(Started, lambda c: of_tokens(c, [3.5])), "token id"),
+    "no token": (after(Started, lambda c: of_tokens(c, [None])), "token id"),
+    "a token that is a bool": (after(Started, lambda c: of_tokens(c, [True])), "token id"),
+    "a negative token": (after(Started, lambda c: of_tokens(c, [3, -1])), "token id -1"),
+    "a negative token in an array": (after(Started, lambda c: of_tokens(c, numpy.array([3, -1]))), "token id -1"),
+    "a mask of other numbers": (after(Started, lambda c: of_tokens(c, [3, 4], mask=[1, 2])), "mask"),
+    "a mask of text": (after(Started, lambda c: of_tokens(c, [3, 4], mask=["1", "0"])), "mask"),
+    "no version": (after(Started, lambda c: tokens(c, [-1.0], version=None)), "version"),
+    "a version that is text": (after(Started, lambda c: tokens(c, [-1.0], version="0")), "version"),
+    "a segment that changed": (after(Started, lambda c: cut_short(tokens(c, [-1.0]))), "log-probabilities"),
+    "no time": (after(Started, lambda c: c._replace(at=None)), "at None"),
 }
 
 

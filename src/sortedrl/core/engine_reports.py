@@ -56,7 +56,7 @@ class EngineReports:
             if change.id not in self._running:
                 self._ignore(change, "it does not run")
             elif change.id not in broken:
-                fault = self._apply_one(change, self._clock.stamp(change.at))
+                fault = self._fault_in(change)
                 if fault is not None:
                     broken[change.id] = fault
         if not broken:
@@ -66,13 +66,21 @@ class EngineReports:
         for id, fault in broken.items():
             self._moves.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)
 
+    def _fault_in(self, change: Change) -> str | None:
+        """Applies the change, or returns what is wrong with it."""
+        try:
+            at = self._clock.stamp(change.at)
+        except TypeError:
+            return f"a change at {change.at!r}, which is not a time"
+        return self._apply_one(change, at)
+
     def _apply_one(self, change: Change, at: float) -> str | None:
         """Returns what is wrong with the change; None: it was applied or ignored."""
         rollout = self._running[change.id]
         if isinstance(change, engine_changes.Tokens):
             try:
                 segment = plain(change.segment)
-            except TypeError as error:
+            except ValueError as error:
                 return str(error)
             self._require_restored_weights(segment)
             fault = self._fault_of(rollout, segment)
@@ -130,4 +138,4 @@ class EngineReports:
     def _ignore(self, change: Change, reason: str) -> None:
         self.ignored += 1
         if self.ignored == 1:  # one line is enough to find a broken engine
-            _log.warning("%s of request %d is ignored: %s", type(change).__name__, change.id, reason)
+            _log.warning("%s of request %s is ignored: %s", type(change).__name__, change.id, reason)

@@ -90,7 +90,7 @@ class Segment:
             return None
         try:
             is_valid = math.isfinite(sum(self.logprobs)) and max(self.logprobs) <= HIGHEST_LOGPROB
-        except TypeError:
+        except (TypeError, OverflowError):
             is_valid = False
         if is_valid:
             return None
@@ -100,25 +100,42 @@ class Segment:
 def plain(segment: Segment) -> Segment:
     """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
 
-    Raises a TypeError for anything but integers as tokens and numbers as log-probabilities.
+    Raises a ValueError, which says what is wrong, for anything but token ids, log-probabilities, a mask of 0 and 1, and
+    an integer as version.
     """
-    tokens, logprobs, mask = segment.tokens, segment.logprobs, segment.mask
+    tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
     if type(tokens) is range:
         return segment
     if type(tokens) is not list or set(map(type, tokens)) - {int}:
-        tokens = _numbers(tokens, index, "a token id is not an integer")
+        tokens = _numbers(tokens, _integer, "a token id is not an integer")
+    if tokens and min(tokens) < 0:
+        raise ValueError(f"token id {min(tokens)}, and ids count from 0")
     if type(logprobs) is not list or set(map(type, logprobs)) - {float, int}:
         logprobs = _numbers(logprobs, float, NO_LOGPROB)
-    if mask is not None and type(mask) is not list:
-        mask = _numbers(mask, int, "a mask is not made of 0 and 1")
-    return Segment(tokens, logprobs, segment.version, mask)
+    if mask is not None:
+        mask = _numbers(mask, _bit, "a mask is not made of 0 and 1")
+    if type(version) is not int:
+        (version,) = _numbers([version], _integer, "a version is not an integer")
+    return Segment(tokens, logprobs, version, mask)
 
 
 def _numbers(values: Sequence[Any], convert: Callable[[Any], Any], fault: str) -> list[Any]:
     try:
         return [convert(value) for value in values]
-    except (TypeError, ValueError):
-        raise TypeError(fault) from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(fault) from None
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)
+
+
+def _bit(value: Any) -> int:
+    if value not in (0, 1):
+        raise ValueError
+    return int(value)
 
 
 @dataclass(slots=True, eq=False)
