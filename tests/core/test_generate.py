@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 
 from sortedrl.core import generate as module
@@ -86,6 +87,44 @@ def test_a_response_without_a_token_is_a_failure() -> None:
     """An environment has nothing to answer: an evaluation with environments ended with an error."""
     responses = generate(SaysNothing({1: -1}), requests(3))
     assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]]
+
+
+class Garbles(Flaky):
+    """Reports the token `made` in the first requests with id 1."""
+
+    def __init__(self, made: Any, times: int) -> None:
+        super().__init__({})
+        self.made, self.times = made, times
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        changes = super().poll(until)
+        self.times -= 1
+        if self.times < 0:
+            return changes
+        return [
+            change._replace(segment=Segment([self.made], [-1.0], 0))
+            if isinstance(change, Tokens) and change.id == 1
+            else change
+            for change in changes
+        ]
+
+
+@pytest.mark.parametrize(("made", "why"), [(-1, "token id -1"), ("7", "a token id"), (None, "a token id")])
+def test_a_response_with_a_token_that_cannot_be_one_is_a_failure(made: Any, why: str) -> None:
+    """A tokenizer cannot decode it: an evaluation ended with a traceback."""
+    responses = generate(Garbles(made, times=1), requests(3))
+    assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]]
+    response = generate(Garbles(made, times=ATTEMPTS), requests(3))[1]
+    assert response.failure is not None and response.failure.startswith(f"the engine reported {why}")
+
+
+@pytest.mark.parametrize("kind", [tuple, numpy.array])
+def test_tokens_may_come_in_arrays(kind: Any) -> None:
+    """The check of the weights refused log-probabilities that are not Python's."""
+    response = Response(requests(1)[0])
+    response.add(Segment(kind([5, 6]), kind([-0.5, -1.5]), 0))
+    assert {type(token) for token in response.tokens} == {int} and response.tokens == [5, 6]
+    assert {type(value) for value in response.logprobs} == {float}
 
 
 def test_a_request_that_always_fails_is_reported_with_its_reason() -> None:

@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[Bend, str]] = {
     "NaN": (tokens_with(lambda t, p: (t, [math.nan] * len(p))), "of the engine .*are not finite .*nan"),
     "one NaN": (tokens_with(lambda t, p: (t, [*p[:-1], math.nan])), "1 of 16 log-probabilities of the engine"),
     "infinite": (tokens_with(lambda t, p: (t, [-math.inf, *p[1:]])), "are not finite .*-inf"),
-    "null": (tokens_with(lambda t, p: (t, [None, *p[1:]])), "are not finite .*None"),
+    "null": (tokens_with(lambda t, p: (t, [None, *p[1:]])), "a probe failed .*a log-probability"),
     "empty": (silent, "a probe failed .*it ended without a token"),
     "fewer": (tokens_with(lambda t, p: (t[:-1], p[:-1])), "has 15 tokens"),
     "more": (tokens_with(lambda t, p: ([*t, 3], [*p, -1.0])), "has 17 tokens"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
-from sortedrl.core.rollout import Segment
+from sortedrl.core.rollout import Segment, plain
 from sortedrl.core.wording import counted
 
 ATTEMPTS = 4  # per request
@@ -22,6 +22,13 @@ class Response:
         self.segments: list[Segment] = []
         self.truncated = False
         self.failure: str | None = None
+
+    def add(self, segment: Segment) -> None:
+        """Tokens that cannot be such, which no tokenizer could decode, make it a failure."""
+        try:
+            self.segments.append(plain(segment))
+        except ValueError as error:
+            self.failure = f"the engine reported {error}"
 
     @property
     def tokens(self) -> list[int]:
@@ -84,12 +91,17 @@ def _attempt(
             if change.id not in awaited:
                 continue
             if isinstance(change, Tokens):
-                awaited[change.id].segments.append(change.segment)
-            elif isinstance(change, Finished) and any(map(len, awaited[change.id].segments)):
-                ended = awaited.pop(change.id)
-                ended.truncated = change.truncated
-                on_end(ended)
+                awaited[change.id].add(change.segment)
             elif isinstance(change, Finished | Failed):
-                failed.append(awaited.pop(change.id))
-                failed[-1].failure = change.reason if isinstance(change, Failed) else "it ended without a token"
+                ended = awaited.pop(change.id)
+                if isinstance(change, Failed):
+                    ended.failure = change.reason
+                elif ended.failure is None and not any(map(len, ended.segments)):
+                    ended.failure = "it ended without a token"
+                else:
+                    ended.truncated = change.truncated
+                if ended.failure is not None:
+                    failed.append(ended)
+                else:
+                    on_end(ended)
     return failed
