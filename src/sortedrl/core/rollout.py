@@ -23,7 +23,7 @@ from operator import index
 from typing import Any
 
 HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
-NO_LOGPROB = "a log-probability is not a finite number up to 0"
+NO_LOGPROB = "a log-probability that is not a finite number up to 0"
 ENVIRONMENT = -1  # in place of a version: the tokens were not sampled
 
 
@@ -85,7 +85,7 @@ class Segment:
 
     @property
     def fault(self) -> str | None:
-        """Why it must not be trained on; None if it may. Only lists are checked: they come from real engines."""
+        """What in it must not be trained on; None if all may. Only lists are checked: they come from real engines."""
         if not isinstance(self.logprobs, list) or not self.logprobs:
             return None
         try:
@@ -100,22 +100,22 @@ class Segment:
 def plain(segment: Segment) -> Segment:
     """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
 
-    Raises a ValueError, which says what is wrong, for anything but token ids, log-probabilities, a mask of 0 and 1, and
-    an integer as version.
+    Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and 1,
+    and an integer as version.
     """
     tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
     if type(tokens) is range:
         return segment
     if type(tokens) is not list or set(map(type, tokens)) - {int}:
-        tokens = _numbers(tokens, _integer, "a token id is not an integer")
+        tokens = _numbers(tokens, _integer, "a token id that is not an integer")
     if tokens and min(tokens) < 0:
         raise ValueError(f"token id {min(tokens)}, and ids count from 0")
     if type(logprobs) is not list or set(map(type, logprobs)) - {float, int}:
         logprobs = _numbers(logprobs, float, NO_LOGPROB)
     if mask is not None:
-        mask = _numbers(mask, _bit, "a mask is not made of 0 and 1")
+        mask = _numbers(mask, _bit, "a mask that is not made of 0 and 1")
     if type(version) is not int:
-        (version,) = _numbers([version], _integer, "a version is not an integer")
+        (version,) = _numbers([version], _integer, "a version that is not an integer")
     return Segment(tokens, logprobs, version, mask)
 
 
