@@ -73,3 +73,17 @@ def test_all_columns_stay_equally_long(steps: list[tuple[bool, int, int]]) -> No
     assert response.versions == sorted(response.versions)
     assert response.drop_tokens() == sampled
     assert (len(response), response.policy_length, response.segments) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "mask", "expected"),
+    [
+        ([-0.5], None, "2 tokens but 1 log-probabilities: a Segment has one per token"),
+        ([-0.5, -0.5], [1], "2 tokens but a mask of 1: a Segment has one value per token"),
+    ],
+)
+def test_a_segment_of_unequal_parts_cannot_be_constructed(
+    logprobs: list[float], mask: list[int] | None, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        Segment([5, 6], logprobs, 0, mask)

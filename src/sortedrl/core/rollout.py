@@ -65,10 +65,11 @@ class Segment:
     mask: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.logprobs):
-            raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities")
-        if self.mask is not None and len(self.mask) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens but a mask of {len(self.mask)}")
+        count = len(self.tokens)
+        if count != len(self.logprobs):
+            raise ValueError(f"{count} tokens but {len(self.logprobs)} log-probabilities: a Segment has one per token")
+        if self.mask is not None and len(self.mask) != count:
+            raise ValueError(f"{count} tokens but a mask of {len(self.mask)}: a Segment has one value per token")
 
     def __len__(self) -> int:
         return len(self.tokens)
