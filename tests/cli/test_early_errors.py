@@ -37,6 +37,8 @@ REFUSED = {
         ["train", "--engine", "vllm-server", "--engine-urls", SERVER],
         f"engine_urls = '{SERVER}' (set by flag --engine-urls): no server answers there. Start the server first",
     ),
+    "a task": (["train", "--task", "knihgts"], "task = 'knihgts' (set by flag --task): no task 'knihgts'; use knights"),
+    "a variant of a task": (["eval", "--task", "math:gsmk"], "no preset 'gsmk' for math; use one of dapo, gsm8k"),
     "vLLM": (["train", "--engine", "vllm"], "vLLM is not installed: pip install '.[vllm]'"),
 }
 

@@ -166,6 +166,30 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ('task = "knihgts"', "task = 'knihgts': no task 'knihgts'"),
+        ('task = "knights_and_knaves:smal"', "knights_and_knaves has no variant 'smal'"),
+        ('task = "toy:SayB"', "did you mean 'SayA'? (arm c)"),
+        ('task = "toi:SayA"', "task = 'toi:SayA': no module 'toi'"),
+        ('model = "./nowhere"', "model = './nowhere': there is no such folder (arm c)"),
+        ('engine = "embeded"', "Did you mean embedded?"),
+        ('engine = "toy:no_engine"', "engine = 'toy:no_engine': the module 'toy'"),
+        ('mode = "partiel"', "mode = 'partiel': "),
+    ],
+)
+def test_a_misspelled_name_is_refused_before_anything_starts(wrong: str, expected: str, tmp_path: Path) -> None:
+    """The run itself would find it, after its start and, at the end of a pause, a second one."""
+    file = tmp_path / "wrong.toml"
+    file.write_text(STUDY.format(model=tmp_path, settings=SETTINGS) + f"[arms.c]\n{wrong}\n")
+    (tmp_path / "config.json").write_text("{}")
+    done = compare(file, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert expected in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 # Runs that fail: shell scripts in place of training runs
 
 FINISHES = "mkdir -p {folder} && echo '{{}}' > {folder}/summary.json"
@@ -246,6 +270,21 @@ def test_if_runs_of_all_arms_fail_again_the_study_stops_and_explains_why(
     last = study.output.getvalue().splitlines()[-1]
     assert last.startswith("STOPPED: 2 runs of all arms failed one after another, so 4 others are not started.")
     assert str(tmp_path / "runs/elevator/seed-0.log") in last and "the same command continues" in last
+
+
+MISSPELLED = """echo "sortedrl: task = 'knihgts' (set by seed-0.toml): no such task. See docs/tasks.md."; exit 2"""
+NO_SERVER = """echo "sortedrl: engine_urls = 'http://gpu:8000' (set by a.toml): no server answers there."; exit 2"""
+
+
+@pytest.mark.parametrize(("script", "attempts"), [(MISSPELLED, 1), (NO_SERVER, 2)])
+def test_a_wrong_setting_is_not_tried_again(
+    script: str, attempts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: script)
+    study.run(seeds=3)
+    assert study.started == ["baseline seed 0", "elevator seed 0"] * attempts
+    assert ("tried again" in study.output.getvalue()) == (attempts > 1)
+    assert study.output.getvalue().splitlines()[-1].startswith("STOPPED: 2 runs of all arms failed")
 
 
 def test_runs_that_failed_during_training_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from sortedrl import __version__
 from sortedrl.cli import train_extra
-from sortedrl.cli.output import line_log, table_console
+from sortedrl.cli.output import around_code_of_others, line_log, table_console
 from sortedrl.cli.parse import validated
 from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.wording import counted
@@ -20,9 +20,9 @@ from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json
-from sortedrl.studies.compare.conduct import conduct, rebuild, study_of
+from sortedrl.studies.compare.conduct import check_runs, conduct, rebuild, study_of
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
-from sortedrl.training.settings import TrainSettings
+from sortedrl.training.settings import TrainSettings, check_what_must_exist
 
 
 class CompareSettings(Settings):
@@ -67,6 +67,8 @@ def run(settings: CompareSettings) -> int:
     if settings.dry_run:
         return _print_plan(study, settings)
     train_extra.require()
+    with around_code_of_others(settings):
+        check_runs(study, folder, _check_what_must_exist)
     try:
         stream = sys.stderr if settings.json_output else sys.stdout
         comparison = conduct(study, folder, settings.jobs, _validate, stream, __version__)
@@ -78,6 +80,10 @@ def run(settings: CompareSettings) -> int:
 
 def _validate(settings: dict[str, Any]) -> None:
     validated(TrainSettings, settings)
+
+
+def _check_what_must_exist(settings: dict[str, Any]) -> None:
+    check_what_must_exist(validated(TrainSettings, settings), imports_yours=True)
 
 
 def _show(settings: CompareSettings, comparison: Comparison) -> int:

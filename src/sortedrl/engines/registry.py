@@ -83,15 +83,21 @@ def check_urls(name: str, urls: Sequence[str], slots: int) -> None:
         raise ConfigurationError("slots", slots, f"there are {len(urls)} servers", f"Use --slots {len(urls)} or more.")
 
 
-def _from_import_path(path: str, spec: EngineSpec) -> Engine:
+def factory_named(path: str) -> Callable[[EngineSpec], Engine]:
+    """The factory of an engine of your own."""
     try:
-        factory = import_object(path)
+        factory: Callable[[EngineSpec], Engine] = import_object(path)
     except ValueError as error:
         raise ConfigurationError("engine", path, str(error), "See docs/engine_authors.md.") from None
     if not callable(factory):
         raise ConfigurationError(
             "engine", path, "it is not a function", "Name a function that takes an EngineSpec and returns an engine."
         )
+    return factory
+
+
+def _from_import_path(path: str, spec: EngineSpec) -> Engine:
+    factory = factory_named(path)
     try:
         engine: Engine = factory(spec)
     except UserError:

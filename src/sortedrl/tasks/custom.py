@@ -80,10 +80,10 @@ class CustomReward:
 
 def custom_task(path: str, **options: Any) -> AnyTask:
     """The task at an import path: a task class called with `options`, a task object, or a reward function."""
-    found = import_object(path, _is_task)
+    found = import_object(path, is_task)
     if inspect.isclass(found):
         return _require_task(make(found, path, options), path)
-    if _is_task(found):
+    if is_task(found):
         if options:
             raise ValueError(f"{path} is a task object, which takes no options: remove {', '.join(options)}")
         return _require_task(found, path)
@@ -132,7 +132,7 @@ def _require_kind(option: str, value: Any, default: Any) -> None:
         raise ValueError(f"{option} = {value!r}: it should be {kind}")
 
 
-def _is_task(value: Any) -> bool:
+def is_task(value: Any) -> bool:
     return not inspect.ismodule(value) and all(hasattr(value, member) for member in TASK_MEMBERS)
 
 

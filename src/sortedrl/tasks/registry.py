@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl.core.import_path import import_object
 from sortedrl.core.install_hint import install_hint
-from sortedrl.tasks.custom import custom_task, make
+from sortedrl.tasks.custom import custom_task, is_task, make
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Task
@@ -51,6 +51,18 @@ def _without_tools(name: str, options: dict[str, Any]) -> AnyTask:
         f"no task {name!r}; use knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, verifiers:<taskset>, or "
         "your own as your.module:name"
     )
+
+
+def check_name(name: str, options: dict[str, Any], *, imports_yours: bool = False) -> None:
+    """Refuse a name or an option that no task has, with a ValueError. `imports_yours`: also look up your own task.
+
+    A task of your own is not created, which may take long.
+    """
+    kind, _, variant = name.partition(":")
+    if kind in _MAKERS or not variant:
+        _without_tools(name, options)
+    elif kind != "verifiers" and imports_yours:
+        import_object(name, is_task)
 
 
 def is_built_in(name: str) -> bool:

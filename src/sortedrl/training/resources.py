@@ -25,7 +25,7 @@ from sortedrl.tasks.registry import is_built_in, task_by_name
 from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, checked_problems
 from sortedrl.training.build import device_of, dtype_of
-from sortedrl.training.settings import ModelSettings, TrainSettings
+from sortedrl.training.settings import ModelSettings, TrainSettings, task_error
 
 Log = Callable[[str], None]
 
@@ -60,11 +60,11 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
         )
         train, held_out = (encode(part, tokenizer, settings.max_prompt_tokens, tokens_of) for part in problems)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise _task_error(settings, str(error)) from None
+        raise task_error(settings, str(error)) from None
     except Exception as error:
         if is_built_in(settings.task):
             raise
-        raise _task_error(settings, fault_in_your_code(error)) from error
+        raise task_error(settings, fault_in_your_code(error)) from error
     _check_turns(settings, task)
     if not only_evaluates and (overlap := _overlap(*problems, task)):
         log(overlap)
@@ -131,13 +131,6 @@ def _tokens_of(task: AnyTask, tokenizer: PreTrainedTokenizerBase) -> Callable[[P
     if isinstance(task, EnvironmentTask):
         return lambda problem: environment_prompt(task.environment(), problem, tokenizer)
     return None
-
-
-def _task_error(settings: ModelSettings, reason: str) -> ConfigurationError:
-    """Blames the data if the reason is about them, else the task."""
-    about_data = settings.data is not None and (str(settings.data) in reason or "'data'" in reason)
-    key, value = ("data", str(settings.data)) if about_data else ("task", settings.task)
-    return ConfigurationError(key, value, reason.removesuffix("."), "See docs/tasks.md.")
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

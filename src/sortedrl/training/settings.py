@@ -10,7 +10,7 @@ from pydantic import Field
 
 from sortedrl.core.schedule import ConfigurationError, Schedule
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.engines.registry import SERVERS, check_available
+from sortedrl.engines.registry import ENGINES, SERVERS, check_available, factory_named
 from sortedrl.engines.settings import EngineSettings, check_engine
 from sortedrl.learner.settings import (
     AlgorithmSetting,
@@ -31,6 +31,7 @@ from sortedrl.settings.schedule import (
     schedule_from,
     score_wait_seconds,
 )
+from sortedrl.tasks.registry import check_name as check_task_name
 
 # Settings that may change when a run is resumed: they extend it, name a place, or trade memory for time. Those of the
 # last kind change the rounding of gradients, nothing else.
@@ -208,10 +209,26 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         require_packages(self.tracker)
 
 
-def check_what_must_exist(settings: ModelSettings) -> None:
-    """Refuse a model or an engine that is not there, before PyTorch is imported, which takes seconds."""
+def check_what_must_exist(settings: ModelSettings, *, imports_yours: bool = False) -> None:
+    """Refuse a model, an engine or a built-in task that is not there, before PyTorch is imported, which takes seconds.
+
+    `imports_yours`: also import an engine and a task of your own, without creating them.
+    """
     check_model_path(settings.model)
     check_available(settings.engine, settings.engine_urls)
+    if imports_yours and settings.engine not in ENGINES:
+        factory_named(settings.engine)
+    try:
+        check_task_name(settings.task, settings.resolved_task_options(), imports_yours=imports_yours)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise task_error(settings, str(error)) from None
+
+
+def task_error(settings: ModelSettings, reason: str) -> ConfigurationError:
+    """Blames the data if the reason is about them, else the task."""
+    about_data = settings.data is not None and (str(settings.data) in reason or "'data'" in reason)
+    key, value = ("data", str(settings.data)) if about_data else ("task", settings.task)
+    return ConfigurationError(key, value, reason.removesuffix("."), "See docs/tasks.md.")
 
 
 def limits_of(settings: ModelSettings) -> Schedule:

@@ -48,6 +48,17 @@ def conduct(study: Study, folder: Path, jobs: int, validate: Validate, stream: T
         return _Conducted(study, folder, runs, log, version).run(jobs, stream)
 
 
+def check_runs(study: Study, folder: Path, check: Validate) -> None:
+    """Check the settings of the arms that have runs to start; nothing is written."""
+    known = read_results(folder / RESULTS) if (folder / RESULTS).exists() else {}
+    waiting = _waiting(runs_of(study, folder), known)
+    validate_runs(study, check, arms=dict.fromkeys(run.arm for run in waiting), seeds=study.seeds[:1])
+
+
+def _waiting(runs: Sequence[Run], known: dict[Key, Line]) -> list[Run]:
+    return [run for run in runs if not run.is_finished and not _is_good(known.get((run.arm, run.seed)))]
+
+
 @dataclass(frozen=True)
 class _Conducted:
     study: Study
@@ -70,7 +81,7 @@ class _Conducted:
             before = known.get((run.arm, run.seed))
             if run.is_finished and _lacks_results(self.study, before):
                 self._read_again(run, known)
-        waiting = [run for run in self.runs if not run.is_finished and not _is_good(known.get((run.arm, run.seed)))]
+        waiting = _waiting(self.runs, known)
         finished = len(self.runs) - len(waiting)
         self.log(f"{self.folder}: {finished} of {len(self.runs)} runs are finished, {min(jobs, len(waiting))} at once")
         progress = StudyProgress(waiting, stream, finished_before=finished)

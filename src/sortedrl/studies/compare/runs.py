@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,11 +35,13 @@ from sortedrl.studies.compare.grid import Settings
 from sortedrl.studies.compare.study import Study
 from sortedrl.studies.compare.toml_text import toml_of
 from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
+from sortedrl.training.settings import TrainSettings
 
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
 PAUSE_SECONDS = 30.0  # before runs that failed at their start are tried again
 NEW_PLACE = "Use another --out, or a new name for the arm."  # for changed settings
+_WRONG_SETTING = re.compile(r"sortedrl: (\w+) = ")  # how a ConfigurationError starts on the command line
 TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
@@ -92,6 +95,12 @@ class Ended:
 
     run: Run
     error: str | None
+
+    @property
+    def would_fail_again(self) -> bool:
+        """A setting of it is wrong. A server may come up, and a port may become free."""
+        named = _WRONG_SETTING.match(self.error or "")
+        return named is not None and named[1] in TrainSettings.model_fields.keys() - {"engine_urls", "prometheus_port"}
 
 
 def runs_of(study: Study, folder: Path) -> list[Run]:
@@ -215,14 +224,14 @@ class _FailuresInARow:
 
     many: int
     runs: list[Run] = field(default_factory=list)
-    at_start: list[Run] = field(default_factory=list)  # those without a single update
+    at_start: list[Run] = field(default_factory=list)  # those without a single update, and no setting is wrong
 
     def add(self, ended: Ended, *, at_start: bool) -> None:
         if ended.error is None:
             self.clear()
             return
         self.runs.append(ended.run)
-        self.at_start += [ended.run] * at_start
+        self.at_start += [ended.run] * (at_start and not ended.would_fail_again)
 
     def clear(self) -> None:
         self.runs.clear()
@@ -239,7 +248,7 @@ class Runner:
 
     If runs of all arms fail one after another, no more are started. The cause may be temporary, such as a full disk or
     a GPU in use: those that failed before their first update are tried once more, as soon as another run makes an
-    update, or after a pause.
+    update, or after a pause. Those with a wrong setting are not.
     """
 
     jobs: int

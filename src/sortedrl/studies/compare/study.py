@@ -101,10 +101,12 @@ def parsed_study(text: str, name: str) -> Study:
     return study
 
 
-def validate_runs(study: Study, validate: Validate) -> None:
-    """Check the settings of every run as `sortedrl train` would, without running it."""
-    for arm in study.arms:
-        for seed in study.seeds:
+def validate_runs(
+    study: Study, validate: Validate, arms: Iterable[str] | None = None, seeds: Iterable[int] | None = None
+) -> None:
+    """Check the settings of runs as `sortedrl train` would, without running them; default: of all runs."""
+    for arm in study.arms if arms is None else arms:
+        for seed in study.seeds if seeds is None else seeds:
             try:
                 validate({**study.settings_of(arm), "seed": seed})
             except ConfigurationError as error:
