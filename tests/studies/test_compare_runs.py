@@ -169,14 +169,14 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ('task = "knihgts"', "task = 'knihgts': no task 'knihgts'"),
+        ('task = "knihgts"', "task = 'knihgts' (set by {file}): no task 'knihgts'"),
         ('task = "knights_and_knaves:smal"', "knights_and_knaves has no variant 'smal'"),
         ('task = "toy:SayB"', "did you mean 'SayA'? (arm c)"),
-        ('task = "toi:SayA"', "task = 'toi:SayA': no module 'toi'"),
-        ('model = "./nowhere"', "model = './nowhere': there is no such folder (arm c)"),
+        ('task = "toi:SayA"', "task = 'toi:SayA' (set by {file}): no module 'toi'"),
+        ('model = "./nowhere"', "model = './nowhere' (set by {file}): there is no such folder (arm c)"),
         ('engine = "embeded"', "Did you mean embedded?"),
-        ('engine = "toy:no_engine"', "engine = 'toy:no_engine': the module 'toy'"),
-        ('mode = "partiel"', "mode = 'partiel': "),
+        ('engine = "toy:no_engine"', "engine = 'toy:no_engine' (set by {file}): the module 'toy'"),
+        ('mode = "partiel"', "mode = 'partiel' (set by {file}): "),
     ],
 )
 def test_a_misspelled_name_is_refused_before_anything_starts(wrong: str, expected: str, tmp_path: Path) -> None:
@@ -186,8 +186,27 @@ def test_a_misspelled_name_is_refused_before_anything_starts(wrong: str, expecte
     (tmp_path / "config.json").write_text("{}")
     done = compare(file, "--out", tmp_path / "out")
     assert done.returncode == 2
-    assert expected in done.stderr and done.stderr.count("\n") == 1
+    assert expected.format(file=file) in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+@pytest.mark.parametrize("place", ["top", "settings", "arm"])
+@pytest.mark.parametrize("wrong", ['out = "elsewhere"', "jobs = 3"])
+def test_a_key_of_the_file_is_not_taken_for_a_flag(wrong: str, place: str, flags: list[str], tmp_path: Path) -> None:
+    file, key = tmp_path / "wrong.toml", wrong.partition(" ")[0]
+    text = STUDY.format(model="m", settings=f"{SETTINGS}\n{wrong if place == 'settings' else ''}")
+    file.write_text(f"{wrong}\n{text}" if place == "top" else f"{text}{wrong}\n" if place == "arm" else text)
+    done = compare(file, "--out", tmp_path / "out", "--jobs", "1", *flags)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"sortedrl: {key} = ") and f"(set by {file})" in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_blamed_on_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY.format(model=toy.make_model(tmp_path / "model"), settings=SETTINGS))
+    done = compare(file, "--out", file / "out")
+    assert done.returncode == 2 and f"out = '{file / 'out'}' (set by flag --out)" in done.stderr
 
 
 # Runs that fail: shell scripts in place of training runs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -62,12 +64,14 @@ def run(settings: CompareSettings) -> int:
             return _print_plan(study_of(source, settings.study), settings)
         return _show(settings, rebuild(source, settings.study, settings.out, line_log(settings), __version__))
     assert settings.study is not None
-    study = read_study(settings.study)
+    with _set_by(settings.study):
+        study = read_study(settings.study)
     folder = settings.out or Path("runs") / study.name
     if settings.dry_run:
-        return _print_plan(study, settings)
+        with _set_by(settings.study):
+            return _print_plan(study, settings)
     train_extra.require()
-    with around_code_of_others(settings):
+    with around_code_of_others(settings), _set_by(settings.study):
         check_runs(study, folder, _check_what_must_exist)
     try:
         stream = sys.stderr if settings.json_output else sys.stdout
@@ -76,6 +80,17 @@ def run(settings: CompareSettings) -> int:
         print("interrupted and saved. The same command continues the study", file=sys.stderr)
         return 130
     return _show(settings, comparison)
+
+
+@contextmanager
+def _set_by(study: Path) -> Iterator[None]:
+    """Errors are about what the file of the study sets. It may have keys with the names of flags of this command."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if error.key != "study":  # the file itself
+            error.set_by = str(study)
+        raise
 
 
 def _validate(settings: dict[str, Any]) -> None:

@@ -10,13 +10,19 @@ from sortedrl.core.errors import UserError
 
 
 class ConfigurationError(UserError, ValueError):
-    """A setting that cannot work: its name, its value, why, and a fix to copy."""
+    """A setting that cannot work: its name, its value, why, and a fix to copy.
+
+    `set_by` is the file that has it, where that is known; the command line finds out about its own flags and files.
+    """
+
+    set_by = ""
 
     def __init__(self, key: str, value: object, why: str, fix: str) -> None:
         self.key, self.value, self.why, self.fix = key, value, why, fix
         super().__init__(self.text())
 
     def text(self, set_by: str = "") -> str:
+        set_by = self.set_by or set_by
         source = f" (set by {set_by})" if set_by else ""
         end = "" if self.why.endswith("?") else "."
         return f"{self.key} = {self.value!r}{source}: {self.why}{end} {self.fix}"
