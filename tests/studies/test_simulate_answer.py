@@ -24,7 +24,7 @@ from sortedrl.cli.workload import accuracy_line
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
-from sortedrl.studies.simulate import Case, SimulateSettings, cases, compare, relative_error
+from sortedrl.studies.simulate import DECIDING_MODES, Case, SimulateSettings, cases, compare, relative_error
 from sortedrl.studies.tables import answer_table, bubble_table, digits, gain_table, settings_of, show
 from sortedrl.studies.workload import Workload, run
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
@@ -406,6 +406,24 @@ def test_modes_that_work_ahead_need_several_seeds_for_an_error_of_their_own() ->
         assert found["baseline"]["goodput_error"] is not None
         assert (found["partial+elevator"]["goodput_error"] is not None) == is_known
         assert spread(rows, found, len(seeds), 4).startswith("Gains are ±")
+
+
+@pytest.mark.parametrize("modes", [("baseline", "partial+elevator"), DECIDING_MODES])
+def test_updates_of_one_rollout_need_several_seeds_for_an_error(modes: tuple[str, ...]) -> None:
+    """The baseline generates one rollout at a time: its rate, the same for all lengths, gave an error of 0."""
+    settings = SimulateSettings(slots=8, rollouts_per_update=1, prompts_per_cohort=1, cohorts=6)
+    rows = cases(simulated_workload(settings), simulated_schedule(settings), modes, ("cold",))
+    text = spread(rows, compare(rows, [0]), 1, 6)
+    assert text.startswith("Standard error unknown with 1 seed of 6 cohorts: for updates of one rollout it takes 3 ")
+    text = spread(rows, compare(rows, [0, 1, 2]), 3, 6)
+    assert float(text.removeprefix("Gains are ± ").partition("%")[0]) > 2
+
+
+def test_a_small_error_is_not_none() -> None:
+    modes = {"baseline": metrics_of("baseline", 1e7) | {"goodput_error": 0.003}}
+    assert spread(rows_of("baseline"), modes, 3, 20) == "Gains are ± 0.4% (standard error, 3 seeds of 20 cohorts)."
+    modes["baseline"]["goodput_error"] = 1e-6
+    assert spread(rows_of("baseline"), modes, 3, 20).startswith("Gains are ± 0.1%")
 
 
 def test_a_spread_of_too_few_parts_is_unknown() -> None:

@@ -73,16 +73,20 @@ def spread(
     max_updates: int | None = None,
 ) -> str:
     """The uncertainty of the gains, and how to reduce it. All modes generate responses to the same prompts, so the
-    largest error stands for those of modes where one run is too little for an estimate."""
+    largest error stands for those of modes where one run is too little for an estimate. Not with updates of one
+    rollout: the baseline then generates one at a time, at a rate that depends on no length."""
     ended_early = max_updates is not None and any(modes[row.name]["updates"] >= max_updates for row in rows)
     base, *errors = [modes[row.name]["goodput_error"] for row in rows]
     many = counted(cohorts, "cohort") if max_updates is None or not ended_early else counted(max_updates, "update")
     run = f"{counted(seeds, 'seed')} of {many}"
     if base is None:
         text = f"Standard error unknown with {run}."
+    elif None in errors and rows[0].schedule.rollouts_needed == 1:
+        text = f"Standard error unknown with {run}: for updates of one rollout it takes {PRECISE_SEEDS} seeds."
     else:
         widest = math.hypot(base, max(error for error in (base, *errors) if error is not None))
-        text = f"Gains are ± {widest:.0%} (standard error, {run})."
+        shown = f"{widest:.0%}" if widest >= 0.01 else f"{max(widest, 0.001):.1%}"
+        text = f"Gains are ± {shown} (standard error, {run})."
     if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS and not ended_early:
         return text
     without, seeds_named = "leave out --updates, " if ended_early else "", " ".join(map(str, range(PRECISE_SEEDS)))
