@@ -20,7 +20,7 @@ from rich.console import Console
 
 import forked
 from forked import Done
-from sortedrl.cli.workload import accuracy_line
+from sortedrl.cli.workload import accuracy_line, print_notices
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
@@ -406,6 +406,16 @@ def test_modes_that_work_ahead_need_several_seeds_for_an_error_of_their_own() ->
         assert found["baseline"]["goodput_error"] is not None
         assert (found["partial+elevator"]["goodput_error"] is not None) == is_known
         assert spread(rows, found, len(seeds), 4).startswith("Gains are ±")
+
+
+def test_what_takes_long_is_said_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    print_notices(SimulateSettings(rollouts_per_update=4096, slots=4096, prompts_per_cohort=4096))
+    assert capsys.readouterr().err == ""
+    print_notices(SimulateSettings(rollouts_per_update=20_000, slots=20_000, prompts_per_cohort=20_000))
+    expected = (
+        "sortedrl: slots = 20000: most of the time goes into the limit of this workload, which is simulated with "
+    )
+    assert capsys.readouterr().err == f"{expected}800,000 rollouts per seed (40 per slot).\n"
 
 
 @pytest.mark.parametrize("modes", [("baseline", "partial+elevator"), DECIDING_MODES])

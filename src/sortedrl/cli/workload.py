@@ -11,6 +11,7 @@ from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
+from sortedrl.studies.workload import STEADY_TURNOVERS
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
@@ -19,6 +20,8 @@ from sortedrl.studies.workload_settings import (
     lengths_cut,
     simulated_schedule,
 )
+
+MANY_ROLLOUTS = 200_000  # take seconds to simulate
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -37,9 +40,10 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
 
 
 def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
-    """What a user should see before the answer: cut or few responses, split groups, updates that cannot fill slots."""
+    """What a user should see before the answer: cut or few responses, split groups, updates that cannot fill slots, and
+    what takes long."""
     responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings)
-    for notice in (*responses, _split_groups(settings), _small_updates(settings), *more):
+    for notice in (*responses, _split_groups(settings), _small_updates(settings), _slow_limit(settings), *more):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
 
@@ -61,6 +65,16 @@ def _small_updates(settings: SimulatedSettings) -> str | None:
         f"rollouts_per_update = {settings.rollouts_per_update} is less than slots = {slots}: the baseline leaves at "
         f"least {int(100 * (1 - update / slots))}% of the slots empty, which makes the gains large. Set "
         "--rollouts-per-update to your real update size."
+    )
+
+
+def _slow_limit(settings: SimulatedSettings) -> str | None:
+    rollouts = STEADY_TURNOVERS * settings.slots
+    if rollouts < MANY_ROLLOUTS:
+        return None
+    return (
+        f"slots = {settings.slots}: most of the time goes into the limit of this workload, which is simulated with "
+        f"{rollouts:,} rollouts per seed ({STEADY_TURNOVERS} per slot)."
     )
 
 

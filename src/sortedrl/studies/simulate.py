@@ -255,12 +255,12 @@ def _on_all_cores(
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_end_with_parent) as pool, _cancels(pool):
         futures: dict[Any, Any] = {}
         with _without_interrupts():
+            for kv, seed in limits:  # first, since one takes longer than any run if slots are many
+                of_slots, baseline = replace(workload, kv_tokens=kv or None), with_mode(schedule, "baseline")
+                futures[pool.submit(limit, of_slots, replace(baseline, seed=seed))] = (kv, seed)
             for row, seed, most in jobs:
                 job = pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most)
                 futures[job] = (row.name, seed)
-            for kv, seed in limits:
-                of_slots, baseline = replace(workload, kv_tokens=kv or None), with_mode(schedule, "baseline")
-                futures[pool.submit(limit, of_slots, replace(baseline, seed=seed))] = (kv, seed)
         for future in as_completed(futures):
             yield futures[future], future.result()
 
