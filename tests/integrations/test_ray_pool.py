@@ -31,6 +31,7 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
+from sortedrl.core.checked_changes import NoChanges
 from sortedrl.core.engine import Change, Engine, Finished, Started, Tokens
 from sortedrl.core.engine_base import EngineBase, EngineInfo
 from sortedrl.core.rollout import Segment
@@ -132,6 +133,24 @@ class BusyWhile(PacedEngine, EngineBase):
 
     def sleep_until_update(self) -> None:
         self._file.with_suffix(".deep").touch()
+
+
+class Silent(PacedEngine):
+    """Its `poll` and `abort` return None."""
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        return None  # type: ignore[return-value]
+
+    abort = poll  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("method", ["poll", "abort"])
+def test_an_engine_in_an_actor_that_returns_no_changes_is_named(one_node: None, method: str) -> None:
+    engine = RayEngine(lambda: Silent(slots=2), num_cpus=1)
+    engine.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
+    with pytest.raises(NoChanges, match=rf"Silent\.{method} returned None: it must return a list of changes"):
+        engine.poll() if method == "poll" else engine.abort([0])
+    engine.close()
 
 
 def eventually(holds: Callable[[], bool]) -> bool:

@@ -29,6 +29,7 @@ try:
 except ImportError:
     raise ConfigurationError("ray", None, "Ray is not installed", f"{install_hint('ray')}.") from None
 
+from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
@@ -61,14 +62,17 @@ class EngineHost:
     def poll(self, seconds: float) -> Reply:
         engine = self._engine
         end = engine.now() + seconds
-        changes = engine.poll(end)
+        changes = self._polled(end)
         linger = min(end, engine.now() + _LINGER_SECONDS)
         while changes and engine.now() < linger:
-            changes += engine.poll(linger)
+            changes += self._polled(linger)
         return self._reply(changes)
 
+    def _polled(self, until: float) -> list[Change]:
+        return [*checked_changes(self._engine, "poll", self._engine.poll(until))]
+
     def abort(self, ids: Sequence[int]) -> Reply:
-        return self._reply(self._engine.abort(ids))
+        return self._reply(checked_changes(self._engine, "abort", self._engine.abort(ids)))
 
     def update_weights(self, weights: Any, version: int) -> None:
         self._engine.update_weights(weights, version)
