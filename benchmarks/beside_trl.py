@@ -53,11 +53,11 @@ from trl_runs import (
     versions,
 )
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.event_reading import read_events
 from sortedrl.core.events import HarvestBegan, Published, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.studies.compare.toml_text import toml_of
 from sortedrl.tasks.encode import prompt_text
 from sortedrl.training.resources import Resources, read_resources

@@ -12,9 +12,9 @@ import pytest
 
 from paced import PacedEngine
 from sortedrl.core import Controller, EngineDied, Prompts, Schedule, ScoreAtOnce
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.metrics import Metrics
 from sortedrl.training.settings import TrainSettings
 

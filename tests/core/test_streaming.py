@@ -17,9 +17,9 @@ from paced import PATIENCE_SECONDS, PacedEngine
 from scenarios import STREAMABLE, Scenario, peaceful, run, troubled
 from sortedrl.core import Controller, EngineDied, EventLog, Prompts, Schedule, ScoreAtOnce, Strategy, events
 from sortedrl.core.buffer import Group
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, Finished, Request
 from sortedrl.core.rollout import Prompt, Rollout
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import SchedulerState
 
 PROMPTS = 24

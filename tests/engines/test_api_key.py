@@ -18,9 +18,9 @@ from sglang_stand_in import SglangStandIn
 from small_models import model_of
 from sortedrl.cli import main
 from sortedrl.core import EngineDied, Request
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Failed
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.sglang import SglangEngine
 

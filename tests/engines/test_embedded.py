@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from small_models import VOCABULARY, engine_of, model_of
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineDied, Request, Sampling
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder

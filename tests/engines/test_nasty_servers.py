@@ -33,7 +33,7 @@ from nasty_server import (
     response_length,
 )
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers import outage
 from sortedrl.engines.servers import streams as server_streams

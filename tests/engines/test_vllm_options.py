@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.vllm import VllmEngine
 
 

@@ -22,10 +22,11 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core import EventFile, Failed, Request, TooManyRejected, strategy_named
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.registry import SERVERS
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer

@@ -27,8 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.learner.batching import (
     micro_batches,
     overhead_tokens,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_streamed_updates import batch_of, learner_with
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.streaming import MOST_RUNNING_BESIDE_LEARNER, is_draining
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
 

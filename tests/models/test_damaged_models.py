@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import toy
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.models import check_model_path
 from sortedrl.studies.bench import BenchSettings
 from sortedrl.training.engine import bare_engine

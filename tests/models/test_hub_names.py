@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.models import hub, model_named, unreadable_model
 from sortedrl.tasks.datasets import Source, read_rows
 

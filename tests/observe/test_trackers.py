@@ -23,7 +23,7 @@ import pytest
 
 from config_file import config_file
 from forked import Command
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import trackers
 from sortedrl.observe.prometheus import Endpoint, exposition
 from sortedrl.observe.trackers import METRICS, STEP, Trackers, open_tracker, tracked
@@ -141,7 +141,7 @@ def test_weights_and_biases_offline_has_every_point(tmp_path: Path, monkeypatch:
 def test_weights_and_biases_without_a_login_is_refused_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install '.[wandb]'")
     code = (
-        "from sortedrl.core.schedule import ConfigurationError\n"
+        "from sortedrl.core.configuration import ConfigurationError\n"
         "from sortedrl.observe.trackers import require_login\n"
         "try: require_login(['wandb'])\n"
         "except ConfigurationError as error: print(error.key, error.fix)\n"

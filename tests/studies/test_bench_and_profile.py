@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from sortedrl.cli import main
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, Engine, Request
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine

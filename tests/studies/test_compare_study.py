@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.studies.compare.grid import arms_of
 from sortedrl.studies.compare.study import Study, parsed_study, validate_runs
 from sortedrl.studies.compare.toml_text import toml_of

@@ -9,9 +9,9 @@ import pytest
 
 from sortedrl.cli import simulate
 from sortedrl.core import JsonLines, Prompt, Schedule
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.event_reading import read_events
 from sortedrl.core.events import Loaded, RunBegan
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import DrawnEpisodes, Episode, ReplayedEpisodes, read_episodes
 from sortedrl.engines.lengths import LognormalLengths, ReplayedLengths

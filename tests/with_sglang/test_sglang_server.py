@@ -18,8 +18,8 @@ import pytest
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests
 from server_process import ServerProcess, serving
 from sortedrl.core import Request
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.testing.engine_contract import Ledger
 from tiny_llama import tiny_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from verl_config import compose
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import settings_of
 

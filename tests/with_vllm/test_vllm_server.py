@@ -18,9 +18,9 @@ from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests, endl
 from server_process import ServerProcess, serving
 from sortedrl.cli import main
 from sortedrl.core import Request
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineDied, Preempted
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers import streams as server_streams
 from sortedrl.engines.servers.api_key import VARIABLE

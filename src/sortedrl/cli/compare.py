@@ -16,7 +16,7 @@ from sortedrl import __version__
 from sortedrl.cli import train_extra
 from sortedrl.cli.output import around_code_of_others, line_log, table_console
 from sortedrl.cli.parse import validated
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.wording import counted
 from sortedrl.settings.base import Settings
 from sortedrl.studies import tables

@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     """Parse, check, run. An error about a setting names the flag or file that set it."""
     from sortedrl.cli.parse import located, parsed
-    from sortedrl.core.schedule import ConfigurationError
+    from sortedrl.core.configuration import ConfigurationError
 
     command = importlib.import_module(f"sortedrl.cli.{name}")
     try:

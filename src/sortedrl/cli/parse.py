@@ -20,8 +20,8 @@ import tyro
 
 from sortedrl.cli import old_names, other_names
 from sortedrl.cli.help_page import flag_of, help_page, type_text
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.settings.base import InvalidSettings, Settings, first_error, plain_reason
 from sortedrl.training.settings import saved_settings
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, print_settings
 from sortedrl.cli.train import command_for
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs

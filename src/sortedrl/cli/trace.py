@@ -12,9 +12,9 @@ from pydantic import Field
 
 from sortedrl.cli.output import print_settings
 from sortedrl.core.atomic_write import atomic_writer
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Started
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.wording import counted
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.trace import write_trace

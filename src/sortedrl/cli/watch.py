@@ -11,7 +11,7 @@ import tyro
 from pydantic import Field
 
 from sortedrl.cli.output import console_of_run, print_settings
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import watch
 from sortedrl.settings.base import Settings, as_json
 

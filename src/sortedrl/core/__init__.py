@@ -1,5 +1,6 @@
 """The scheduler: the algorithm of the paper and what we add to it. Standard library only."""
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller, StaleTokens
 from sortedrl.core.engine import (
     UNCHANGED,
@@ -25,7 +26,7 @@ from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from sortedrl.core import engine as engine_changes
 from sortedrl.core import events
 from sortedrl.core.checked_changes import checked_changes
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.rollout import Rollout, Segment, plain
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.slot_clock import SlotClock
 
 _log = logging.getLogger(__name__)

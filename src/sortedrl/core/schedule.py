@@ -10,8 +10,6 @@ from typing import Any
 from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float, checked_int
 from sortedrl.core.rollout import Rollout
 
-__all__ = ["ConfigurationError", "Schedule"]
-
 _SIZES = ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens")
 _OPTIONAL_SIZES = (
     "prompts_per_cohort",

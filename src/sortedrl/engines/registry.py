@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, missing_members
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.errors import UserError
 from sortedrl.core.import_path import fault_in_your_code, import_object
 from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 
 CONNECT_SECONDS = 5.0
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.registry import check_name, check_urls
 from sortedrl.settings.base import OptionTexts, literal
 

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine_base import EngineBase, EngineInfo, with_defaults
 from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 
 try:
     import ray

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.learner.batching import UpdateBatch
 from sortedrl.learner.losses import selected_logprobs
 from sortedrl.learner.settings import require

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.settings.base import first_error
 

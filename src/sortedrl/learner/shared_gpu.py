@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.streaming import LearnerThread, is_draining
 from sortedrl.learner.learner import Learner
 

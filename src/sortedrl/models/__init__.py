@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.scoring import one_line
 from sortedrl.models.hub import prepare_hub
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe.trackers import METRICS, STEP
 
 LOOPBACK = "127.0.0.1"

@@ -12,8 +12,8 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 
 
 class InvalidSettings(Exception):

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import UNCHANGED, Engine, Request
 from sortedrl.core.engine_base import with_defaults
@@ -25,7 +26,7 @@ from sortedrl.core.event_lines import JsonLines
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.strategies.registry import strategy_named

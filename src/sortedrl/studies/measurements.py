@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, Request
 from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.forced_lengths import ForcedLengths
 

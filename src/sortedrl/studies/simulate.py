@@ -17,8 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from pydantic import Field
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Updated
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe

@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths

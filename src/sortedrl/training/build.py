@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError, first_sentences
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.learner.settings import LearnerSettings, learner_settings_from
 from sortedrl.training.cpu_threads import threads_here
 from sortedrl.training.settings import ModelSettings, TrainSettings

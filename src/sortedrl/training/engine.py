@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.install_hint import install_hint
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf
 from sortedrl.engines.registry import make_engine
 from sortedrl.models import model_named, unreadable_model

@@ -15,9 +15,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask

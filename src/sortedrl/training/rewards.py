@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.environment import Environments
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.scoring import Scorer
 from sortedrl.tasks.environment import EnvironmentTask
 from sortedrl.tasks.environment_host import Host, LocalHost

@@ -29,11 +29,11 @@ from typing import Any, TextIO
 from safetensors import SafetensorError
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_file
 from sortedrl.core.events import RunBegan
 from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.settings.base import as_json

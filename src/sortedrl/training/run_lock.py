@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.core.process_lock import RUN_LOCK, HeldByAnother, ProcessLock, holder_of
-from sortedrl.core.schedule import ConfigurationError
 
 
 class FolderInUse(UserError, RuntimeError):

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.registry import ENGINES, SERVERS, check_available, factory_named
 from sortedrl.engines.settings import EngineSettings, check_engine

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineDied, Sampling
 from sortedrl.core.engine_base import EngineBase
@@ -17,7 +18,6 @@ from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.core.wording import counted

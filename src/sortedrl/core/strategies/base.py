@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Buffer, Group, Key
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.expectation import Expectation, SensedLengths, expected_length
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 
 BACKLOG_UPDATES = 4  # of rollouts in their environments, and of rollouts without a score
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sortedrl.core.buffer import Key
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import SchedulerState, completes_a_group
 from sortedrl.core.strategies.paper import OnPolicy, Partial
 

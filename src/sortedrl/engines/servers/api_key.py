@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 
 VARIABLE = "SORTEDRL_API_KEY"
 

@@ -21,10 +21,9 @@ from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sortedrl.core.configuration import checked_slots
+from sortedrl.core.configuration import ConfigurationError, checked_slots
 from sortedrl.core.engine import Change, EngineDied, Request
 from sortedrl.core.engine_base import EngineBase
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool

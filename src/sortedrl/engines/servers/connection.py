@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, retry_after
 

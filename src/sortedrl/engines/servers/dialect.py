@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.servers.messages import Delta, Identity
 from sortedrl.engines.servers.weight_broadcast import WeightBroadcast

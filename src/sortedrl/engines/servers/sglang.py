@@ -28,8 +28,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import HttpEngine

@@ -13,8 +13,8 @@ For rollouts of several turns: `tool_use` (for the trainer), `environments` (for
 
 from __future__ import annotations
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 
 try:
     import trl  # noqa: F401

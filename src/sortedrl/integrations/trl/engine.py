@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import is_peft_model
 from torch import Tensor
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.registry import make_engine
 from sortedrl.models.merged_weights import merged_weights

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named

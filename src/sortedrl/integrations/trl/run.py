@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.event_file import EventFile, recover_file
@@ -30,7 +31,7 @@ from sortedrl.core.process_lock import lock_of_log, process_is_there
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.wording import counted
 from sortedrl.integrations.trl.environments import TrlEnvironments

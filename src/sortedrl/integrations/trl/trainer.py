@@ -42,8 +42,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, Sampling
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl.engine import TrainerEngine
 from sortedrl.integrations.trl.fields import (
     HOOKS,

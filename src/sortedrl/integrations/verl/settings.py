@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.schedule import ConfigurationError, Schedule
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
 

@@ -31,6 +31,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.debug import marked_timer
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Request
 from sortedrl.core.event_file import EventFile, all_void, recover_file
@@ -39,7 +40,6 @@ from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.wording import counted
 from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.event_lines import Damage
 from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Phase, RunBegan, Updated
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.core.wording import counted
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.atomic_write import write_atomically
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.install_hint import install_hint
-from sortedrl.core.schedule import ConfigurationError
 from sortedrl.observe.report.charts import Chart
 
 PAGE = Path(__file__).parent / "page"

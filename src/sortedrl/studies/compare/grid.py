@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from sortedrl.core.schedule import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError
 
 Settings = dict[str, Any]
 ARM_NAME = re.compile(r"[\w+\-.=,]+", re.ASCII)
