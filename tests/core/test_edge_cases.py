@@ -129,7 +129,7 @@ class Rows(list[int]):
         ([Prompt(7, [1])], r"dataset\[0\] has the id 7 of type int: use text"),  # type: ignore[arg-type]
         ([Prompt("p", [[1, 2]])], r"dataset\[0\] has a batch in place of token ids: pass its row"),  # type: ignore[list-item]
         ([Prompt("p", Rows([0, 0]))], r"dataset\[0\] has a batch in place of token ids: pass its row"),
-        ([Prompt("p", 3)], r"dataset\[0\] has a int as its token ids: pass a list"),  # type: ignore[arg-type]
+        ([Prompt("p", 3)], r"dataset\[0\] has an int as its token ids: pass a list"),  # type: ignore[arg-type]
         ([Prompt("p", "hello")], r"dataset\[0\] has text in place of token ids: encode it"),  # type: ignore[arg-type]
         ({"train": [Prompt("p", [1])]}, r"the dataset is a dict with the keys \['train'\]: pass one value"),
         ((Prompt(name, [1]) for name in "ab"), "the dataset is a generator: pass a sequence of Prompt"),

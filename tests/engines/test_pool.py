@@ -362,7 +362,7 @@ def test_sleep_while_requests_run_is_refused(sleep: str) -> None:
     member = Sleeper(slots=1)
     pool = pool_of([member])
     pool.submit(requests(500))
-    with pytest.raises(RuntimeError, match="sleep while 1 requests are in the engine: abort them first"):
+    with pytest.raises(RuntimeError, match="sleep with 1 request in the engine: abort all first"):
         getattr(pool, sleep)()
     assert not member.slept
 
@@ -370,7 +370,7 @@ def test_sleep_while_requests_run_is_refused(sleep: str) -> None:
 def test_load_while_requests_run_is_refused() -> None:
     pool = pool_of(paced(1))
     pool.submit(requests(500))
-    with pytest.raises(RuntimeError, match="weight update to version 3 while 1 requests are in the engine"):
+    with pytest.raises(RuntimeError, match="weight update to version 3 with 1 request in the engine"):
         pool.update_weights(None, 3)
 
 

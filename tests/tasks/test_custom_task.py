@@ -121,7 +121,7 @@ def test_a_task_class_gets_its_options_and_an_object_is_used_as_it_is(folder: Pa
             "'color'; its options are data, held_out_data",
         ),
         ("my_rewards:one_argument", {"data": "prompts.jsonl"}, r"called with \(problem, response\)"),
-        ("my_rewards:limit", {}, "is a int: expected a reward function"),
+        ("my_rewards:limit", {}, "is an int: expected a reward function"),
         ("my_rewards:Half", {}, "is not a task: it has no held_out and no score"),
         ("my_rewards:Fixed", {"length": 3}, "'length'; its options are size"),
         ("my_rewards:fixed", {"size": 3}, "takes no options: remove size"),

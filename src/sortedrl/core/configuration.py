@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from sortedrl.core.errors import UserError
+from sortedrl.core.wording import kind_of
 
 
 class ConfigurationError(UserError, ValueError):
@@ -34,8 +35,8 @@ class ConfigurationError(UserError, ValueError):
 def checked_int(key: str, value: Any, least: int | None = None, hint: str = "") -> int:
     """The value as an int; JSON cannot write NumPy's."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        kind = type(value).__name__
-        raise ConfigurationError(key, value, f"this is a {kind}, not a whole number", f"Set it to an int.{hint}")
+        why = f"this is {kind_of(value)}, not a whole number"
+        raise ConfigurationError(key, value, why, f"Set it to an int.{hint}")
     if least is not None and value < least:
         raise ConfigurationError(key, value, f"must be at least {least}", f"Set it to {least} or more.{hint}")
     return int(value)
@@ -49,8 +50,8 @@ def checked_slots(slots: Any) -> int:
 def checked_float(key: str, value: Any, fits: Callable[[float], bool], limits: str) -> float:
     """The value as a float; `limits` says which numbers fit."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        kind = type(value).__name__
-        raise ConfigurationError(key, value, f"this is a {kind}, not a number", f"Set it to a number {limits}.")
+        why = f"this is {kind_of(value)}, not a number"
+        raise ConfigurationError(key, value, why, f"Set it to a number {limits}.")
     if not fits(float(value)):
         raise ConfigurationError(key, value, "out of range", f"Set it to a number {limits}.")
     return float(value)
@@ -59,7 +60,5 @@ def checked_float(key: str, value: Any, fits: Callable[[float], bool], limits: s
 def checked_bool(key: str, value: Any) -> bool:
     """The value as a bool. Text such as "False" would count as true."""
     if isinstance(value, str | bytes) or value not in (True, False):
-        raise ConfigurationError(
-            key, value, f"this is a {type(value).__name__}, not a bool", "Set it to True or False."
-        )
+        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not a bool", "Set it to True or False.")
     return bool(value)

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.wording import kind_of
 
 
 class EngineDied(UserError, RuntimeError):
@@ -70,7 +71,7 @@ class Sampling:
 def _checked_stop_strings(value: Any) -> tuple[str, ...]:
     fix = 'Pass a tuple of strings, such as ("\\n\\n",).'
     if not isinstance(value, list | tuple):  # of a string, each letter would be a stop string
-        raise ConfigurationError("stop_strings", value, f"this is a {type(value).__name__}, not a tuple", fix)
+        raise ConfigurationError("stop_strings", value, f"this is {kind_of(value)}, not a tuple", fix)
     if not all(isinstance(text, str) and text for text in value):
         raise ConfigurationError("stop_strings", value, "an element is not a string, or empty", fix)
     return tuple(value)

@@ -5,6 +5,8 @@ Each check raises a TypeError. Objects of other classes are accepted if they hav
 
 from __future__ import annotations
 
+from sortedrl.core.wording import kind_of
+
 
 def check_parts(prompts: object, scorer: object, schedule: object) -> None:
     _require("prompts", prompts, "take", "Prompts(dataset), where the dataset is a list of Prompt(id, token_ids)")
@@ -29,7 +31,5 @@ def check_optional_parts(
 
 
 def _require(name: str, part: object, needed: str, instead: str) -> None:
-    if isinstance(part, type):
-        raise TypeError(f"{name} is the class {part.__name__}: pass {instead}")
-    if not hasattr(part, needed):
-        raise TypeError(f"{name} is a {type(part).__name__}: pass {instead}")
+    if isinstance(part, type) or not hasattr(part, needed):
+        raise TypeError(f"{name} is {kind_of(part)}: pass {instead}")

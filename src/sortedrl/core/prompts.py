@@ -9,6 +9,7 @@ from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_int
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.wording import kind_of
 
 
 class Prompts:
@@ -16,11 +17,9 @@ class Prompts:
 
     def __init__(self, dataset: Sequence[Prompt], *, epochs: int = 1, seed: int = 0, shuffle: bool = True) -> None:
         if isinstance(dataset, Mapping):  # such as a DatasetDict
-            raise TypeError(
-                f"the dataset is a {type(dataset).__name__} with the keys {list(dataset)[:4]}: pass one value"
-            )
+            raise TypeError(f"the dataset is {kind_of(dataset)} with the keys {list(dataset)[:4]}: pass one value")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"the dataset is a {type(dataset).__name__}: pass a sequence of Prompt, such as a list")
+            raise TypeError(f"the dataset is {kind_of(dataset)}: pass a sequence of Prompt, such as a list")
         if not len(dataset):
             raise ValueError("the dataset has no prompts: nothing to train on")
         if isinstance(dataset, list | tuple):  # any other one may tokenize a prompt when it is read
@@ -95,16 +94,14 @@ class Prompts:
 
 def _require_prompt(place: int, prompt: Any) -> None:
     if not isinstance(prompt, Prompt):
-        raise TypeError(
-            f"dataset[{place}] is a {type(prompt).__name__}: make it a Prompt(id, token_ids, payload=answer)"
-        )
+        raise TypeError(f"dataset[{place}] is {kind_of(prompt)}: make it a Prompt(id, token_ids, payload=answer)")
     if not isinstance(prompt.id, str):
         kind = type(prompt.id).__name__
         raise TypeError(f"dataset[{place}] has the id {prompt.id!r} of type {kind}: use text, as checkpoints are JSON")
     if isinstance(prompt.tokens, str | bytes):
         raise TypeError(f"dataset[{place}] has text in place of token ids: encode it with the tokenizer of the model")
     if not hasattr(prompt.tokens, "__len__"):
-        raise TypeError(f"dataset[{place}] has a {type(prompt.tokens).__name__} as its token ids: pass a list of them")
+        raise TypeError(f"dataset[{place}] has {kind_of(prompt.tokens)} as its token ids: pass a list of them")
     if len(getattr(prompt.tokens, "shape", ())) > 1 or (len(prompt.tokens) and isinstance(prompt.tokens[0], list)):
         raise TypeError(f"dataset[{place}] has a batch in place of token ids: pass its row, as in input_ids[0]")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float, checked_int
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.wording import kind_of
 
 _SIZES = ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens")
 _OPTIONAL_SIZES = (
@@ -66,9 +67,8 @@ class Schedule:
     def _checked(self) -> dict[str, Any]:
         """Every setting with the type that it must have. Raises a ConfigurationError."""
         if not isinstance(self.mode, str):
-            kind = type(self.mode).__name__
             fix = "An instance of your own goes to Controller(..., strategy=...)."
-            raise ConfigurationError("mode", self.mode, f"this is a {kind}, not the name of a mode", fix)
+            raise ConfigurationError("mode", self.mode, f"this is {kind_of(self.mode)}, not the name of a mode", fix)
         sizes = (*_SIZES, *(key for key in _OPTIONAL_SIZES if getattr(self, key) is not None))
         checked: dict[str, Any] = {key: checked_int(key, getattr(self, key), 1, _HINTS.get(key, "")) for key in sizes}
         checked |= {key: checked_bool(key, getattr(self, key)) for key in _SWITCHES}

@@ -22,7 +22,7 @@ from statistics import NormalDist
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed, mixing
-from sortedrl.engines.step_time import CSV_DELIMITERS
+from sortedrl.engines.step_time import delimiter_of
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
 MOST_TOKENS = 10_000_000  # anything longer is an error in the file
@@ -129,7 +129,7 @@ def _is_csv(path: Path, text: str) -> bool:
     if path.name.lower().removesuffix(".gz").endswith(CSV_ENDINGS):
         return True
     first = text.partition("\n")[0]
-    names = {name.strip().lower() for name in first.split(_delimiter(first))}
+    names = {name.strip().lower() for name in first.split(delimiter_of(first))}
     return _first_of(LENGTH_NAMES, names) is not None
 
 
@@ -160,7 +160,7 @@ def _listed(text: str) -> list[object] | None:
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object, object]]:
     """The first line names the columns, unless the file is one column of numbers."""
     csv.field_size_limit(MOST_CSV_FIELD)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text.partition("\n")[0]))
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter_of(text.partition("\n")[0]))
     header = next(rows, [])
     names = [name.strip().lower() for name in header]
     if len(names) == 1 and isinstance(_number(names[0]), float):
@@ -174,10 +174,6 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object, object]]:
             cells = dict(zip(names, row, strict=False))
             found = None if prompt is None else cells.get(prompt)
             yield f"line {rows.line_num}", found, _number(cells.get(length or "", ""))
-
-
-def _delimiter(first_line: str) -> str:
-    return max(CSV_DELIMITERS, key=first_line.count)
 
 
 def _number(cell: str) -> float | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from sortedrl.core.engine import Request
+from sortedrl.core.wording import counted
 
 
 def require_new(requests: Sequence[Request], inside: Container[int]) -> None:
@@ -28,7 +29,7 @@ def require_empty_for_sleep(inside: int) -> None:
 
 def _require_empty(inside: int, what: str) -> None:
     if inside:
-        raise RuntimeError(f"{what} while {inside} requests are in the engine: abort them first")
+        raise RuntimeError(f"{what} with {counted(inside, 'request')} in the engine: abort all first")
 
 
 def refusal(request: Request, max_length: int, vocabulary: int) -> str | None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from sortedrl.core.wording import counted
 
-CSV_DELIMITERS = ",;\t"  # spreadsheets write semicolons where the comma is the decimal mark
+_CSV_DELIMITERS = ",;\t"  # spreadsheets write semicolons where the comma is the decimal mark
 
 
 class Point(NamedTuple):
@@ -132,13 +132,18 @@ def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, sourc
     return StepTime(tuple(zip(levels, steps, strict=True)), max(0.0, per_cached_token), per_prefill_token, source)
 
 
+def delimiter_of(first_line: str) -> str:
+    """Of a CSV file."""
+    return max(_CSV_DELIMITERS, key=first_line.count)
+
+
 def read_points(path: Path) -> list[Point]:
     """A CSV file with the columns running, cached_tokens, seconds. Upper case, semicolons and tabs are fine."""
     points = []
     with path.open(newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         file.seek(0)
-        reader = csv.DictReader(file, delimiter=max(CSV_DELIMITERS, key=first.count))
+        reader = csv.DictReader(file, delimiter=delimiter_of(first))
         columns = list(reader.fieldnames or ())
         reader.fieldnames = [name.strip().lower() for name in columns]
         missing = set(Point._fields) - set(reader.fieldnames)

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from sortedrl.core.import_path import import_object
+from sortedrl.core.wording import kind_of
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
 from sortedrl.tasks.environment import AnyTask, require_environment
 from sortedrl.tasks.task import Problem, Reward, checked_reward
@@ -89,7 +90,7 @@ def custom_task(path: str, **options: Any) -> AnyTask:
         return _require_task(found, path)
     if not callable(found):
         raise ValueError(
-            f"{path} is a {type(found).__name__}: expected a reward function (problem, response) -> float, "
+            f"{path} is {kind_of(found)}: expected a reward function (problem, response) -> float, "
             f"or a task with {', '.join(TASK_MEMBERS)} and score or environment"
         )
     if "data" not in options:

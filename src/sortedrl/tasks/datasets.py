@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.install_hint import install_hint
+from sortedrl.core.wording import kind_of
 from sortedrl.models.hub import prepare_hub
 from sortedrl.tasks.task import Problem
 
@@ -109,7 +110,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}; use one object per line") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is a {type(row).__name__} instead of an object")
+                raise ValueError(f"{path}, line {number} is {kind_of(row)} instead of an object")
             yield row
 
 

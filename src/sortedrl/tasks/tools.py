@@ -26,6 +26,7 @@ from typing import Any
 
 from sortedrl.core.import_path import import_object
 from sortedrl.core.scoring import one_line, reason_of
+from sortedrl.core.wording import kind_of
 from sortedrl.tasks.environment import Message, Response
 from sortedrl.tasks.task import Problem, Reward, Task
 
@@ -139,5 +140,5 @@ class WithTools:
 def _function(path: str) -> Tool:
     found = import_object(BUILT_IN_TOOLS.get(path, path))
     if not callable(found) or inspect.isclass(found):
-        raise ValueError(f"the tool {path} is a {type(found).__name__}: a tool is a function")
+        raise ValueError(f"the tool {path} is {kind_of(found)}: a tool is a function")
     return found  # type: ignore[no-any-return]

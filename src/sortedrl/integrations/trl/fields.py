@@ -22,6 +22,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import SERVERS, check_name
 
 OLDEST_VERSION = "1.16.0"
@@ -151,14 +152,12 @@ def _check_engine(engine: object) -> None:
 def check_parts(schedule: object, engine: object) -> None:
     if not isinstance(schedule, str | Schedule):
         raise ConfigurationError(
-            "schedule", schedule, f"this is a {type(schedule).__name__}",
+            "schedule", schedule, f"this is {kind_of(schedule)}",
             'Pass the name of a mode, or Schedule(mode="partial", max_staleness=4), or leave it out.',
         )  # fmt: skip
     if isinstance(engine, type) or not (isinstance(engine, str) or hasattr(engine, "poll")):
-        kind = "class" if isinstance(engine, type) else type(engine).__name__
-        raise ConfigurationError(
-            "engine", engine, f"this is a {kind}", "Pass embedded, vllm or an engine object, or leave it out."
-        )
+        fix = "Pass embedded, vllm or an engine object, or leave it out."
+        raise ConfigurationError("engine", engine, f"this is {kind_of(engine)}", fix)
 
 
 def check_slots(slots: int | None, engine: object) -> None:
