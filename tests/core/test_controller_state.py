@@ -226,6 +226,22 @@ def test_the_log_of_a_restored_run_goes_on_where_the_last_one_ended() -> None:
     assert second.all(events.Gate)[0].at == last_time  # whatever the log's last gate was, it is stated again
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("slots", [1, 6])
+def test_a_run_may_be_restored_on_an_engine_with_other_slots(mode: str, slots: int) -> None:
+    """As on another machine. The log says so once, and every rollout is trained on once."""
+    plan = scenario(mode, LENGTHS, slots=3, rollouts_per_update=3, prompts_per_cohort=5)
+    first = Run(plan).updates(1)
+    first.controller.update_engine()
+    second = Run(replace(plan, slots=slots), state=first.checkpoint(), last_time=first.engine.now()).to_end()
+    changed = second.all(events.SlotsChanged)
+    assert [event.slots for event in changed] == [slots] and second.events[0] == changed[0]
+    assert {event.slot for event in second.all(events.Started)} <= set(range(slots))
+    assert sorted(id for batch in first.ids + second.ids for id in batch) == list(range(len(LENGTHS)))
+    again = Run(replace(plan, slots=slots), state=first.checkpoint() | {"slots": slots})
+    assert not again.all(events.SlotsChanged)
+
+
 def test_a_restored_run_overlaps_as_before() -> None:
     """The clock of the new engine starts at zero, the log's goes on: the learner's step must still overlap."""
     plan = scenario(

@@ -29,6 +29,16 @@ def test_random_runs_with_deaths_and_interrupts_hold_to_the_rules(block: int) ->
             raise
 
 
+def test_random_runs_that_are_resumed_with_other_slots_hold_to_the_rules() -> None:
+    changed = 0
+    for seed in range(100):
+        case = case_of(seed, with_turns=seed % 2 == 0)
+        outcome = play(replace(case, slots_of_later_lives=(1 + seed % 5, 2 + seed % 7)))
+        check_outcome(outcome)
+        changed += sum(isinstance(event, events.SlotsChanged) for event in outcome.raw)
+    assert changed > 20
+
+
 @pytest.mark.parametrize("seed", [1344249316395445365])
 def test_runs_that_once_broke_a_rule(seed: int) -> None:
     """A resumed clock that rounding took back."""

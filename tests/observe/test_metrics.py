@@ -29,6 +29,7 @@ from sortedrl.core.events import (
     Rejected,
     RolledBack,
     RunBegan,
+    SlotsChanged,
     Started,
     Submitted,
     Updated,
@@ -81,6 +82,31 @@ def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
         "environment": 0.0,
     }
     assert result.bubble == pytest.approx(16 / 20)
+
+
+def test_a_resumed_run_with_other_slots_counts_each_second_with_the_slots_of_then() -> None:
+    """Two slots for 10 s, of which one is in use; 2 s in which none can be; then four for 5 s, of which three are."""
+    result = run_metrics(
+        HarvestBegan(0.0, 0, 0),
+        Gate(0.0, "drain"),
+        submitted(0.0, 0),
+        Started(0.0, 0, 0),
+        Finished(10.0, 0, 4, 4, False),
+        Phase(10.0, "checkpoint"),
+        SlotsChanged(11.0, 4),
+        Phase(12.0, "harvest"),
+        HarvestBegan(12.0, 1, 0),
+        *(submitted(12.0, id) for id in (1, 2, 3)),
+        *(Started(12.0, id, id - 1) for id in (1, 2, 3)),
+        *(Finished(17.0, id, 5, 5, False) for id in (1, 2, 3)),
+        Phase(17.0, "end"),
+    )
+    assert result.slots == 4
+    assert result.bubble == result.bubble_parts["drain"] == pytest.approx((10 + 5) / (20 + 20))
+    assert result.bubble_per_harvest == pytest.approx((10 / 20, 5 / 20))
+    assert result.idle_parts["checkpoint"] == pytest.approx((2 + 4) / (20 + 6 + 20))
+    assert result.idle == pytest.approx((15 + 6) / 46)
+    assert result.seconds == 15.0
 
 
 def test_what_the_engine_has_not_begun_is_queued() -> None:

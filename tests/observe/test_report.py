@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from scenarios import MODES, run
+from scenarios import MODES, Run, run, scenario
 from sortedrl.cli import main
 from sortedrl.cli.parse import parsed
 from sortedrl.cli.train import command_for
 from sortedrl.core import Schedule, events
 from sortedrl.core.event_lines import JsonLines, written
 from sortedrl.core.event_reading import read_events, read_intact
-from sortedrl.core.events import Event
+from sortedrl.core.events import Event, RunBegan, SlotsChanged
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
@@ -88,6 +88,38 @@ def test_the_charts_slot_time_adds_up_to_the_figures(mode: str) -> None:
     assert busy * wall / 7 == pytest.approx((1 - run_metrics.idle) * wall * run_metrics.slots)
 
 
+def resumed_with_other_slots(mode: str, slots: int, then: int) -> list[Event]:
+    lengths = [3, 9, 2, 17, 5, 8, 1, 12]
+    plan = scenario(mode, lengths, rollouts_per_update=2, slots=slots, learner_seconds=2.0, **NEEDS.get(mode, {}))
+    first = Run(plan).updates(2)
+    second = Run(replace(plan, slots=then), state=first.checkpoint(), last_time=first.events[-1].at).to_end()
+    return [*first.events, *second.events]
+
+
+@pytest.mark.parametrize("then", [2, 5])
+@pytest.mark.parametrize("mode", ["partial", "baseline", "april"])
+def test_the_charts_of_a_run_with_other_slots_after_a_resume(mode: str, then: int, tmp_path: Path) -> None:
+    """Each moment adds up to the slots of then, and the parts to the metrics. One line less, and it is still read."""
+    log = resumed_with_other_slots(mode, 3, then)
+    changed = next(event.at for event in log if isinstance(event, SlotsChanged))
+    run_metrics, occupancy = slot_time(log, slices(log), bins=50)
+    for place, edge in enumerate(occupancy.edges[:-1]):
+        before, after = occupancy.edges[place + 1] <= changed, edge >= changed
+        if before or after:
+            shown = sum(values[place] for values in occupancy.parts.values())
+            assert shown == pytest.approx(3 if before else then)
+    path = tmp_path / "events.jsonl"
+    path.write_text(written(log))
+    shown_run = read_runs([path])[0]
+    assert shown_run.slot_counts == (3, then)
+    assert sum(report_charts.slot_time_parts(shown_run).values()) == pytest.approx(1)
+    assert run_metrics.slots == then
+    assert f"3, then {then} slots" in report.page([shown_run], [None], "0")
+    path.write_text(written([event for event in log if not isinstance(event, SlotsChanged)]))
+    used = 1 + max(event.slot for event in log if isinstance(event, events.Started))
+    assert read_runs([path])[0].slot_counts == ((3,) if used <= 3 else (3, used))
+
+
 def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:
     log = events_of("partial", range(1, 25))
     updates = [event for event in log if isinstance(event, events.Updated)]
@@ -105,8 +137,10 @@ def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:
 def test_the_staleness_floor_is_the_formula_of_full_slots() -> None:
     """Two slots, updates of two, lengths 2 and 6: (2 / 2) x 20 / (2 x 16), and 2 / (2 x 2)."""
     row = events.Updated(1.0, 0, 0, 0, (0, 1), (2, 6), (1.0, 1.0), (((0, 2),), ((0, 6),)), (0, 0))
-    assert staleness_floor([row], slots=2) == pytest.approx((20 / 32, 0.5))
-    assert staleness_floor([], slots=2) is None
+    began = RunBegan(0.0, 2, "partial", {})
+    assert staleness_floor([began, row]) == pytest.approx((20 / 32, 0.5))
+    assert staleness_floor([began, row, SlotsChanged(3.0, 6), row]) == pytest.approx((2 * 20 / 32, 1.0))
+    assert staleness_floor([began]) is None
 
 
 def test_a_slot_grid_shows_the_longest_stay_of_each_cell() -> None:

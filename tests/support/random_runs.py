@@ -37,6 +37,7 @@ class Case:
     scenario: Scenario
     saves: tuple[bool, ...]  # after update i, read in turn
     endings: tuple[Ending, ...]  # of each life; the one after the last ending goes on to its end
+    slots_of_later_lives: tuple[int, ...] = ()  # by turns; empty: those of the scenario
 
     @property
     def kinds(self) -> list[str]:
@@ -215,11 +216,11 @@ class Player:
         self.saved_events = self.saved_batches = 0
 
     def play(self) -> Outcome:
-        for ending in (*self.case.endings, Ending(NEVER, dies=True)):
+        for place, ending in enumerate((*self.case.endings, Ending(NEVER, dies=True))):
             raw = self.outcome.raw
             engine_type = type("EndingEngine", (MortalEngine,), {"ending": ending})
             life = Run(
-                self.case.scenario, state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type
+                self._scenario(place), state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type
             )
             engine: Any = life.engine
             engine.interrupt = life.controller.interrupt
@@ -239,6 +240,10 @@ class Player:
         self.outcome.live = set(life.controller.live)
         _count_faults(self.outcome)
         return self.outcome
+
+    def _scenario(self, life: int) -> Scenario:
+        others = self.case.slots_of_later_lives
+        return replace(self.case.scenario, slots=others[life % len(others)]) if life and others else self.case.scenario
 
     def _live(self, life: Run) -> None:
         saves = self.case.saves

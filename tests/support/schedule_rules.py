@@ -91,6 +91,7 @@ class Replay:
         self.scenario = scenario
         self.schedule = scenario.schedule
         self.strategy = STRATEGIES[scenario.schedule.mode]
+        self.slots = 0
         self.rollouts: dict[int, Known] = {}
         self.groups = 0
         self.version = 0
@@ -99,6 +100,9 @@ class Replay:
 
     def apply(self, event: Event) -> None:
         match event:
+            case events.RunBegan() | events.SlotsChanged():
+                assert event.slots != self.slots
+                self.slots = event.slots
             case events.Loaded():
                 self._load(event)
             case events.Submitted():
@@ -178,11 +182,11 @@ class Replay:
         group = [other for other in known if other.group == rollout.group] if self.schedule.whole_groups else [rollout]
         if not any(member.segments or member.attempt or member.state != WAITING for member in group):
             in_environment = sum(other.state == ENVIRONMENT for other in known)
-            assert in_environment < max(self.scenario.slots, 4 * self.schedule.rollouts_needed), "opened too many"
+            assert in_environment < max(self.slots, 4 * self.schedule.rollouts_needed), "opened too many"
 
     def _start(self, event: events.Started) -> None:
         rollout = self._in_state(event.rollout, RUNNING)
-        assert rollout.slot is None and 0 <= event.slot < self.scenario.slots
+        assert rollout.slot is None and 0 <= event.slot < self.slots
         assert all(other.slot != event.slot for other in self.rollouts.values()), "two rollouts in a slot"
         rollout.slot = event.slot
 

@@ -11,8 +11,11 @@ import torch
 
 import toy
 from sortedrl.cli import main
+from sortedrl.core.event_reading import read_events
 from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.learner.learner import Learner
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.training.build import OutOfMemory
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
@@ -95,15 +98,41 @@ def test_a_run_whose_engine_is_out_of_memory_is_not_blamed_on_the_learner(
 
 
 def test_a_run_may_be_resumed_with_other_servers(tmp_path: Path) -> None:
-    """A cluster gives a restarted server another address. The number of slots stays."""
+    """A cluster gives a restarted server another address, and not always as many servers."""
     folder = RunFolder(tmp_path / "run")
     before: dict[str, Any] = {"engine": "vllm-server", "engine_urls": ("http://a:8000", "http://b:8000")}
     folder.create(TrainSettings(**before), print)
     folder.close()
     again = RunFolder(folder.path)
-    again.open_to_resume(TrainSettings(**before | {"engine_urls": ("http://c:8001",), "resume": folder.path}), print)
+    again.open_to_resume(
+        TrainSettings(**before | {"engine_urls": ("http://c:8001",), "slots": 16, "resume": folder.path}), print
+    )
     again.close()
-    assert json.loads((folder.path / "config.json").read_text())["engine_urls"] == ["http://c:8001"]
+    saved = json.loads((folder.path / "config.json").read_text())
+    assert (saved["engine_urls"], saved["slots"]) == (["http://c:8001"], 16)
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "baseline"])
+def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a machine with less memory, or more: metrics count each part of the run with its own slots."""
+    run = tmp_path / "run"
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--task", "toy:SayA", "--mode", mode, "--threads", "1"]
+    words += ["--reward-workers", "0", "--max-prompt-tokens", "16", "--max-response-tokens", "8"]
+    words += ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
+    words += ["--eval-problems", "4"]
+    assert main(["train", *words, "--slots", "8", "--updates", "2", "--out", str(run)]) == 0
+    assert main(["train", "--resume", str(run), "--updates", "4", "--slots", "3"]) == 0
+    assert "slots: 8 before, 3 from here on" in capsys.readouterr().out
+    assert main(["train", "--resume", str(run), "--updates", "6", "--slots", "5"]) == 0
+    log = list(read_events(run / "events.jsonl"))
+    assert slot_counts(log) == (8, 3, 5)
+    shown = json.loads((run / "summary.json").read_text())["metrics"]
+    assert (shown["slots"], shown["updates"]) == (5, 6)
+    assert Metrics().fold(log).run_metrics().bubble == pytest.approx(shown["bubble"])
+    assert 0 <= shown["bubble"] <= shown["idle"] <= 1
+    capsys.readouterr()
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert "8, then 3, then 5 slots" in (tmp_path / "report.html").read_text()
 
 
 def test_a_resumed_run_refuses_another_folder_and_may_be_moved(

@@ -471,6 +471,7 @@ class Controller:
         return {
             "mode": self.strategy.name,
             "rollouts_per_prompt": self.schedule.rollouts_per_prompt,
+            "slots": self._state.slots,
             **self._state.state(),
             **self._loader.state(),
             "environments": self._turns.state() if self._turns is not None else {},
@@ -501,5 +502,7 @@ class Controller:
         self._state.restore(state, self._moves.key)
         if self._turns is not None:
             self._turns.restore(state["environments"])
+        if state.get("slots", slots := self._state.slots) != slots:  # older checkpoints do not have it
+            self.log.append(events.SlotsChanged(self._clock.now(), slots))
         for rollout in self.buffer.unscored():
             self.scorer.submit(rollout)

@@ -29,6 +29,13 @@ class RunBegan(NamedTuple):
     gated: bool = False  # of the mode: a cohort is trained on only after the one before it
 
 
+class SlotsChanged(NamedTuple):
+    """The run was resumed on an engine with another number of slots. All of them are empty."""
+
+    at: float
+    slots: int
+
+
 class Phase(NamedTuple):
     """The phase that starts: start, harvest, scores, learner, weights, checkpoint, evaluation or end."""
 
@@ -211,6 +218,7 @@ class Lost(NamedTuple):
 
 Event = (
     RunBegan
+    | SlotsChanged
     | Phase
     | Loaded
     | HarvestBegan

@@ -19,6 +19,7 @@ from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
 from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.observe.slot_totals import SlotTotal
 from sortedrl.observe.sortedness import UpdateLengths, rank_correlation, sortedness
 from sortedrl.observe.turn_tally import TurnTally
 from sortedrl.observe.uncut_length import Attempts
@@ -50,7 +51,7 @@ class RunMetrics:
     """Times in seconds on the engine's clock, goodput and kept in tokens per second, fractions between 0 and 1."""
 
     mode: str
-    slots: int
+    slots: int  # at the end: a resumed run may have other slots than before
     seconds: float  # in which the engine can run: harvests only
     wall_seconds: float
     bubble: float
@@ -119,7 +120,10 @@ class Metrics:
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
         self._phase_seconds: defaultdict[str, float] = defaultdict(float)  # other phases than harvest
         self._harvest_seconds = 0.0
-        self._harvest_marks: list[tuple[float, float]] = []  # (harvest seconds, empty slot-seconds) at each start
+        self._harvest_total, self._wall_total = SlotTotal(), SlotTotal()
+        self._phase_totals: defaultdict[str, SlotTotal] = defaultdict(SlotTotal)
+        self._empty_per_slot, self._in_environments_per_slot = SlotTotal(), SlotTotal()
+        self._harvest_marks: list[tuple[float, float]] = []  # (all, empty) slot-seconds of harvests at each start
         self._in_slot: set[int] = set()
         self._first_expected: dict[int, float] = {}
         self._count: Counter[str] = Counter()
@@ -140,6 +144,7 @@ class Metrics:
         self._trains_whole_groups = self._keeps_seeds = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.RunBegan: self._on_run,
+            events.SlotsChanged: self._on_slots_changed,
             events.Phase: self._on_phase,
             events.Loaded: self._on_loaded,
             events.HarvestBegan: self._on_harvest,
@@ -178,9 +183,8 @@ class Metrics:
 
     def slot_seconds(self) -> dict[str, float]:
         """Where the slot-time went so far: busy, the parts of the bubble, and phases other than harvest."""
-        busy = self.slots * self._harvest_seconds - sum(self._empty.values())
-        other = {phase: self.slots * seconds for phase, seconds in self._phase_seconds.items()}
-        return {"busy": busy} | self._empty | other
+        busy = self._harvest_capacity() - sum(self._empty.values())
+        return {"busy": busy} | self._empty | self._other_phases()
 
     def slot_seconds_at(self, at: float) -> dict[str, float]:
         """As `slot_seconds`, at a time before the next event. The metrics stay as they are, without a rounding error
@@ -191,6 +195,17 @@ class Metrics:
         found = self.slot_seconds()
         self._time, self._moment, self._harvest_seconds, self._empty, self._phase_seconds = before
         return found
+
+    def _harvest_capacity(self) -> float:
+        """Slot-seconds of all harvests."""
+        return self._harvest_total.of(self._harvest_seconds, self.slots)
+
+    def _wall_capacity(self) -> float:
+        return self._wall_total.of(self._time - self._began, self.slots)
+
+    def _other_phases(self) -> dict[str, float]:
+        """Slot-seconds of other phases than harvest."""
+        return {phase: self._phase_totals[phase].of(s, self.slots) for phase, s in self._phase_seconds.items()}
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
@@ -213,9 +228,12 @@ class Metrics:
 
     def _now(self) -> Moment:
         if self._moment is None:
-            slots, in_environments = self.slots or 1, self._empty["environment"]
-            empty = sum(self._empty.values()) - in_environments
-            self._moment = Moment(self._time, empty / slots, in_environments / slots)
+            of_a_slot, in_environments = 1 / (self.slots or 1), self._empty["environment"]
+            self._moment = Moment(
+                self._time,
+                self._empty_per_slot.of(sum(self._empty.values()) - in_environments, of_a_slot),
+                self._in_environments_per_slot.of(in_environments, of_a_slot),
+            )
         return self._moment
 
     def _on_run(self, event: events.RunBegan) -> None:
@@ -230,6 +248,18 @@ class Metrics:
         self._trains_whole_groups = event.settings.get("whole_groups", False)
         self._keeps_seeds = event.settings.get("keep_seed", False)
 
+    def _on_slots_changed(self, event: events.SlotsChanged) -> None:
+        if not self.slots:  # the events before the resume are missing
+            return
+        slots, in_environments = self.slots, self._empty["environment"]
+        self._harvest_total.change_factor(self._harvest_seconds, slots)
+        self._wall_total.change_factor(self._time - self._began, slots)
+        for phase, seconds in self._phase_seconds.items():
+            self._phase_totals[phase].change_factor(seconds, slots)
+        self._empty_per_slot.change_factor(sum(self._empty.values()) - in_environments, 1 / slots)
+        self._in_environments_per_slot.change_factor(in_environments, 1 / slots)
+        self.slots = event.slots
+
     def _on_phase(self, event: events.Phase) -> None:
         self._phase = event.phase
         self._wall_clock.phase(event.phase, self._now())
@@ -241,7 +271,7 @@ class Metrics:
         self._gate = event.why
 
     def _on_harvest(self, event: events.HarvestBegan) -> None:
-        self._harvest_marks.append((self._harvest_seconds, sum(self._empty.values())))
+        self._harvest_marks.append((self._harvest_capacity(), sum(self._empty.values())))
 
     # Rollouts
 
@@ -381,11 +411,12 @@ class Metrics:
         count = self._count
         wall = self._time - self._began
         empty = sum(self._empty.values())
-        seconds_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
+        capacity = self._harvest_capacity()
+        capacity_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
         return Snapshot(
             wall_seconds=wall,
-            bubble=_ratio(empty, self.slots * self._harvest_seconds),
-            bubble_now=_ratio(empty - empty_before, self.slots * (self._harvest_seconds - seconds_before)),
+            bubble=_ratio(empty, capacity),
+            bubble_now=_ratio(empty - empty_before, capacity - capacity_before),
             idle=sum(self._idle_parts().values()),
             goodput=_ratio(count["trained_tokens"], self._harvest_seconds),
             waste=_ratio(count["dropped"], count["generated"]),
@@ -396,16 +427,15 @@ class Metrics:
         )
 
     def _idle_parts(self) -> dict[str, float]:
-        wall_capacity = self.slots * (self._time - self._began)
-        parts = {part: _ratio(value, wall_capacity) for part, value in self._empty.items()}
-        return parts | {phase: _ratio(s * self.slots, wall_capacity) for phase, s in self._phase_seconds.items()}
+        capacity = self._wall_capacity()
+        return {part: _ratio(value, capacity) for part, value in (self._empty | self._other_phases()).items()}
 
     def run_metrics(self, uncut_mean_length: float | None = None) -> RunMetrics:
         """A simulation passes the exact `uncut_mean_length`; otherwise it is estimated, which can take a second."""
         count = self._count
         now = self.snapshot()
         wall = now.wall_seconds
-        capacity = self.slots * self._harvest_seconds
+        capacity = self._harvest_capacity()
         cached = count["generated"] - count["dropped"] - count["trained_tokens"]
         updates = len(self._updates)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
@@ -464,10 +494,10 @@ class Metrics:
         )
 
     def _bubble_per_harvest(self) -> tuple[float, ...]:
-        marks = [*self._harvest_marks, (self._harvest_seconds, sum(self._empty.values()))]
+        marks = [*self._harvest_marks, (self._harvest_capacity(), sum(self._empty.values()))]
         return tuple(
-            _ratio(empty - empty_before, self.slots * (seconds - seconds_before))
-            for (seconds_before, empty_before), (seconds, empty) in pairwise(marks)
+            _ratio(empty - empty_before, capacity - capacity_before)
+            for (capacity_before, empty_before), (capacity, empty) in pairwise(marks)
         )
 
     def _uncut_mean_length(self) -> float | None:

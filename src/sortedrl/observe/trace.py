@@ -26,6 +26,7 @@ from sortedrl.core import events
 from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
 from sortedrl.observe.run_state import RolloutPlaces
+from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.observe.timeline import Slice, Visit, slices, visits
 
 RUN, SLOTS, ENVIRONMENTS = 1, 2, 3  # processes
@@ -106,11 +107,11 @@ def _slice(process: int, track: int, span: _Span, name: str, **more: Any) -> Jso
 
 
 def _names(log: Sequence[Event], environments: int) -> Iterator[Json]:
-    slots = next((event.slots for event in log if isinstance(event, events.RunBegan)), 0)
+    counts = slot_counts(log)
     mode = next((event.mode for event in log if isinstance(event, events.RunBegan)), "")
-    processes = {RUN: f"run, {mode}", SLOTS: f"slots, {slots}"}
+    processes = {RUN: f"run, {mode}", SLOTS: f"slots, {', then '.join(map(str, counts))}"}
     tracks = {PHASES: "phases", LEARNER: "learner", VERSIONS: "weight versions"}
-    tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(slots)}
+    tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(max(counts, default=0))}
     if environments:
         processes[ENVIRONMENTS] = f"environments, {environments} at a time"
         tracks |= {FIRST_ENVIRONMENT + lane: f"environment {lane}" for lane in range(environments)}

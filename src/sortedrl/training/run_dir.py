@@ -281,6 +281,8 @@ def refuse_changes(settings: TrainSettings, folder: RunFolder, log: Log) -> None
             key, refused[key], f"the run in {folder.path} was started with other settings ({listed})",
             f"Leave these flags out, or start a new run; only {free} may change.",
         )  # fmt: skip
+    if "slots" in changed:
+        log(f"slots: {saved.get('slots')} before, {settings.slots} from here on; metrics count each part with its own")
     folder.write("config.json", as_json(settings))
 
 

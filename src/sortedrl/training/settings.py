@@ -34,12 +34,13 @@ from sortedrl.settings.schedule import (
 )
 from sortedrl.tasks.registry import check_name as check_task_name
 
-# Settings that may change when a run is resumed: they extend it, name a place, or trade memory for time. Those of the
-# last kind change the rounding of gradients, nothing else.
+# Settings that may change when a run is resumed: they extend it, name a place, or fit it to another machine. Those of
+# the learner's memory change the rounding of gradients, nothing else. `slots` changes the schedule, as its mode allows:
+# with more of them, partial modes have staler tokens.
 EXTENDING_KEYS = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
     | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
-    | {"engine_urls", "tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens"}
+    | {"engine_urls", "slots", "tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens"}
 )
 
 

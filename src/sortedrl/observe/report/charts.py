@@ -117,8 +117,8 @@ def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
 
 def slot_time_parts(run: Run) -> dict[str, float]:
     """Fractions of wall-clock slot-time: work by outcome, the parts of the bubble, other phases. They add up to 1."""
-    slot_bins = (len(run.occupancy.edges) - 1) * run.run_metrics.slots
-    work = {part: math.fsum(run.occupancy.parts.get(part, ())) / max(1, slot_bins) for part in WORK}
+    slot_bins = (len(run.occupancy.edges) - 1) * run.occupancy.slots
+    work = {part: math.fsum(run.occupancy.parts.get(part, ())) / max(1.0, slot_bins) for part in WORK}
     return {part: share for part, share in (work | run.run_metrics.idle_parts).items() if share > 0}
 
 
@@ -142,7 +142,7 @@ def occupancy(run: Run, place: int, title: str, unit: TimeUnit, until: float) ->
     ]
     layout = {
         "xaxis": {"title": {"text": f"time ({unit.name})"}, "range": [0, unit.of(until)]},
-        "yaxis": {"title": {"text": "slots"}, "range": [0, run.run_metrics.slots]},
+        "yaxis": {"title": {"text": "slots"}, "range": [0, max(run.slot_counts)]},
         "hovermode": "x unified",
         "showlegend": False,
     }
@@ -379,7 +379,7 @@ def _timeline(
 
     return {
         "label": label,
-        "slots": run.run_metrics.slots,
+        "slots": max(run.slot_counts),
         "duration": unit.of(seconds),
         "unit": unit.name,
         "updates": [tick(at) for at in run.timeline.updates if at <= until],

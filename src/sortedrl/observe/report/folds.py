@@ -25,8 +25,10 @@ EMPTY = " "  # a cell of the slot grid in which no slice took a quarter of the t
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Mean number of slots in each part per time bin. `edges` (seconds since the run started) has one more entry."""
+    """Mean number of slots in each part per time bin. `edges` (seconds since the run started) has one more entry.
+    `slots` is the mean over the run."""
 
+    slots: float
     edges: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
 
@@ -71,7 +73,8 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
         for part in sorted(parts)
     }
     found |= _slots_by_outcome(slices, began, width, bins)
-    return metrics.run_metrics(), Occupancy(tuple(edge - began for edge in edges), found)
+    slots = math.fsum(totals[-1].values()) / (ended - began) if ended > began else float(metrics.slots)
+    return metrics.run_metrics(), Occupancy(slots, tuple(edge - began for edge in edges), found)
 
 
 def _slots_by_outcome(slices: Iterable[Slice], began: float, width: float, bins: int) -> dict[str, tuple[float, ...]]:
@@ -157,19 +160,21 @@ def evaluation_marks(log: Sequence[Event]) -> dict[int, Mark]:
     return marks
 
 
-def staleness_floor(log: Iterable[Event], slots: int) -> tuple[float, float] | None:
+def staleness_floor(log: Iterable[Event]) -> tuple[float, float] | None:
     """Lower bounds of the mean token staleness with full slots where tokens are kept: unsorted, and sorted.
 
     With Q slots, updates of U rollouts and lengths L: (Q / U) E[L^2] / (2 E[L]^2), and Q / 2U.
     """
-    count = updates = total = squares = 0
+    count = slots = slots_of_updates = total = squares = 0
     for event in log:
-        if isinstance(event, events.Updated):
-            updates += 1
+        if isinstance(event, (events.RunBegan, events.SlotsChanged)):
+            slots = event.slots
+        elif isinstance(event, events.Updated):
+            slots_of_updates += slots
             count += len(event.lengths)
             total += sum(event.lengths)
             squares += sum(length * length for length in event.lengths)
     if not total:
         return None
-    slots_per_rollout = slots * updates / count
+    slots_per_rollout = slots_of_updates / count
     return slots_per_rollout * squares * count / (2 * total * total), slots_per_rollout / 2

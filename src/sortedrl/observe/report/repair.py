@@ -46,6 +46,8 @@ class _Repairer:
         self.out: list[Event] = []
         self.put_back = self.left_out = 0
         self._overlap = False
+        self._slots = 0
+        self._most_slots = 1 + max((e.slot for e in log if isinstance(e, events.Started)), default=0)
         self._phase = ""
         self._learns_since: float | None = None  # an update whose learner phase has not been seen yet
         self._firsts = [event.first for event in log if isinstance(event, events.Loaded)]
@@ -59,6 +61,7 @@ class _Repairer:
         self._holder: dict[int, int] = {}  # rollout by slot
         self._handlers: dict[type, Callable[[Any], bool]] = {
             events.RunBegan: self._on_run,
+            events.SlotsChanged: self._on_slots_changed,
             events.Loaded: self._on_loaded,
             events.Phase: self._on_phase,
             events.Submitted: self._on_submitted,
@@ -76,8 +79,8 @@ class _Repairer:
             events.Updated: self._on_updated,
         }
         if log and not isinstance(log[0], events.RunBegan):
-            slots = 1 + max((e.slot for e in log if isinstance(e, events.Started)), default=0)
-            self._put_back(events.RunBegan(log[0].at, slots, UNKNOWN_MODE, {}))
+            self._slots = self._most_slots
+            self._put_back(events.RunBegan(log[0].at, self._slots, UNKNOWN_MODE, {}))
 
     def take(self, event: Event) -> None:
         if self._is_about_the_gone(event):
@@ -94,6 +97,11 @@ class _Repairer:
 
     def _on_run(self, event: events.RunBegan) -> bool:
         self._overlap = bool(event.settings.get("overlap"))
+        self._slots = event.slots
+        return True
+
+    def _on_slots_changed(self, event: events.SlotsChanged) -> bool:
+        self._slots = event.slots
         return True
 
     def _on_loaded(self, event: events.Loaded) -> bool:
@@ -121,6 +129,9 @@ class _Repairer:
     def _on_started(self, event: events.Started) -> bool:
         if event.rollout not in self._kept or event.rollout in self._slot_of:
             return False
+        if event.slot >= self._slots:  # the run was resumed with more slots
+            self._slots = self._most_slots
+            self._put_back(events.SlotsChanged(event.at, self._slots))
         self._end_all(event.at, [self._holder[event.slot]] if event.slot in self._holder else [])
         self._slot_of[event.rollout] = event.slot
         self._holder[event.slot] = event.rollout

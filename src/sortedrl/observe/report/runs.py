@@ -30,6 +30,7 @@ from sortedrl.observe.report.folds import (
     update_points,
 )
 from sortedrl.observe.report.repair import repaired
+from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.observe.timeline import Slice, slices
 
 EVENTS = "events.jsonl"
@@ -66,6 +67,7 @@ class Run:
     began: float
     ended: float
     run_metrics: RunMetrics
+    slot_counts: tuple[int, ...]  # in order; more than one if it was resumed with others
     occupancy: Occupancy
     timeline: Timeline
     points: tuple[UpdatePoint, ...]
@@ -143,6 +145,7 @@ def _read_run(path: Path, name: str) -> Run:
         raise ConfigurationError("runs", str(path), "it contains no valid event", _FIX)
     folder = path.parent if path.name == EVENTS else None
     stays = slices(log)
+    counts = slot_counts(log)
     run_metrics, occupancy = slot_time(log, stays)
     lines, lost_metrics = _lines(folder, "metrics.jsonl")
     responses, lost_responses = _lines(folder, "rollouts.jsonl")
@@ -161,10 +164,11 @@ def _read_run(path: Path, name: str) -> Run:
         began=log[0].at,
         ended=log[-1].at,
         run_metrics=run_metrics,
+        slot_counts=counts,
         occupancy=occupancy,
-        timeline=_timeline(stays, run_metrics.slots, log),
+        timeline=_timeline(stays, max(counts), log),
         points=tuple(update_points(log)),
-        floor=staleness_floor(log, run_metrics.slots),
+        floor=staleness_floor(log),
         settings=settings,
         has_configuration=configuration,
         learner=tuple(line for line in lines if "reward" in line and "update" in line),
@@ -206,7 +210,7 @@ def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any]
     if isinstance(saved, dict):
         return saved, True
     began = log[0]
-    return (dict(began.settings) | {"slots": began.slots} if isinstance(began, RunBegan) else {}), False
+    return (dict(began.settings) | {"slots": slot_counts(log)[-1]} if isinstance(began, RunBegan) else {}), False
 
 
 def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:

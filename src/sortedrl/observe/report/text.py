@@ -150,8 +150,9 @@ def scoring_lead(runs: Sequence[Run]) -> str:
 def subtitle(runs: Sequence[Run]) -> str:
     trained = sum(run.run_metrics.trained for run in runs)
     what = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    slots = sorted({run.run_metrics.slots for run in runs})
-    of_slots = counted(slots[0], "slot") if len(slots) == 1 else f"{' / '.join(map(str, slots))} slots"
+    counts = sorted({run.slot_counts for run in runs})
+    slots = " / ".join(", then ".join(f"{count:,}" for count in of_a_run) for of_a_run in counts)
+    of_slots = "1 slot" if counts == [(1,)] else f"{slots} slots"
     return f"{what} · {of_slots} · {counted(trained, 'rollout')} trained on"
 
 
