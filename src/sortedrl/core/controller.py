@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from sortedrl.core import events
@@ -441,7 +442,7 @@ class Controller:
                 s.updates,
             )
         self._unpublished += 1
-        rollouts = sorted((m for group in groups for m in group.members), key=lambda m: (len(m), m.id))
+        rollouts = sorted([m for group in groups for m in group.members], key=attrgetter("length", "id"))
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
         batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts))

@@ -63,7 +63,7 @@ class RolloutMoves:
                 rollout.id,
                 rollout.attempt,
                 len(rollout.prompt.tokens),
-                len(rollout),
+                rollout.length,
                 rollout.expected,
             )
         )
@@ -73,18 +73,18 @@ class RolloutMoves:
         """It leaves its slot and goes to its environment."""
         made = self._clock.leave(rollout)
         self.state.buffer.end_turn(rollout)
-        self._log.append(events.TurnEnded(at, rollout.id, made, len(rollout)))
+        self._log.append(events.TurnEnded(at, rollout.id, made, rollout.length))
 
     def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
         """It ended in the engine, or in its environment."""
         made = self._clock.leave(rollout) if rollout.state is RUNNING else 0
         self.state.buffer.finish(rollout, truncated=truncated)
-        self._log.append(events.Finished(at, rollout.id, made, len(rollout), truncated))
+        self._log.append(events.Finished(at, rollout.id, made, rollout.length, truncated))
         self.state.expectation.observe(rollout)
 
     def abort(self, rollout: Rollout, at: float) -> None:
         """The engine stopped it: it waits again, with its tokens if the mode keeps them."""
-        made, length = self._clock.leave(rollout), len(rollout)
+        made, length = self._clock.leave(rollout), rollout.length
         dropped = self.state.buffer.put_back(rollout, keep=self._strategy.keeps_tokens, key=self.key)
         self._log.append(events.Aborted(at, rollout.id, made, length, dropped))
         if dropped:
@@ -108,7 +108,7 @@ class RolloutMoves:
     def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
         """Its environment answered: it waits for a slot."""
         self.state.buffer.observe(rollout, tokens)
-        self._log.append(events.Observed(self._clock.now(), rollout.id, len(tokens), len(rollout)))
+        self._log.append(events.Observed(self._clock.now(), rollout.id, len(tokens), rollout.length))
 
     def fail_environment(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
         """Its environment failed. Whether it may be asked again: after `max_retries` failures it is rejected."""
@@ -168,7 +168,7 @@ class RolloutMoves:
                 harvest=batch.harvest,
                 version=batch.version,
                 rollouts=tuple([r.id for r in rollouts]),
-                lengths=tuple(map(len, rollouts)),
+                lengths=tuple([r.length for r in rollouts]),
                 rewards=tuple([r.reward or 0.0 for r in rollouts]),
                 segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in rollouts]),
                 waited=tuple([batch.update - r.loaded_at_update for r in rollouts]),

@@ -160,27 +160,22 @@ class Rollout:
     detail: Any = None  # from the scorer, for the learner or the log
     expected: float = 0.0  # its expected length when it was last started
     ended_by: str = ""  # the limit that ended it: max_response_tokens, max_turns or max_context_tokens
-    _length: int = field(init=False, repr=False)  # of all segments; cached because it is read often
-    _observed: int = field(init=False, repr=False)  # of environment segments
+    # Sums over the segments, which change with them: they are read often.
+    length: int = field(default=0, init=False, repr=False)  # all tokens: `len` of the rollout
+    policy_length: int = field(default=0, init=False, repr=False)  # those that the policy sampled
 
     def __post_init__(self) -> None:
-        self._length = self._observed = 0
-        if self.segments:
-            self._length = sum(map(len, self.segments))
-            self._observed = sum(len(segment) for segment in self.segments if segment.is_environment)
+        for segment in self.segments:
+            self.length += len(segment)
+            self.policy_length += 0 if segment.is_environment else len(segment)
 
     def __len__(self) -> int:
-        return self._length
-
-    @property
-    def policy_length(self) -> int:
-        """Tokens that the policy sampled."""
-        return self._length - self._observed
+        return self.length
 
     @property
     def observations(self) -> int:
         """How often its environment answered. While a turn of the policy runs, this is the number of turns before."""
-        return sum(segment.is_environment for segment in self.segments) if self._observed else 0
+        return sum(segment.is_environment for segment in self.segments) if self.policy_length < self.length else 0
 
     @property
     def group(self) -> int:
@@ -244,7 +239,8 @@ class Rollout:
                 f"rollout {self.id}: version {segment.version} after version {newest}; tokens of the environment are "
                 "added with `observe`"
             )
-        self._length += added
+        self.length += added
+        self.policy_length += added
         if last is None or segment.version != last.version:
             self.segments.append(segment)
             return
@@ -259,14 +255,13 @@ class Rollout:
         """Add an answer of the environment, after a turn of the policy."""
         if not self.ends_with_policy_token or not len(tokens):
             raise ValueError(f"rollout {self.id}: an observation has tokens, and a turn of the policy comes before it")
-        self._length += len(tokens)
-        self._observed += len(tokens)
+        self.length += len(tokens)
         self.segments.append(Segment(tokens, [0.0] * len(tokens), ENVIRONMENT))
 
     def drop_tokens(self) -> int:
         """Drop all tokens; returns how many the policy had sampled."""
-        dropped = self._length - self._observed
-        self._length = self._observed = 0
+        dropped = self.policy_length
+        self.length = self.policy_length = 0
         self.segments.clear()
         self.truncated = False
         self.ended_by = ""

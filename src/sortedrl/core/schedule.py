@@ -97,14 +97,14 @@ class Schedule:
 
     def response_length(self, rollout: Rollout) -> int:
         """The tokens that `max_response_tokens` counts."""
-        return len(rollout) if self.count_observations else rollout.policy_length
+        return rollout.length if self.count_observations else rollout.policy_length
 
     def room_for(self, rollout: Rollout) -> int:
         """How many more tokens the policy may sample for it."""
         left = self.max_response_tokens - self.response_length(rollout)
         if self.max_context_tokens is None:
             return left
-        return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - len(rollout))
+        return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - rollout.length)
 
     def limit_of_cut(self, rollout: Rollout) -> str:
         """The limit that cut its last turn."""
@@ -118,7 +118,7 @@ class Schedule:
         if self.response_length(rollout) + observed * self.count_observations >= self.max_response_tokens:
             return "max_response_tokens"
         context = self.max_context_tokens
-        if context is not None and len(rollout.prompt.tokens) + len(rollout) + observed >= context:
+        if context is not None and len(rollout.prompt.tokens) + rollout.length + observed >= context:
             return "max_context_tokens"
         return ""
 

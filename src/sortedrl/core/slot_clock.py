@@ -40,7 +40,7 @@ class SlotClock:
         self._last_stamp = last_time  # rounding of the offset must not move the clock back
 
     def submit(self, rollout: Rollout) -> None:
-        self._submitted_length[rollout.id] = len(rollout)
+        self._submitted_length[rollout.id] = rollout.length
 
     def slot_of(self, rollout: Rollout) -> int | None:
         return self._slot_of.get(rollout.id)
@@ -61,4 +61,4 @@ class SlotClock:
     def leave(self, rollout: Rollout) -> int:
         """The rollout leaves the engine; returns how many tokens it made since it was submitted."""
         self.free_slot(rollout)
-        return len(rollout) - self._submitted_length.pop(rollout.id)
+        return rollout.length - self._submitted_length.pop(rollout.id)
