@@ -53,10 +53,11 @@ class EngineReports:
     def apply(self, changes: Sequence[Change]) -> None:
         broken: dict[int, str] = {}  # by rollout id: what is wrong
         for change in changes:
-            if change.id not in self._running:
+            rollout = self._running.get(change.id)
+            if rollout is None:
                 self._ignore(change, "it does not run")
             elif change.id not in broken:
-                fault = self._fault_in(change)
+                fault = self._apply_one(rollout, change)
                 if fault is not None:
                     broken[change.id] = fault
         if not broken:
@@ -66,30 +67,17 @@ class EngineReports:
         for id, fault in broken.items():
             self._moves.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)
 
-    def _fault_in(self, change: Change) -> str | None:
-        """Applies the change, or returns what is wrong with it."""
+    def _apply_one(self, rollout: Rollout, change: Change) -> str | None:
+        """Returns what is wrong with the change; None: it was applied or ignored."""
         try:
             at = self._clock.stamp(change.at)
         except TypeError:
             return f"a change at {change.at!r}, which is not a time"
-        return self._apply_one(change, at)
-
-    def _apply_one(self, change: Change, at: float) -> str | None:
-        """Returns what is wrong with the change; None: it was applied or ignored."""
-        rollout = self._running[change.id]
         if isinstance(change, engine_changes.Tokens):
-            try:
-                segment = plain(change.segment)
-            except ValueError as error:
-                return str(error)
-            self._require_restored_weights(segment)
-            fault = self._fault_of(rollout, segment)
-            if fault is not None:
-                return fault
-            rollout.append(segment)
-        elif isinstance(change, engine_changes.Started):
+            return self._append(rollout, change.segment)
+        if isinstance(change, engine_changes.Started):
             return self._start(rollout, change, at)
-        elif isinstance(change, engine_changes.Finished):
+        if isinstance(change, engine_changes.Finished):
             self._ended(rollout, at, change.truncated)
         elif isinstance(change, engine_changes.Preempted):
             if self._clock.slot_of(rollout) is None:
@@ -101,6 +89,18 @@ class EngineReports:
             self._moves.fail(rollout, at, change.reason)
         return None
 
+    def _append(self, rollout: Rollout, reported: Segment) -> str | None:
+        try:
+            segment = plain(reported)
+        except ValueError as error:
+            return str(error)
+        if 0 <= segment.version < self.restored_version:
+            raise self._old_weights(segment.version)
+        fault = self._fault_of(rollout, segment)
+        if fault is None:
+            rollout.append(segment)
+        return fault
+
     def _start(self, rollout: Rollout, change: engine_changes.Started, at: float) -> str | None:
         if self._clock.slot_of(rollout) is not None:
             self._ignore(change, "it has a slot")
@@ -111,15 +111,13 @@ class EngineReports:
         self._event_log.append(events.Started(at, rollout.id, slot))
         return None
 
-    def _require_restored_weights(self, segment: Segment) -> None:
-        if 0 <= segment.version < self.restored_version:
-            raise ConfigurationError(
-                "version",
-                segment.version,
-                f"the engine samples with weights of this version, but the checkpoint has version "
-                f"{self.restored_version}",
-                f"Call engine.update_weights(weights, {self.restored_version}) before controller.restore(state).",
-            )
+    def _old_weights(self, version: int) -> ConfigurationError:
+        return ConfigurationError(
+            "version",
+            version,
+            f"the engine samples with weights of this version, but the checkpoint has version {self.restored_version}",
+            f"Call engine.update_weights(weights, {self.restored_version}) before controller.restore(state).",
+        )
 
     def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
         """Why this segment cannot be part of this rollout; None if it can."""
