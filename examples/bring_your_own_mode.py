@@ -35,7 +35,7 @@ class LongestFirst(Partial):
         return True
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
-        return (group.gate, NEW, -s.expected(rollout), group.id, rollout.id)
+        return (group.gate, NEW, -s.expected(rollout))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A strategy holds settings only and decides by the `SchedulerState`. The controller calls, in this order:
 
     to_load     how many prompts to load now
-    key         position of a waiting rollout in the queue (the lowest key starts first)
+    key         position of a waiting rollout in the queue (the lowest key starts first, equal ones in load order)
     may_start   may the head of the queue take the free slot?
     started     the head of the queue was started
     enough      is it time to harvest?
@@ -193,7 +193,7 @@ class Strategy:
         return max(0, -(-missing // s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return (rollout.id,)
+        return ()
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """The oversubscribe cap. It does not apply to the last batch, nor to members of a started group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
@@ -36,7 +36,7 @@ class PlannedOnPolicy(OnPolicy):
         return True
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return (s.expected(rollout), s.buffer.group_of(rollout).id, rollout.id)
+        return (s.expected(rollout),)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PlannedPartial(Partial):
         return True
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
-        return (group.gate, NEW, s.expected(rollout), group.id, rollout.id)
+        return (group.gate, NEW, s.expected(rollout))
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,6 @@ class LookaheadPartial(Partial):
         return bound is None or updates_left(s.untrained_here, s.schedule.rollouts_needed) + s.learning <= bound
 
 
-class SweepKey(NamedTuple):
-    """Queue key of a rollout that the elevator starts in its sweep."""
-
-    gate: int
-    kind: int  # NEW
-    urgency: int  # IN_SWEEP
-    sweep: int  # number of the sweep that reaches the rollout
-    signed_length: float  # expected length, negative in a falling sweep
-    group: int
-    rollout: int
-
-
 @dataclass(frozen=True)
 class ElevatorPartial(Partial):
     """No cohort is drained. Freed slots are refilled from a window of waiting prompts, in a sweep
@@ -122,14 +110,15 @@ class ElevatorPartial(Partial):
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         if s.updates - rollout.loaded_at_update >= s.longest_wait_updates:
-            return (group.gate, NEW, WAITED_TOO_LONG, rollout.id)
+            return (group.gate, NEW, WAITED_TOO_LONG)
         expected = s.expected(rollout)
         number, position = s.sweep
         rises = number % 2 == 0
         if expected < position if rises else expected > position:  # passed: the next sweep reaches it
             number, rises = number + 1, not rises
-        return SweepKey(group.gate, NEW, IN_SWEEP, number, expected if rises else -expected, group.id, rollout.id)
+        return (group.gate, NEW, IN_SWEEP, number, expected if rises else -expected)
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
-        if isinstance(key, SweepKey):
-            s.sweep = Sweep(key.sweep, abs(key.signed_length))
+        if key[1:3] == (NEW, IN_SWEEP):
+            number, signed_length = key[3:]
+            s.sweep = Sweep(int(number), abs(signed_length))

@@ -40,7 +40,7 @@ class Baseline(Strategy):
         return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return (-s.expected(rollout), rollout.id) if self.longest_first else (rollout.id,)
+        return (-s.expected(rollout),) if self.longest_first else ()
 
     def wanted(self, s: SchedulerState) -> int:
         return self.reachable(s)
@@ -89,7 +89,7 @@ class OnPolicy(Strategy):
     on_policy: ClassVar[bool] = True
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return (rollout.attempt > 0, rollout.id)
+        return (rollout.attempt > 0,)
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class Partial(Strategy):
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         group = s.buffer.group_of(rollout)
         if group.id in s.must_finish:
-            return (-1, rollout.id)
+            return (-1,)
         if rollout.segments:
-            return (group.gate, RESUMED, -len(rollout), rollout.id)
+            return (group.gate, RESUMED, -rollout.length)
         if len(group.members) > 1 and completes_a_group(rollout, s):
-            return (group.gate, COMPLETES_A_GROUP, rollout.id)
+            return (group.gate, COMPLETES_A_GROUP)
         return self.key_of_new(rollout, group, s)
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         """The key of a rollout without tokens, whose group was not started; it begins with the gate and `NEW`."""
-        return (group.gate, NEW, rollout.id)
+        return (group.gate, NEW)

@@ -42,7 +42,7 @@ class TailBatching(OnPolicy):
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         regenerate = rollout.attempt > 0
-        return (regenerate != self._long_round_is_due(s), regenerate, s.buffer.group_of(rollout).id, rollout.id)
+        return (regenerate != self._long_round_is_due(s), regenerate)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         if self.reachable(s) <= self.wanted(s) or completes_a_group(rollout, s):
