@@ -11,9 +11,9 @@ A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep][:off
 - `:offload` is the same, except that the engine's weights wait in host memory;
 - `:UPDATES` ends this mode earlier than `--updates`, on the same prompts as the others.
 
-Engine and learner start once, and the modes run in turn. All weights are random and trained; response lengths are
-forced, and the learner trains on the rollouts of the run with arbitrary rewards. The first update of each mode is not
-counted. A mode that fails is recorded with its error, and the next one starts.
+Engine and learner start once, and the modes run in turn, `--rounds` times. All weights are random and trained; response
+lengths are forced, and the learner trains on the rollouts of the run with arbitrary rewards. The first update of each
+mode is not counted. A mode that fails is recorded with its error, and the next one starts.
 
 Every row is printed and appended to OUT/end_to_end.jsonl as soon as it exists. The simulator's prediction for each mode
 is written before the mode runs. It comes from a profile of the engine and a speed of the learner: from earlier
@@ -33,6 +33,7 @@ import time
 import traceback
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--modes", nargs="+", default=["baseline", "partial+elevator"], metavar="MODE")
     parser.add_argument("--updates", type=int, default=5, help="per mode, including the first, which is not counted")
+    parser.add_argument("--rounds", type=int, default=1, help="run all modes so often: speeds vary")
     parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS", help="start no update later")
     parser.add_argument("--calibrate", action="store_true", help="measure profile and learner first, then predict")
     parser.add_argument("--profile", type=Path, help="of this engine and shape, from sortedrl profile")
@@ -254,16 +256,16 @@ class Bench:
     def updates_of(self, mode: Mode) -> int:
         return min(self.options.updates, mode.updates or self.options.updates)
 
-    def attempt(self, mode: Mode, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
-        """Run a mode. If it fails, write its error and clear the engine for the next one."""
+    def attempt(self, mode: Mode, turn: int, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
+        """Run a mode in round `turn`. If it fails, write its error and clear the engine for the next one."""
         try:
-            self.run(mode, prediction, prefill_seconds_per_token)
+            self.run(mode, turn, prediction, prefill_seconds_per_token)
         except Exception as error:
-            self.write("error", mode=mode.name, error=repr(error), traceback=traceback.format_exc())
+            self.write("error", mode=mode.name, round=turn, error=repr(error), traceback=traceback.format_exc())
             self.log(f"{mode.name}: failed, {error!r}")
             self.engine.abort(list(self._controller.running) if self._controller is not None else [])
 
-    def run(self, mode: Mode, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
+    def run(self, mode: Mode, turn: int, prediction: dict[str, float], prefill_seconds_per_token: float) -> None:
         shape, options, engine = self.shape, self.options, self.engine
         schedule = schedule_of(shape, mode, options.seed)
         workload = workload_of(shape, mode, options.updates, options.seed)
@@ -278,7 +280,7 @@ class Bench:
             stale = row.staleness_sum / row.trained_tokens
             self.log(f"{mode.name}: update {place} in {row.seconds:.2f} s ({parts}), {row.trained_tokens:,} tokens, "
                      f"staleness {stale:.2f}, {self.memory()}")  # fmt: skip
-            self.write("update", mode=mode.name, update=place, **asdict(row))
+            self.write("update", mode=mode.name, round=turn, update=place, **asdict(row))
 
         rows = UpdateRows(prefill_seconds_per_token, lambda: engine.reused_kv_tokens, on_row, slept=lambda: self._slept)
         controller = self._controller = Controller(
@@ -311,6 +313,7 @@ class Bench:
         self.write(
             "mode",
             mode=mode.name,
+            round=turn,
             **found,
             predicted=prediction,
             prediction_error=error,
@@ -364,11 +367,11 @@ def main() -> int:
         known, speed = run.calibrate()
         said = predictions()
     assert known is not None
-    for mode in modes:
+    for turn, mode in product(range(1, options.rounds + 1), modes):
         if time.perf_counter() - run.began > options.stop_after:
             run.log(f"{mode.name}: left out, {options.stop_after:.0f} s have passed")
             continue
-        run.attempt(mode, said[mode.name], known.prefill_seconds_per_token)
+        run.attempt(mode, turn, said[mode.name], known.prefill_seconds_per_token)
         print_table(options.out / "end_to_end.jsonl")
     return 0
 

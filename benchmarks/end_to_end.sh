@@ -10,6 +10,7 @@
 #
 # MODES (in this order) and UPDATES per mode (the first is not counted) select the runs. The prompts depend on UPDATES:
 # compare modes of commands with equal UPDATES only. A mode with :N ends after N updates, on the same prompts.
+# ROUNDS runs all of them so often: the speed of small models varies with that of a CPU core, by 1.4 x within a command.
 # CALIBRATE=1 measures the profile first (90 s). No update starts after STOP_AFTER seconds. LEARNER_SPEED: tokens per
 # second of benchmarks/update_7b.py for the prediction. MORE: further options of end_to_end.py. With a :sleep or :offload
 # among the modes the engine starts in sleep mode for all of them, so run these apart from the others.
@@ -31,5 +32,5 @@ some=${MODES:-baseline partial+elevator:reuse baseline:stream partial+elevator o
 [ "$shape" != tiny ] || CALIBRATE=1
 # shellcheck disable=SC2086
 exec "${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \
-  --out "$out" --stop-after "${STOP_AFTER:-550}" ${CALIBRATE:+--calibrate} \
+  --rounds "${ROUNDS:-1}" --out "$out" --stop-after "${STOP_AFTER:-550}" ${CALIBRATE:+--calibrate} \
   ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED} ${MORE:-}

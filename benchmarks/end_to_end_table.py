@@ -2,9 +2,11 @@
 
     python benchmarks/end_to_end_table.py benchmarks/measured/h200-8b/end_to_end_nine*.jsonl
     python benchmarks/end_to_end_table.py --counted 4 benchmarks/measured/h200-8b/end_to_end_nine*.jsonl
+    python benchmarks/end_to_end_table.py benchmarks/measured/h200-1.5b/end_to_end_nine.jsonl \
+        --predictions benchmarks/measured/h200-1.5b/end_to_end_nine_calibration.jsonl
 
 Files with the same prompts only, which means the same `--updates`. `of base` compares trained tokens per second with as
-many updates of the baseline. A mode that made only its first update shows that one.
+many updates of the baseline, in the same round. A mode that made only its first update shows that one.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class MeasuredMode:
     rows: Sequence[Row]
     predicted: float | None
     peak_gib: float
+    round: int = 1
 
     @property
     def counted(self) -> int:
@@ -53,10 +56,19 @@ def read(path: Path) -> list[MeasuredMode]:
 
 
 def _mode(line: dict[str, Any], lines: Sequence[dict[str, Any]]) -> MeasuredMode:
-    name = line["mode"]
-    rows = [_row(other) for other in lines if other["kind"] == "update" and other["mode"] == name]
+    name, turn = line["mode"], line.get("round", 1)
+    updates = (other for other in lines if other["kind"] == "update" and other["mode"] == name)
+    rows = [_row(update) for update in updates if update.get("round", 1) == turn]
     predicted = line["predicted"]["updates_per_hour"] if len(rows) > 1 else None
-    return MeasuredMode(name, rows, predicted, line["peak_tensors_gib"])
+    return MeasuredMode(name, rows, predicted, line["peak_tensors_gib"], turn)
+
+
+def predicted_otherwise(mode: MeasuredMode, path: Path) -> MeasuredMode:
+    """With the prediction for as many updates that `path` holds, if there is one."""
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    said = [line for line in lines if line["kind"] == "prediction" and line["mode"] == mode.name]
+    fitting = [line["updates_per_hour"] for line in said if line["updates"] == len(mode.rows) - 1]
+    return replace(mode, predicted=fitting[-1] if fitting else None)
 
 
 def _row(line: dict[str, Any]) -> Row:
@@ -64,9 +76,12 @@ def _row(line: dict[str, Any]) -> Row:
 
 
 def table(modes: Sequence[MeasuredMode], counted: int | None = None) -> str:
-    baseline = next((mode for mode in modes if mode.name == "baseline"), None)
+    baselines: dict[int, MeasuredMode] = {}
+    for mode in modes:
+        if mode.name == "baseline":
+            baselines.setdefault(mode.round, mode)
     shown = [mode if counted is None else mode.cut(counted) for mode in modes]
-    return "\n".join([HEADER, *(table_row(mode, baseline) for mode in shown)])
+    return "\n".join([HEADER, *(table_row(mode, baselines.get(mode.round)) for mode in shown)])
 
 
 def table_row(mode: MeasuredMode, baseline: MeasuredMode | None = None) -> str:
@@ -77,8 +92,9 @@ def table_row(mode: MeasuredMode, baseline: MeasuredMode | None = None) -> str:
     if baseline is not None and mode.counted <= baseline.counted:
         beside = summary(baseline.cut(mode.counted if len(mode.rows) > 1 else 0).rows)
         ratio = f"{found['trained_tokens_per_second'] / beside['trained_tokens_per_second']:.2f} x"
+    name = mode.name if mode.round == 1 else f"{mode.name} ({mode.round})"
     return (
-        f"{mode.name:28}{mode.counted if len(mode.rows) > 1 else 'first':>8}{found['updates_per_hour']:7.1f}{said:>17}"
+        f"{name:28}{mode.counted if len(mode.rows) > 1 else 'first':>8}{found['updates_per_hour']:7.1f}{said:>17}"
         f"{found['trained_tokens_per_second']:7.0f}{ratio:>9}{found['seconds_per_update']:7.1f}"
         + "".join(f"{round(found[part], 2) + 0.0:11.2f}" for part in PARTS)
         + f"{found['bubble']:8.1%}{found['idle']:7.1%}{found['staleness_mean']:7.2f}{mode.peak_gib:7.1f}"
@@ -89,10 +105,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--counted", type=int, help="only so many updates after the first")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="use those in this file of end_to_end.py")
     options = parser.parse_args()
     if options.counted is not None and options.counted < 1:
         raise SystemExit("--counted: at least 1")
-    print(table([mode for path in options.files for mode in read(path)], options.counted))
+    modes = [mode for path in options.files for mode in read(path)]
+    if options.predictions is not None:
+        modes = [predicted_otherwise(mode, options.predictions) for mode in modes]
+    print(table(modes, options.counted))
     return 0
 
 
