@@ -663,6 +663,23 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
     assert Metrics().fold(events_in(tmp_path)).run_metrics().updates == 5
 
 
+@pytest.mark.parametrize("kind", [GRPOTrainer, SortedGRPOTrainer])
+def test_a_run_resumed_at_its_last_step_ends_where_trl_ends_it(kind: type, tokenizer: Any, tmp_path: Path) -> None:
+    """transformers looks at `max_steps` after a step: there is one more, except at the end of an epoch."""
+
+    def trainer(max_steps: int) -> Any:
+        fields = {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 4}
+        args = config(tmp_path, max_steps=max_steps, **fields)
+        return trainer_for(tmp_path, tokenizer, kind, args=args, train_dataset=questions(4))
+
+    trainer(2).train()
+    for step, ends_at in ((2, 2), (1, 2)):
+        again = trainer(1)
+        assert len(again.get_train_dataloader()) == 2 * again.args.gradient_accumulation_steps
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert again.state.global_step == ends_at
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_a_harvest_leaves_a_trainer_that_can_go_on(tokenizer: Any, tmp_path: Path) -> None:
     class Interrupted(EmbeddedEngine):
