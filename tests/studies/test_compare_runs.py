@@ -173,18 +173,22 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
         ('task = "knights_and_knaves:smal"', "knights_and_knaves has no variant 'smal'"),
         ('task = "toy:SayB"', "did you mean 'SayA'? (arm c)"),
         ('task = "toi:SayA"', "task = 'toi:SayA' (set by {file}): no module 'toi'"),
+        ('tools = ["toy:no_tool"]', "tools = 'toy:no_tool' (set by {file}): the tool toy:no_tool: the module 'toy'"),
         ('model = "./nowhere"', "model = './nowhere' (set by {file}): there is no such folder (arm c)"),
         ('engine = "embeded"', "Did you mean embedded?"),
         ('engine = "toy:no_engine"', "engine = 'toy:no_engine' (set by {file}): the module 'toy'"),
         ('mode = "partiel"', "mode = 'partiel' (set by {file}): "),
     ],
 )
-def test_a_misspelled_name_is_refused_before_anything_starts(wrong: str, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_a_misspelled_name_is_refused_before_anything_starts(
+    wrong: str, expected: str, flags: list[str], tmp_path: Path
+) -> None:
     """The run itself would find it, after its start and, at the end of a pause, a second one."""
     file = tmp_path / "wrong.toml"
     file.write_text(STUDY.format(model=tmp_path, settings=SETTINGS) + f"[arms.c]\n{wrong}\n")
     (tmp_path / "config.json").write_text("{}")
-    done = compare(file, "--out", tmp_path / "out")
+    done = compare(file, "--out", tmp_path / "out", *flags)
     assert done.returncode == 2
     assert expected.format(file=file) in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -200,6 +204,27 @@ def test_a_key_of_the_file_is_not_taken_for_a_flag(wrong: str, place: str, flags
     done = compare(file, "--out", tmp_path / "out", "--jobs", "1", *flags)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"sortedrl: {key} = ") and f"(set by {file})" in done.stderr
+
+
+def test_a_dry_run_finds_what_the_folder_of_the_study_refuses(tmp_path: Path) -> None:
+    file, out = tmp_path / "study.toml", tmp_path / "out"
+    file.write_text(STUDY.format(model="m", settings=SETTINGS))
+    run = runs_of(parsed_study(file.read_text(), "study"), out)[0]
+    run.folder.mkdir(parents=True)
+    assert "out = " in (done := compare(file, "--out", out, "--dry-run")).stderr and done.returncode == 2
+    (out / "study.toml").write_text(file.read_text())
+    run.config.write_text("slots = 99\n")
+    done = compare(file, "--out", out, "--dry-run")
+    assert done.returncode == 2 and "was started with" in done.stderr and f"(set by {file})" in done.stderr
+
+
+def test_a_dry_run_asks_no_server_and_needs_no_engine(tmp_path: Path) -> None:
+    """It may be made elsewhere than the study."""
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY.format(model="m", settings=f'{SETTINGS}\nengine = "vllm"'))
+    done = compare(file, "--out", tmp_path / "out", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_blamed_on_the_flag(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -22,7 +23,7 @@ from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json
-from sortedrl.studies.compare.conduct import check_runs, conduct, rebuild, study_of
+from sortedrl.studies.compare.conduct import check_runs, conduct, rebuild, refuse_other_folder, study_of
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
 from sortedrl.training.settings import TrainSettings, check_what_must_exist
 
@@ -61,18 +62,23 @@ def run(settings: CompareSettings) -> int:
     source = settings.from_results
     if source is not None:
         if settings.dry_run:
-            return _print_plan(study_of(source, settings.study), settings)
+            study = study_of(source, settings.study)
+            validate_runs(study, _validate)
+            return _print_plan(study, settings)
         return _show(settings, rebuild(source, settings.study, settings.out, line_log(settings), __version__))
     assert settings.study is not None
     with _set_by(settings.study):
         study = read_study(settings.study)
     folder = settings.out or Path("runs") / study.name
-    if settings.dry_run:
-        with _set_by(settings.study):
-            return _print_plan(study, settings)
-    train_extra.require()
+    with _set_by(settings.study):
+        validate_runs(study, _validate)
+    refuse_other_folder(folder)
+    if not settings.dry_run:
+        train_extra.require()
     with around_code_of_others(settings), _set_by(settings.study):
-        check_runs(study, folder, _check_what_must_exist)
+        check_runs(study, folder, partial(_check_what_must_exist, asks_engine=not settings.dry_run))
+    if settings.dry_run:
+        return _print_plan(study, settings)
     try:
         stream = sys.stderr if settings.json_output else sys.stdout
         comparison = conduct(study, folder, settings.jobs, _validate, stream, __version__)
@@ -97,8 +103,8 @@ def _validate(settings: dict[str, Any]) -> None:
     validated(TrainSettings, settings)
 
 
-def _check_what_must_exist(settings: dict[str, Any]) -> None:
-    check_what_must_exist(validated(TrainSettings, settings), imports_yours=True)
+def _check_what_must_exist(settings: dict[str, Any], *, asks_engine: bool) -> None:
+    check_what_must_exist(validated(TrainSettings, settings), imports_yours=True, asks_engine=asks_engine)
 
 
 def _show(settings: CompareSettings, comparison: Comparison) -> int:
@@ -110,7 +116,6 @@ def _show(settings: CompareSettings, comparison: Comparison) -> int:
 
 
 def _print_plan(study: Study, settings: CompareSettings) -> int:
-    validate_runs(study, _validate)
     arms = {arm: study.settings_of(arm) for arm in study.arms}
     if settings.json_output:
         print(json.dumps({"arms": arms, "seeds": list(study.seeds), "runs": len(arms) * len(study.seeds)}))

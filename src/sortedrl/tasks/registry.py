@@ -53,8 +53,9 @@ def _without_tools(name: str, options: dict[str, Any]) -> AnyTask:
     )
 
 
-def check_name(name: str, options: dict[str, Any], *, imports_yours: bool = False) -> None:
-    """Refuse a name or an option that no task has, with a ValueError. `imports_yours`: also look up your own task.
+def check_name(name: str, options: dict[str, Any], *, tools: Sequence[str] = (), imports_yours: bool = False) -> None:
+    """Refuse a name or an option that no task has, with a ValueError. `imports_yours`: also look up your own task, and
+    the tools.
 
     A task of your own is not created, which may take long.
     """
@@ -63,6 +64,11 @@ def check_name(name: str, options: dict[str, Any], *, imports_yours: bool = Fals
         _without_tools(name, options)
     elif kind != "verifiers" and imports_yours:
         import_object(name, is_task)
+    if tools and imports_yours:
+        from sortedrl.tasks.tools import function_of
+
+        for tool in tools:
+            function_of(tool)
 
 
 def is_built_in(name: str) -> bool:

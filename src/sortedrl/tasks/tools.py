@@ -117,7 +117,7 @@ class WithTools:
         self.name = task.name
         self._task = task
         self._tools = tuple(tools)
-        self._functions = [_function(path) for path in tools]
+        self._functions = [function_of(path) for path in tools]
 
     def train(self) -> Sequence[Problem]:
         return self._task.train()
@@ -134,11 +134,15 @@ class WithTools:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._functions = [_function(path) for path in self._tools]
+        self._functions = [function_of(path) for path in self._tools]
 
 
-def _function(path: str) -> Tool:
-    found = import_object(BUILT_IN_TOOLS.get(path, path))
+def function_of(path: str) -> Tool:
+    """The tool with this name or import path."""
+    try:
+        found = import_object(BUILT_IN_TOOLS.get(path, path))
+    except ValueError as error:
+        raise ValueError(f"the tool {path}: {error}") from error
     if not callable(found) or inspect.isclass(found):
         raise ValueError(f"the tool {path} is {kind_of(found)}: a tool is a function")
     return found  # type: ignore[no-any-return]

@@ -211,25 +211,30 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         require_packages(self.tracker)
 
 
-def check_what_must_exist(settings: ModelSettings, *, imports_yours: bool = False) -> None:
+def check_what_must_exist(settings: ModelSettings, *, imports_yours: bool = False, asks_engine: bool = True) -> None:
     """Refuse a model, an engine or a built-in task that is not there, before PyTorch is imported, which takes seconds.
 
-    `imports_yours`: also import an engine and a task of your own, without creating them.
+    `imports_yours`: also import an engine and a task of your own, without creating them. `asks_engine`: its package
+    must be installed, and its servers must answer; a dry run may be made on another machine.
     """
     check_model_path(settings.model)
-    check_available(settings.engine, settings.engine_urls)
+    if asks_engine:
+        check_available(settings.engine, settings.engine_urls)
     if imports_yours and settings.engine not in ENGINES:
         factory_named(settings.engine)
     try:
-        check_task_name(settings.task, settings.resolved_task_options(), imports_yours=imports_yours)
+        options = settings.resolved_task_options()
+        check_task_name(settings.task, options, tools=settings.tools, imports_yours=imports_yours)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise task_error(settings, str(error)) from None
 
 
 def task_error(settings: ModelSettings, reason: str) -> ConfigurationError:
-    """Blames the data if the reason is about them, else the task."""
+    """Blames the data or the tools if the reason is about them, else the task."""
     about_data = settings.data is not None and (str(settings.data) in reason or "'data'" in reason)
     key, value = ("data", str(settings.data)) if about_data else ("task", settings.task)
+    if reason.startswith("the tool "):
+        key, value = "tools", ", ".join(settings.tools)
     return ConfigurationError(key, value, reason.removesuffix("."), "See docs/tasks.md.")
 
 

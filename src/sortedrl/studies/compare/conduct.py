@@ -43,15 +43,19 @@ def conduct(study: Study, folder: Path, jobs: int, validate: Validate, stream: T
     validate_runs(study, validate)
     runs = runs_of(study, folder)
     log: Log = lambda line: print(line, file=stream, flush=True)  # noqa: E731
-    _refuse_other_folder(folder)
+    refuse_other_folder(folder)
     with locked(folder, log):
         return _Conducted(study, folder, runs, log, version).run(jobs, stream)
 
 
 def check_runs(study: Study, folder: Path, check: Validate) -> None:
-    """Check the settings of the arms that have runs to start; nothing is written."""
+    """Check that runs in the folder have the settings of the study, and the arms that have runs to start; nothing is
+    written."""
     known = read_results(folder / RESULTS) if (folder / RESULTS).exists() else {}
-    waiting = _waiting(runs_of(study, folder), known)
+    runs = runs_of(study, folder)
+    _refuse_changed_results(study, known, NEW_PLACE)
+    refuse_changed_settings(runs)
+    waiting = _waiting(runs, known)
     validate_runs(study, check, arms=dict.fromkeys(run.arm for run in waiting), seeds=study.seeds[:1])
 
 
@@ -178,7 +182,8 @@ def _refuse_changed_results(study: Study, known: dict[Key, Line], fix: str) -> N
                 raise ConfigurationError(key, now.get(key), why, fix)
 
 
-def _refuse_other_folder(folder: Path) -> None:
+def refuse_other_folder(folder: Path) -> None:
+    """A folder that has files, but no study."""
     inside = {path.name for path in folder.iterdir()} - {RUN_LOCK} if folder.is_dir() else set()
     if inside and not inside & {STUDY, RESULTS}:
         why = "the folder is not empty, and no study is in it"
