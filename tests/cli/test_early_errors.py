@@ -39,6 +39,14 @@ REFUSED = {
     ),
     "a task": (["train", "--task", "knihgts"], "task = 'knihgts' (set by flag --task): no task 'knihgts'; use knights"),
     "a variant of a task": (["eval", "--task", "math:gsmk"], "no preset 'gsmk' for math; use one of dapo, gsm8k"),
+    "a task of a dry run": (["train", "--dry-run", "--task", "knihgts"], "no task 'knihgts'; use knights"),
+    "a task of your own": (["train", "--dry-run", "--task", "no_such:thing"], "no module 'no_such'"),
+    "a tool of a dry run": (
+        ["eval", "--dry-run", "--tools", "calculater"],
+        "tools = 'calculater' (set by flag --tools)",
+    ),
+    "a model of a dry run": (["eval", "--dry-run", "--model", "./nowhere"], "there is no such folder"),
+    "the settings of a run": (["train", "--resume", "run", "--seed", "3"], "with other settings (seed: 0 -> 3)"),
     "vLLM": (["train", "--engine", "vllm"], "vLLM is not installed: pip install '.[vllm]'"),
 }
 
@@ -48,6 +56,8 @@ def test_what_is_missing_is_refused_before_pytorch_is_imported(what: str, tmp_pa
     if what == "vLLM" and importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed")
     words, expected = REFUSED[what]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"seed": 0}')
     done = subprocess.run(
         [sys.executable, "-c", CODE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )

@@ -11,11 +11,13 @@ import torch
 
 import toy
 from sortedrl.cli import main
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.event_reading import read_events
 from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.learner.learner import Learner
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.slot_totals import slot_counts
+from sortedrl.settings.base import as_json
 from sortedrl.training.build import OutOfMemory
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
@@ -103,13 +105,13 @@ def test_a_run_may_be_resumed_with_other_servers(tmp_path: Path) -> None:
     before: dict[str, Any] = {"engine": "vllm-server", "engine_urls": ("http://a:8000", "http://b:8000")}
     folder.create(TrainSettings(**before), print)
     folder.close()
-    again = RunFolder(folder.path)
+    again, lines = RunFolder(folder.path), list[str]()
     again.open_to_resume(
-        TrainSettings(**before | {"engine_urls": ("http://c:8001",), "slots": 16, "resume": folder.path}), print
+        TrainSettings(**before | {"engine_urls": ("http://c:8001",), "slots": 16, "resume": folder.path}), lines.append
     )
     again.close()
-    saved = json.loads((folder.path / "config.json").read_text())
-    assert (saved["engine_urls"], saved["slots"]) == (["http://c:8001"], 16)
+    urls = "['http://a:8000', 'http://b:8000'] -> ['http://c:8001']"
+    assert lines == [f"changed settings: engine_urls: {urls}, slots: 64 -> 16"]
 
 
 @pytest.mark.parametrize("mode", ["partial+elevator", "baseline"])
@@ -122,7 +124,8 @@ def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys
     words += ["--eval-problems", "4"]
     assert main(["train", *words, "--slots", "8", "--updates", "2", "--out", str(run)]) == 0
     assert main(["train", "--resume", str(run), "--updates", "4", "--slots", "3"]) == 0
-    assert "slots: 8 before, 3 from here on" in capsys.readouterr().out
+    assert "changed settings: slots: 8 -> 3, updates: 2 -> 4\n" in capsys.readouterr().out
+    assert json.loads((run / "config.json").read_text())["slots"] == 3
     assert main(["train", "--resume", str(run), "--updates", "6", "--slots", "5"]) == 0
     log = list(read_events(run / "events.jsonl"))
     assert slot_counts(log) == (8, 3, 5)
@@ -133,6 +136,46 @@ def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys
     capsys.readouterr()
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
     assert "8, then 3, then 5 slots" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """URLs and options of the engine before do not count. What decides what is learned stays, and a dry run says so."""
+    before: dict[str, Any] = {"engine": "vllm-server", "engine_urls": ("http://a:8000",), "mode": "partial"}
+    before |= {"engine_options": {"reuse_kv_cache": "True"}}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(as_json(TrainSettings(**before))))
+    words = ["train", "--resume", str(run), "--dry-run", "--json"]
+
+    def resumed(*flags: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main([*words, *flags]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["settings"]
+        return found
+
+    again = resumed("--engine", "embedded", "--dtype", "bfloat16", "--slots", "8")
+    assert (again["engine"], again["engine_urls"], again["engine_options"]) == ("embedded", [], {})
+    assert resumed()["engine_urls"] == ["http://a:8000"]
+    assert resumed("--engine", "sglang", "--engine-urls", "http://b:1")["engine_options"] == {}
+    for flags, expected in (
+        (["--seed", "3"], "seed = 3 (set by flag --seed): the run in"),
+        (["--learning-rate", "1", "--mode", "april"], "(learning_rate: 0.0003 -> 1.0, mode: 'partial' -> 'april')"),
+    ):
+        assert main([*words, *flags]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_a_run_may_be_resumed_with_its_dtype_named_and_no_other(tmp_path: Path) -> None:
+    """On another device, auto is another type."""
+    small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "threads": 1}
+    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 8}
+    small |= {"model": str(toy.make_model(tmp_path / "model")), "max_prompt_tokens": 16, "eval_problems": 4}
+    run = tmp_path / "run"
+    train(TrainSettings(**small, updates=1, out=run), print)
+    with pytest.raises(ConfigurationError, match=r"saved with weights in float32\. Set dtype to float32"):
+        train(TrainSettings(**small, updates=2, resume=run, dtype="bfloat16"), print)
+    assert json.loads((run / "config.json").read_text())["dtype"] == "auto"  # the run has not changed
+    assert train(TrainSettings(**small, updates=2, resume=run, dtype="float32", device="cpu"), print)["updates"] == 2
 
 
 def test_a_resumed_run_refuses_another_folder_and_may_be_moved(

@@ -37,7 +37,7 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     """The settings. Raises `FlagError` or `ConfigurationError`; prints the help and exits where it is asked for.
 
     A resumed run starts from the settings that it was started with, in the folder where it is now; a file is read over
-    them.
+    them. With another engine, the URLs and options of the one before do not count.
     """
     if "--help" in args or "-h" in args:
         print(help_page(kind, program))
@@ -48,10 +48,14 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     try:
         values = {} if run is None else {**saved_settings(Path(run))[0], "resume": run, "out": run}
         old_names.refuse_old_keys(values, kind.model_fields)
+        named: dict[str, Any] = {}
         if path is not None:
             named = _read_toml(path)
             _refuse_unknown_keys(kind, named)
-            values |= {**named, "config": path}
+            named["config"] = path
+        if (_value_of("--engine", args) or named.get("engine") or values.get("engine")) != values.get("engine"):
+            values = {key: value for key, value in values.items() if key not in ("engine_urls", "engine_options")}
+        values |= named
         return _with_flags(kind, args, kind.model_validate(values) if values else None, program)
     except InvalidSettings as refused:
         raise _first_error(refused.error) from None

@@ -15,15 +15,24 @@ from sortedrl.cli.output import around_code_of_others, console_of_run, print_set
 from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
-from sortedrl.training.settings import TrainSettings, check_what_must_exist, schedule_of
+from sortedrl.training.settings import (
+    TrainSettings,
+    changed_on_resume,
+    check_what_must_exist,
+    saved_settings,
+    schedule_of,
+)
 
 SETTINGS = TrainSettings
 
 
 def run(settings: TrainSettings) -> int:
+    if settings.resume is not None:
+        changed_on_resume(settings, saved_settings(settings.resume)[0])
+    with around_code_of_others(settings):
+        check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         return print_dry_run(settings)
-    check_what_must_exist(settings)
     with around_code_of_others(settings):
         trainer = train_extra.module("trainer")
         console = console_of_run(settings, ends_with_reader=False)

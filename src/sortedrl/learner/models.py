@@ -186,8 +186,7 @@ def require_same_model(name: str, own: Mapping[str, str], saved: Mapping[str, st
             "dtype",
             own["dtype"],
             f"the state was saved with weights in {saved['dtype']}",
-            "Resume with that type; if dtype is auto, on the same kind of device: it is bfloat16 on a GPU and float32 "
-            "on a CPU.",
+            f"Set dtype to {saved['dtype']}: auto is bfloat16 on a GPU and float32 on a CPU.",
         )
     if own["frozen"] != saved["frozen"]:
         raise ConfigurationError(

@@ -38,7 +38,7 @@ from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
-from sortedrl.training.settings import EXTENDING_KEYS, TrainSettings, saved_settings
+from sortedrl.training.settings import TrainSettings, changed_on_resume, saved_settings
 
 Log = Callable[[str], None]
 
@@ -93,12 +93,15 @@ class RunFolder:
             self.checkpoints = self.path / "checkpoints"
 
     def open_to_resume(self, settings: TrainSettings, log: Log) -> None:
-        """Take the lock, remove what a killed run left half-written, and write down the settings, which may extend
-        those of the run."""
+        """Take the lock, remove what a killed run left half-written, and compare the settings with those of the run."""
         self._take_lock(log)
         for leftover in self.path.glob(".*.json*"):
             leftover.unlink()
-        refuse_changes(settings, self, log)
+        saved, notice = saved_settings(self.path)
+        if notice:
+            log(notice)
+        if changed := changed_on_resume(settings, saved):
+            log(f"changed settings: {changed}")
 
     def _take_lock(self, log: Log) -> None:
         try:
@@ -264,26 +267,6 @@ def cannot_write(path: Path, error: Exception) -> RunFolderError:
         f"{path} cannot be written: {reason}. The checkpoints are intact: fix that, then continue with "
         f"sortedrl train --resume {path.parent}"
     )
-
-
-def refuse_changes(settings: TrainSettings, folder: RunFolder, log: Log) -> None:
-    """A resumed run keeps its settings, except for those that only extend it."""
-    saved, notice = saved_settings(folder.path)
-    if notice:
-        log(notice)
-    defaults = as_json(type(settings)())  # for a run of an older version that has no such setting
-    changed = {key: value for key, value in as_json(settings).items() if saved.get(key, defaults[key]) != value}
-    refused = {key: value for key, value in changed.items() if key not in EXTENDING_KEYS}
-    if refused:
-        listed = ", ".join(f"{key}: {saved.get(key)!r} -> {value!r}" for key, value in refused.items())
-        key, free = next(iter(refused)), ", ".join(sorted(EXTENDING_KEYS - {"out", "resume"}))
-        raise ConfigurationError(
-            key, refused[key], f"the run in {folder.path} was started with other settings ({listed})",
-            f"Leave these flags out, or start a new run; only {free} may change.",
-        )  # fmt: skip
-    if "slots" in changed:
-        log(f"slots: {saved.get('slots')} before, {settings.slots} from here on; metrics count each part with its own")
-    folder.write("config.json", as_json(settings))
 
 
 def _default_path(settings: TrainSettings) -> Path:

@@ -23,7 +23,7 @@ from sortedrl.learner.settings import (
 )
 from sortedrl.models import check_model_path
 from sortedrl.observe.trackers import require_packages
-from sortedrl.settings.base import OptionTexts, Settings, literal, plain_reason
+from sortedrl.settings.base import OptionTexts, Settings, as_json, literal, plain_reason
 from sortedrl.settings.schedule import (
     Oversubscribe,
     PromptsPerCohort,
@@ -35,12 +35,14 @@ from sortedrl.settings.schedule import (
 from sortedrl.tasks.registry import check_name as check_task_name
 
 # Settings that may change when a run is resumed: they extend it, name a place, or fit it to another machine. Those of
-# the learner's memory change the rounding of gradients, nothing else. `slots` changes the schedule, as its mode allows:
-# with more of them, partial modes have staler tokens.
+# the learner's memory change the rounding of gradients, nothing else. Engines differ by rounding, too. `slots` changes
+# the schedule, as its mode allows: with more of them, partial modes have staler tokens. `dtype` may be named instead of
+# auto, which depends on the device; the learner refuses another one than that of its state.
 EXTENDING_KEYS = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
     | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
-    | {"engine_urls", "slots", "tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens"}
+    | {"tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens", "device", "dtype"}
+    | {"engine", "engine_urls", "engine_options", "slots"}
 )
 
 
@@ -337,6 +339,28 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
         "resume", str(folder), f"no run can be read there ({path.name}: {plain_reason(damage)})",
         "Name a run folder, as in runs/NAME.",
     )  # fmt: skip
+
+
+def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
+    """What a resumed run changes in its settings. Refuses a change of those that must stay."""
+    defaults = as_json(type(settings)())  # for a run of an older version that has no such setting
+    changed = {
+        key: f"{saved.get(key)!r} -> {value!r}"
+        for key, value in as_json(settings).items()
+        if saved.get(key, defaults[key]) != value
+    }
+    if refused := {key: change for key, change in changed.items() if key not in EXTENDING_KEYS}:
+        key, free = next(iter(refused)), ", ".join(sorted(EXTENDING_KEYS - {"out", "resume"}))
+        raise ConfigurationError(
+            key, as_json(settings)[key],
+            f"the run in {settings.resume} was started with other settings ({_listed(refused)})",
+            f"Leave these flags out, or start a new run; only {free} may change.",
+        )  # fmt: skip
+    return _listed({key: change for key, change in changed.items() if key not in ("out", "resume")})
+
+
+def _listed(changes: dict[str, str]) -> str:
+    return ", ".join(f"{key}: {change}" for key, change in changes.items())
 
 
 def _read_object(path: Path) -> dict[str, Any]:

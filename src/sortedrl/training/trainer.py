@@ -362,6 +362,7 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             log(notice)
         if resumed is not None:
             run.resume(resumed)
+            folder.write("config.json", as_json(settings))  # only now: the engine started, and the state fits
             done = resumed.controller["updates"]
             log(f"resumed after {counted(done, 'update')}, from {resumed.path}")
             if done >= run.updates_in_all:
