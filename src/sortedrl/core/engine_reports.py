@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from sortedrl.core import engine as engine_changes
 from sortedrl.core import events
 from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Change, Engine
+from sortedrl.core.engine import Change, Engine, Finished, Preempted, Started, Tokens
 from sortedrl.core.events import EventLog
 from sortedrl.core.moves import RolloutMoves
 from sortedrl.core.rollout import Rollout, Segment, plain
@@ -73,13 +72,13 @@ class EngineReports:
             at = self._clock.stamp(change.at)
         except TypeError:
             return f"a change at {change.at!r}, which is not a time"
-        if isinstance(change, engine_changes.Tokens):
+        if isinstance(change, Tokens):
             return self._append(rollout, change.segment)
-        if isinstance(change, engine_changes.Started):
+        if isinstance(change, Started):
             return self._start(rollout, change, at)
-        if isinstance(change, engine_changes.Finished):
+        if isinstance(change, Finished):
             self._ended(rollout, at, change.truncated)
-        elif isinstance(change, engine_changes.Preempted):
+        elif isinstance(change, Preempted):
             if self._clock.slot_of(rollout) is None:
                 self._ignore(change, "it has no slot")
                 return None
@@ -101,7 +100,7 @@ class EngineReports:
             rollout.append(segment)
         return fault
 
-    def _start(self, rollout: Rollout, change: engine_changes.Started, at: float) -> str | None:
+    def _start(self, rollout: Rollout, change: Started, at: float) -> str | None:
         if self._clock.slot_of(rollout) is not None:
             self._ignore(change, "it has a slot")
             return None
