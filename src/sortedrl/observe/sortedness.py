@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import mul
 from typing import NamedTuple
 
 
@@ -12,22 +14,19 @@ def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float |
     a, b = _ranks(list(first)), _ranks(list(second))
     if len(a) < 2:
         return None
-    mean = (len(a) - 1) / 2
-    covariance = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    spread = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    covariance = sum(map(mul, a, b))
+    spread = math.sqrt(sum(map(mul, a, a)) * sum(map(mul, b, b)))
     return covariance / spread if spread else None
 
 
 def _ranks(values: list[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    for end in range(1, len(order) + 1):
-        if end == len(order) or values[order[end]] != values[order[start]]:
-            for place in range(start, end):
-                ranks[order[place]] = (start + end - 1) / 2
-            start = end
-    return ranks
+    """The rank of each value, minus the mean rank."""
+    rank_of: dict[float, float] = {}
+    below = 0
+    for value, count in sorted(Counter(values).items()):
+        rank_of[value] = below + (count - 1) / 2 - (len(values) - 1) / 2
+        below += count
+    return [rank_of[value] for value in values]
 
 
 class UpdateLengths(NamedTuple):
