@@ -53,13 +53,13 @@ class Prompts:
         """The next prompts: at most `count`, fewer if the data (or the epoch) ends."""
         taken: list[Prompt] = []
         while len(taken) < count and self.remaining:
-            if not self.remaining_in_epoch:
+            if self.position == self._size:
                 if within_epoch and taken:
                     break
                 self.epoch += 1
                 self.position = 0
                 self._order = self._permutation(self.epoch)
-            step = min(count - len(taken), self.remaining_in_epoch)
+            step = min(count - len(taken), self._size - self.position)
             taken += [self.dataset[i] for i in self._order[self.position : self.position + step]]
             self.position += step
             self.remaining -= step

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 
 @lru_cache(maxsize=1 << 14)  # a resumed rollout asks again for the seed of its attempt
 def derive_seed(*numbers: int) -> int:
     """63 well-mixed bits of the numbers, in order (splitmix64's finalizer)."""
-    return reduce(mixing, numbers, 0) >> 1
+    state = 0
+    for number in numbers:
+        state = mixing(state, number)
+    return state >> 1
 
 
 def mixing(state: int, number: int) -> int:
