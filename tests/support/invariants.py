@@ -61,7 +61,7 @@ def check_counts(run: Run) -> None:
     assert buffer.never_started == never_started
     started = [group for group in buffer.groups() if all(member.state != "waiting" for member in group.members)]
     for gate in {group.gate for group in buffer.groups()}:
-        assert buffer.started_at(gate) == sum(len(group.members) for group in started if group.gate == gate)
+        assert buffer.gates[gate].started == sum(len(group.members) for group in started if group.gate == gate)
     assert len(buffer.running) == 0 or run.scenario.schedule.overlap
 
 

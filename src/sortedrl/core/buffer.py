@@ -56,6 +56,18 @@ class Group:
         return any(member.state is not WAITING or member.segments for member in self.members)
 
 
+class Gate:
+    """Counts of the untrained rollouts behind one gate."""
+
+    __slots__ = ("ready", "ready_groups", "started", "untrained")
+
+    def __init__(self) -> None:
+        self.untrained = 0
+        self.started = 0  # in groups without a waiting member
+        self.ready = 0  # in complete groups
+        self.ready_groups: dict[int, Group] = {}  # complete groups by id, first completed first
+
+
 class Buffer:
     def __init__(self) -> None:
         self.live: dict[int, Rollout] = {}
@@ -67,13 +79,11 @@ class Buffer:
         self.rejected = 0
         self.never_started = 0  # waiting rollouts of which no token was ever sampled
         self.gate: int | None = None  # the lowest with untrained rollouts
+        self.here = Gate()  # the counts behind it, all 0 if there is none
+        self.gates: dict[int, Gate] = {}  # with untrained rollouts, lowest first
         self._queue: list[tuple[Key, int, Rollout]] = []
         self._finished: dict[int, Rollout] = {}
         self._groups: dict[int, Group] = {}  # by member id
-        self._ready: dict[int, dict[int, Group]] = {}  # by gate, first completed first
-        self._ready_members: dict[int, int] = {}
-        self._untrained: dict[int, int] = {}  # by gate
-        self._started: dict[int, int] = {}  # by gate: rollouts in groups without a waiting member
 
     # Counts and lookups, for strategies
 
@@ -98,22 +108,11 @@ class Buffer:
 
     @property
     def last_gate(self) -> int | None:
-        return next(reversed(self._untrained), None)
-
-    def untrained_at(self, gate: int) -> int:
-        return self._untrained.get(gate, 0)
-
-    def started_at(self, gate: int) -> int:
-        """Rollouts behind this gate in groups without a waiting member."""
-        return self._started.get(gate, 0)
-
-    def ready_at(self, gate: int) -> int:
-        """Rollouts in complete groups behind this gate."""
-        return self._ready_members.get(gate, 0)
+        return next(reversed(self.gates), None)
 
     def ready_groups(self, gate: int) -> Iterable[Group]:
         """Complete groups behind this gate, first completed first."""
-        return self._ready.get(gate, {}).values()
+        return self.gates[gate].ready_groups.values() if gate in self.gates else ()
 
     def group_of(self, rollout: Rollout) -> Group:
         return self._groups[rollout.id]
@@ -146,9 +145,9 @@ class Buffer:
         was_started = not group.waiting
         group.waiting += change
         if was_started:
-            self._started[group.gate] -= len(group.members)
+            self.gates[group.gate].started -= len(group.members)
         elif not group.waiting:
-            self._started[group.gate] += len(group.members)
+            self.gates[group.gate].started += len(group.members)
 
     # State changes
 
@@ -160,9 +159,7 @@ class Buffer:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
         self.loaded += len(rollouts)
-        self._started.setdefault(gate, 0)
-        self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
-        self.gate = next(iter(self._untrained))
+        self._gate_at(gate).untrained += len(rollouts)
         for rollout in rollouts:
             heapq.heappush(self._queue, (key(rollout), rollout.id, rollout))
             self.never_started += 1
@@ -219,17 +216,20 @@ class Buffer:
         rollout = self._finished.get(rollout_id)
         return rollout if rollout is not None and rollout.attempt == attempt else None
 
-    def score(self, rollout: Rollout, reward: float, detail: Any) -> None:
+    def score(self, rollout: Rollout, reward: float, detail: Any) -> Group:
+        """Returns its group, which may be complete now."""
         del self._finished[rollout.id]
         rollout.state, rollout.reward, rollout.detail = READY, reward, detail
         group = self._groups[rollout.id]
         group.missing -= 1
         self._note_if_complete(group)
+        return group
 
     def train(self, group: Group) -> None:
-        del self._ready[group.gate][group.id]
-        self._ready_members[group.gate] -= len(group.members)
-        self._started[group.gate] -= len(group.members)
+        gate = self.gates[group.gate]
+        del gate.ready_groups[group.id]
+        gate.ready -= len(group.members)
+        gate.started -= len(group.members)
         for rollout in group.members:
             rollout.state = TRAINED
             self._release(rollout, group.gate)
@@ -240,7 +240,7 @@ class Buffer:
         group = self._groups[rollout.id]
         self._leave(rollout)
         rollout.state = REJECTED
-        self._started[group.gate] -= not group.waiting
+        self.gates[group.gate].started -= not group.waiting
         self._release(rollout, group.gate)
         self.rejected += 1
         group.members.remove(rollout)
@@ -275,26 +275,34 @@ class Buffer:
         if self._finished.pop(rollout.id, None) is None:
             group = self._groups[rollout.id]
             if not group.missing:
-                del self._ready[group.gate][group.id]
-                self._ready_members[group.gate] -= len(group.members)
+                del self.gates[group.gate].ready_groups[group.id]
+                self.gates[group.gate].ready -= len(group.members)
             group.missing += 1
         rollout.reward = rollout.detail = None
 
     def _note_if_complete(self, group: Group) -> None:
         if group.missing == 0:
-            self._ready.setdefault(group.gate, {})[group.id] = group
-            self._ready_members[group.gate] = self._ready_members.get(group.gate, 0) + len(group.members)
+            gate = self.gates[group.gate]
+            gate.ready_groups[group.id] = group
+            gate.ready += len(group.members)
 
     def _release(self, rollout: Rollout, gate: int) -> None:
         del self.live[rollout.id]
         del self._groups[rollout.id]
-        self._untrained[gate] -= 1
-        if not self._untrained[gate]:
-            del self._untrained[gate]
-            self.gate = next(iter(self._untrained), None)
-            self._started.pop(gate, None)
-            self._ready.pop(gate, None)
-            self._ready_members.pop(gate, None)
+        self.gates[gate].untrained -= 1
+        if not self.gates[gate].untrained:
+            del self.gates[gate]
+            self._note_lowest_gate()
+
+    def _gate_at(self, number: int) -> Gate:
+        if number not in self.gates:
+            self.gates[number] = Gate()
+            self._note_lowest_gate()
+        return self.gates[number]
+
+    def _note_lowest_gate(self) -> None:
+        self.gate = next(iter(self.gates), None)
+        self.here = Gate() if self.gate is None else self.gates[self.gate]
 
     # Checkpoints, while no rollout is in the engine
 
@@ -304,7 +312,7 @@ class Buffer:
         return {
             "counts": [self.loaded, self.trained, self.rejected],
             "groups": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.groups()],
-            "ready": [group_id for groups in self._ready.values() for group_id in groups],
+            "ready": [group_id for gate in self.gates.values() for group_id in gate.ready_groups],
             "returning": list(self.returning),
         }
 
@@ -316,8 +324,8 @@ class Buffer:
             group = Group(group_id, gate, rollouts)
             group.missing = sum(rollout.state is not READY for rollout in rollouts)
             by_id[group.id] = group
-            self._started[gate] = self._started.get(gate, 0) + len(rollouts)
-            self._untrained[gate] = self._untrained.get(gate, 0) + len(rollouts)
+            self._gate_at(gate).started += len(rollouts)
+            self._gate_at(gate).untrained += len(rollouts)
             for rollout in rollouts:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
@@ -325,7 +333,6 @@ class Buffer:
                     self._finished[rollout.id] = rollout
                 elif rollout.state is ENVIRONMENT:
                     self.in_environment[rollout.id] = rollout
-        self.gate = next(iter(self._untrained), None)
         for group_id in state["ready"]:
             self._note_if_complete(by_id[group_id])
         for rollout_id in state["returning"]:

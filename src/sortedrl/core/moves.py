@@ -139,10 +139,10 @@ class RolloutMoves:
         if error is not None:
             self.reject(rollout, f"{NO_REWARD}{error}")
             return
-        buffer.score(rollout, reward, scored.detail)
+        group = buffer.score(rollout, reward, scored.detail)
         self._log.append(events.Scored(self._clock.now(), rollout.id, reward))
         self._release_environment(rollout)
-        self._note_if_complete(buffer.group_of(rollout))
+        self._note_if_complete(group)
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:
         """Drop the tokens of a rollout that is not in the engine; it waits again."""

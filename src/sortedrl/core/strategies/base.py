@@ -118,20 +118,17 @@ class SchedulerState:
     def in_hand(self) -> int:
         """Rollouts that this harvest can get without starting more: behind the current gate, in groups
         without a waiting member."""
-        gate = self.buffer.gate
-        return 0 if gate is None else self.buffer.started_at(gate)
+        return self.buffer.here.started
 
     @property
     def untrained_here(self) -> int:
         """Untrained rollouts behind the current gate."""
-        gate = self.buffer.gate
-        return 0 if gate is None else self.buffer.untrained_at(gate)
+        return self.buffer.here.untrained
 
     @property
     def ready(self) -> int:
         """Ready rollouts, in complete groups, behind the current gate."""
-        gate = self.buffer.gate
-        return 0 if gate is None else self.buffer.ready_at(gate)
+        return self.buffer.here.ready
 
 
 @dataclass(frozen=True)
