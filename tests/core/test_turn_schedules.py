@@ -70,7 +70,7 @@ def starts_new_ones_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def opens_without_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Partial, "may_start", Strategy.may_start)
+    patch.setattr(Partial, "has_backlog", Strategy.has_backlog)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,7 @@ class PromptLoader:
 
     def _nominal_cohort(self) -> int:
         """Without a gate, prompts are numbered into cohorts in load order, for statistics over cohorts."""
-        s = self._state
-        return self._prompts_loaded // (s.schedule.prompts_per_cohort or len(s.prompts.dataset))
+        return self._prompts_loaded // self._state.prompts_per_cohort
 
     def _load_group(self, prompt: Prompt, cohort: int) -> None:
         s, schedule = self._state, self._state.schedule

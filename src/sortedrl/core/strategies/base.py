@@ -54,13 +54,15 @@ class SchedulerState:
     sweep: Sweep = field(default_factory=Sweep)  # elevator: where it is
     long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
     must_finish: set[int] = field(default_factory=set)  # ids of groups that the staleness bound requires in this update
+    prompts_per_cohort: int = field(init=False)  # the schedule's, or all prompts of the epoch
     longest_wait_updates: int = field(init=False)  # elevator: `max_wait_updates`, or two sweeps up and down the window
     # How many rollouts may be in their environments, or without a score, before no further one is opened. Each update's
     # worth of them makes the rollouts opened next about one update older.
     backlog_limit: int = field(init=False)
 
     def __post_init__(self) -> None:
-        window = cohort_prompts(self) * self.schedule.rollouts_per_prompt
+        self.prompts_per_cohort = self.schedule.prompts_per_cohort or len(self.prompts.dataset)
+        window = self.prompts_per_cohort * self.schedule.rollouts_per_prompt
         two_sweeps = 4 * math.ceil(window / self.schedule.rollouts_per_update)
         self.longest_wait_updates = self.schedule.max_wait_updates or two_sweeps
         self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.schedule.rollouts_needed)
@@ -185,7 +187,7 @@ class Strategy:
 
     def to_load(self, s: SchedulerState) -> int:
         if self.gated:
-            return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
+            return 0 if s.buffer.untrained else prompts_closing_epoch(s, s.prompts_per_cohort)
         missing = s.free_slots - s.buffer.never_started
         return max(0, -(-missing // s.schedule.rollouts_per_prompt))
 
@@ -194,10 +196,16 @@ class Strategy:
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """The oversubscribe cap. It does not apply to the last batch, nor to members of a started group."""
+        if self.has_backlog(s) and opens_more(rollout, s):
+            return False
         cap = s.schedule.oversubscribe or self.oversubscribe
         if cap is None or s.in_hand < math.ceil(cap * self.wanted(s)) or self.reachable(s) <= self.wanted(s):
             return True
         return completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
+
+    def has_backlog(self, s: SchedulerState) -> bool:
+        """Whether so many rollouts are in their environments, or without a score, that no further one is opened."""
+        return False
 
     def enough(self, s: SchedulerState) -> bool:
         return s.ready >= self.wanted(s) and not s.must_finish
@@ -262,10 +270,6 @@ def updates_in_all(strategy: Strategy, schedule: Schedule, prompts: int, epochs:
         cohort = epoch.take(strategy.to_load(nothing_loaded), within_epoch=True)
         updates += updates_left(len(cohort) * per_prompt, schedule.rollouts_needed)
     return epochs * updates
-
-
-def cohort_prompts(s: SchedulerState) -> int:
-    return s.schedule.prompts_per_cohort or len(s.prompts.dataset)
 
 
 def prompts_per_update(s: SchedulerState) -> int:

@@ -10,8 +10,6 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Sweep,
-    cohort_prompts,
-    opens_more,
     prompts_closing_epoch,
     updates_left,
 )
@@ -69,7 +67,7 @@ class LookaheadPartial(Partial):
         )
         if s.buffer.untrained and not may_look_ahead:
             return 0
-        return prompts_closing_epoch(s, cohort_prompts(s))
+        return prompts_closing_epoch(s, s.prompts_per_cohort)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         ahead = s.buffer.group_of(rollout).gate != s.buffer.gate
@@ -99,14 +97,12 @@ class ElevatorPartial(Partial):
         return True
 
     def to_load(self, s: SchedulerState) -> int:
-        return max(0, cohort_prompts(s) - s.buffer.never_started // s.schedule.rollouts_per_prompt)
+        return max(0, s.prompts_per_cohort - s.buffer.never_started // s.schedule.rollouts_per_prompt)
 
-    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
-        """New rollouts also wait for the scores: without a cohort gate, a reward that is slower than the engine would
-        let finished rollouts pile up, older with every update."""
-        if s.buffer.finished >= s.backlog_limit and opens_more(rollout, s):
-            return False
-        return super().may_start(rollout, s)
+    def has_backlog(self, s: SchedulerState) -> bool:
+        """Also of the scores: without a cohort gate, a reward that is slower than the engine would let finished
+        rollouts pile up, older with every update."""
+        return s.buffer.finished >= s.backlog_limit or super().has_backlog(s)
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         if s.updates - rollout.loaded_at_update >= s.longest_wait_updates:

@@ -14,9 +14,7 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Strategy,
-    cohort_prompts,
     completes_a_group,
-    opens_more,
     prompts_closing_epoch,
     prompts_per_update,
     update_size,
@@ -58,7 +56,7 @@ class CohortAtOnce(Baseline):
     order: Literal["load", "ascending", "descending"] = "load"
 
     def to_load(self, s: SchedulerState) -> int:
-        return 0 if s.buffer.untrained else prompts_closing_epoch(s, cohort_prompts(s))
+        return 0 if s.buffer.untrained else prompts_closing_epoch(s, s.prompts_per_cohort)
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
         assert s.buffer.gate is not None
@@ -105,13 +103,10 @@ class Partial(Strategy):
 
     keeps_tokens: ClassVar[bool] = True
 
-    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
-        """New rollouts also wait for the environments: if these are slower than the engine, every free slot would open
-        one more, and all of them get older. `oversubscribe` sets another bound."""
-        waits_for_environments = s.schedule.oversubscribe is None and len(s.buffer.in_environment) >= s.backlog_limit
-        if waits_for_environments and opens_more(rollout, s):
-            return False
-        return super().may_start(rollout, s)
+    def has_backlog(self, s: SchedulerState) -> bool:
+        """Of the environments: if these are slower than the engine, every free slot would open one more rollout, and
+        all of them get older. `oversubscribe` sets another bound."""
+        return s.schedule.oversubscribe is None and len(s.buffer.in_environment) >= s.backlog_limit
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         group = s.buffer.group_of(rollout)
