@@ -104,9 +104,9 @@ def plain(segment: Segment) -> Segment:
     Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and
     1, and an integer as version.
     """
-    tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
-    if type(tokens) is range:
+    if type(segment.tokens) is range:
         return segment
+    tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
     if type(tokens) is not list or set(map(type, tokens)) - {int}:
         tokens = _numbers(tokens, _integer, "a token id that is not an integer")
     if tokens and min(tokens) < 0:
