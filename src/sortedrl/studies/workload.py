@@ -16,7 +16,7 @@ from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.seeds import derive_seed
+from sortedrl.core.seeds import derive_seed, mixing
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
 from sortedrl.engines.lengths import (
@@ -232,11 +232,12 @@ def limit(workload: Workload, schedule: Schedule) -> float:
     With several turns: every token of prompt and environment is prefilled once, environments answer immediately, and
     only tokens of the policy count.
     """
-    engine = simulated_engine(workload)
+    engine, seed_state = simulated_engine(workload), mixing(0, schedule.seed)
 
     def request_of(id: int) -> Request:
         prompt = Prompt(str(id), range(workload.prompt_tokens), id % workload.prompts)
-        return Request(id, prompt, (), schedule.max_response_tokens, derive_seed(derive_seed(schedule.seed, id), 0))
+        rollout_seed = mixing(seed_state, id) >> 1
+        return Request(id, prompt, (), schedule.max_response_tokens, mixing(mixing(0, rollout_seed), 0) >> 1)
 
     def next_turn(request: Request, made: int) -> Request | None:
         if workload.episodes is None:
