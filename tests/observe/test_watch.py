@@ -341,6 +341,12 @@ def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
     path.write_text(written(log[: len(log) // 2]))
     seen = watch.Watched(watch.STOPPED, "harvest", 700.0, process_is_there=None)
     assert watch.outcome_line(tmp_path, seen).endswith("If it was killed, resume it in its own loop")
+    (tmp_path / "config.json").write_text('{"updates": 8}')
+    restart = f"it has no checkpoint yet: remove {tmp_path} and start it again"
+    assert watch.outcome_line(tmp_path, seen).endswith(f"If it was killed, {restart}")
+    (tmp_path / "checkpoints" / "update-000000").mkdir(parents=True)
+    assert watch.outcome_line(tmp_path, seen).endswith(f"continue with: sortedrl train --resume {tmp_path}")
+    (tmp_path / "config.json").unlink()
     path.write_text(written([*log, events.Phase(log[-1].at, "checkpoint")]))
     seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched(600.0)
     assert watch.outcome_line(tmp_path, seen) == f"ended. For its metrics: sortedrl report {tmp_path}"

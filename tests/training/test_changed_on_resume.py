@@ -165,6 +165,19 @@ def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest
         assert expected in capsys.readouterr().err
 
 
+def test_a_checkpoint_in_place_of_its_run_is_refused_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    place = run / "checkpoints" / "update-000002"
+    place.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(as_json(TrainSettings())))
+    for inside in (place, place.parent, run / "model"):
+        assert main(["train", "--resume", str(inside)]) == 2
+        told = capsys.readouterr().err
+        assert f"Name its run, {run}: it continues from its newest checkpoint" in told
+
+
 def test_a_run_may_be_resumed_with_its_dtype_named_and_no_other(tmp_path: Path) -> None:
     """On another device, auto is another type."""
     small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "threads": 1}

@@ -114,6 +114,8 @@ def outcome_line(folder: Path, watched: Watched) -> str:
         if watched.process_is_there:
             return f"stopped growing: the {last}. Its process is still there: it may hang"
         resume = f"continue with: sortedrl train --resume {folder}" if is_of_train else "resume it in its own loop"
+        if is_of_train and not any(folder.glob("checkpoints/update-*")):
+            resume = f"it has no checkpoint yet: remove {folder} and start it again"
         if watched.process_is_there is None:
             return f"stopped growing: the {last}. If it was killed, {resume}"
         return f"stopped: its process has ended. The {last}. If it was killed, {resume}"

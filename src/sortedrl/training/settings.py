@@ -335,10 +335,12 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
             continue
         if isinstance(settings, dict):
             return settings, f"{path} cannot be read ({plain_reason(damage)}): settings taken from {state.parent.name}"
-    raise ConfigurationError(
-        "resume", str(folder), f"no run can be read there ({path.name}: {plain_reason(damage)})",
-        "Name a run folder, as in runs/NAME.",
-    )  # fmt: skip
+    around = next((run for run in folder.parents[:2] if (run / "checkpoints").is_dir()), None)
+    fix = "Name a run folder, as in runs/NAME."
+    if around is not None:
+        fix = f"Name its run, {around}: it continues from its newest checkpoint (older ones: docs/reliability.md)."
+    reason = f"no run can be read there ({path.name}: {plain_reason(damage)})"
+    raise ConfigurationError("resume", str(folder), reason, fix)
 
 
 def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
