@@ -135,6 +135,18 @@ def test_the_time_left_is_the_pace_so_far_times_what_is_left() -> None:
     assert state.remaining_seconds() == 0
 
 
+def test_the_time_left_of_a_resumed_run_is_the_pace_since_then() -> None:
+    """It may be on another machine."""
+    state = RunState(Metrics(), "a-run", 10)
+    state.resumed(4)
+    for update, seconds in ((1, 10.0), (2, 20.0), (4, 40.0)):
+        state.add_line({"update": update, "seconds": seconds, "reward": 0.0}, seen_at=0.0)
+    state.add_line({"update": 4, "seconds": 45.0, "held_out": {"value": 0.5}}, seen_at=0.0)
+    assert state.remaining_seconds() is None
+    state.add_line({"update": 5, "seconds": 47.0, "reward": 0.0}, seen_at=0.0)
+    assert state.remaining_seconds() == pytest.approx(5 * 2.0)
+
+
 def test_batches_hand_on_every_event_once_in_order_and_soon() -> None:
     log: list[Event] = []
     seen: list[Event] = []

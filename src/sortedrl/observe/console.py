@@ -260,6 +260,9 @@ class RunConsole(Protocol):
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         """Start a run. Feed the returned sink after `metrics`."""
 
+    def resumed(self, updates: int) -> None:
+        """The run was resumed after this many updates; their lines follow."""
+
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
         """A line of metrics.jsonl; `old`: it existed before watching started, so it is not printed."""
 
@@ -289,6 +292,9 @@ class PlainConsole:
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         self.state = RunState(metrics, name, updates_in_all)
         return self.state
+
+    def resumed(self, updates: int) -> None:
+        self.state.resumed(updates)
 
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
         self.state.add_line(line, time.monotonic() if seen_at is None else seen_at)
@@ -329,6 +335,9 @@ class PanelConsole:
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         self.state = RunState(metrics, name, updates_in_all)
         return self.sink
+
+    def resumed(self, updates: int) -> None:
+        self.state.resumed(updates)
 
     def sink(self, event: Event) -> None:
         self.state(event)

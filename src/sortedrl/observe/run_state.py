@@ -112,6 +112,10 @@ class RunState:
         self._lines.add(line, seen_at)
         self.updates_in_all = line.get("updates_in_all", self.updates_in_all)
 
+    def resumed(self, updates: int) -> None:
+        """The run was resumed after this many updates. Call it before their lines are added."""
+        self._lines.resumed_after = updates
+
     def remaining_seconds(self) -> float | None:
         """Time until the last update, as of the latest line."""
         return self._lines.remaining_seconds(self.updates_in_all)
@@ -147,20 +151,23 @@ class LineHistory:
         self.newest: dict[str, Any] = {}  # line of the latest update
         self.held_out: list[float] = []
         self.seen_at = 0.0
+        self.resumed_after = 0  # updates
         self._first: tuple[int, float] | None = None  # (update, seconds)
         self._last = (0, 0.0)
 
     def add(self, line: dict[str, Any], seen_at: float) -> None:
         self.seen_at = seen_at
         self._last = (line["update"], line["seconds"])
-        self._first = self._first or self._last
+        if self._first is None or line["update"] <= self.resumed_after:
+            self._first = self._last
         if is_update(line):
             self.newest = line
         else:
             self.held_out.append(line["held_out"]["value"])
 
     def remaining_seconds(self, updates_in_all: int | None) -> float | None:
-        """At the mean pace of all updates so far, including evaluations and checkpoints."""
+        """At the mean pace of all updates so far, including evaluations and checkpoints; of a resumed run, since then:
+        it may be on another machine."""
         if self._first is None or updates_in_all is None:
             return None
         done, seconds = self._last

@@ -185,6 +185,7 @@ class Follower:
             mark = log[resumed - 1]
             assert isinstance(mark, RolledBack)
             self._void_time = VoidTime.between(counted, mark)
+            self._console.resumed(sum(isinstance(event, events.Updated) for event in counted))
         self._feed(log[resumed:])
         lines = _parsed(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)

@@ -83,6 +83,7 @@ class RunRecord:
         self.write_events().roll_back(recovered)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self._folder.drop_lines_after(name, updates, self._console.log)
+        self._console.resumed(updates)
         for line in filter(is_metrics_line, self._folder.lines("metrics.jsonl")):
             self._console.line(line, old=True)
         self._seconds_before = seconds
