@@ -141,7 +141,7 @@ def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys
 def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """URLs and options of the engine before do not count. What decides what is learned stays, and a dry run says so."""
     before: dict[str, Any] = {"engine": "vllm-server", "engine_urls": ("http://a:8000",), "mode": "partial"}
-    before |= {"engine_options": {"reuse_kv_cache": "True"}}
+    before |= {"engine_options": {"reuse_kv_cache": "True"}, "stream": True, "rollouts_per_prompt": 4}
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps(as_json(TrainSettings(**before))))
@@ -153,7 +153,7 @@ def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest
         found: dict[str, Any] = json.loads(capsys.readouterr().out)["settings"]
         return found
 
-    again = resumed("--engine", "embedded", "--dtype", "bfloat16", "--slots", "8")
+    again = resumed("--engine", "embedded", "--no-stream", "--dtype", "bfloat16", "--slots", "8")
     assert (again["engine"], again["engine_urls"], again["engine_options"]) == ("embedded", [], {})
     assert resumed()["engine_urls"] == ["http://a:8000"]
     assert resumed("--engine", "sglang", "--engine-urls", "http://b:1")["engine_options"] == {}

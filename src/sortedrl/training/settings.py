@@ -35,13 +35,15 @@ from sortedrl.settings.schedule import (
 from sortedrl.tasks.registry import check_name as check_task_name
 
 # Settings that may change when a run is resumed: they extend it, name a place, or fit it to another machine. Those of
-# the learner's memory change the rounding of gradients, nothing else. Engines differ by rounding, too. `slots` changes
-# the schedule, as its mode allows: with more of them, partial modes have staler tokens. `dtype` may be named instead of
-# auto, which depends on the device; the learner refuses another one than that of its state.
+# the learner's memory, its compilation and streaming change the rounding of gradients, nothing else. Engines differ by
+# rounding, too. `slots` changes the schedule, as its mode allows: with more of them, partial modes have staler tokens.
+# `dtype` may be named instead of auto, which depends on the device; the learner refuses another one than that of its
+# state.
 EXTENDING_KEYS = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
     | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
-    | {"tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens", "device", "dtype"}
+    | {"tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens", "compile_layers"}
+    | {"stream", "stream_sms", "device", "dtype"}
     | {"engine", "engine_urls", "engine_options", "slots"}
 )
 
