@@ -37,6 +37,7 @@ from sortedrl.integrations.trl.run import LateRewards
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.slot_totals import slot_counts
 from trl_config import small_config
 
 GROUP = 4
@@ -661,6 +662,17 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
     for name, value in weights_of(again).items():
         assert torch.equal(value, expected[name]), name
     assert Metrics().fold(events_in(tmp_path)).run_metrics().updates == 5
+
+
+def test_a_run_may_be_resumed_with_other_slots(tokenizer: Any, tmp_path: Path) -> None:
+    args = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=2, **args), slots=8).train()
+    again = trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=3, **args), slots=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    log = events_in(tmp_path)
+    assert slot_counts(log) == (8, 3)
+    run_metrics = Metrics().fold(log).run_metrics()
+    assert run_metrics.updates == 3 and 0 <= run_metrics.bubble <= run_metrics.idle <= 1
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, SortedGRPOTrainer])
