@@ -22,6 +22,7 @@ import forked
 from forked import Done
 from sortedrl.cli.workload import accuracy_line, print_notices
 from sortedrl.core.schedule import Schedule
+from sortedrl.studies import workload
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
 from sortedrl.studies.simulate import DECIDING_MODES, Case, SimulateSettings, cases, compare, relative_error
@@ -413,9 +414,18 @@ def test_what_takes_long_is_said_before_it_starts(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
     print_notices(SimulateSettings(rollouts_per_update=20_000, slots=20_000, prompts_per_cohort=20_000))
     expected = (
-        "sortedrl: slots = 20000: most of the time goes into the limit of this workload, which is simulated with "
+        "sortedrl: prompts_per_cohort = 20000: each mode is simulated with 120,000 rollouts per seed (cohorts = 6)"
     )
-    assert capsys.readouterr().err == f"{expected}800,000 rollouts per seed (40 per slot).\n"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_with_many_slots_the_limit_is_measured_with_fewer_rollouts_per_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value stays: a slot's length matters less, the more slots there are."""
+    settings = SimulateSettings(slots=1000, max_response_tokens=256, median_length=40)
+    work, schedule = simulated_workload(settings), simulated_schedule(settings)
+    precise = workload.limit(work, schedule)
+    monkeypatch.setattr(workload, "STEADY_ROLLOUTS", 8000)
+    assert workload.limit(work, schedule) == pytest.approx(precise, rel=0.01)
 
 
 @pytest.mark.parametrize("modes", [("baseline", "partial+elevator"), DECIDING_MODES])

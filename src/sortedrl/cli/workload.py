@@ -11,7 +11,6 @@ from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
-from sortedrl.studies.workload import STEADY_TURNOVERS
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
@@ -21,7 +20,7 @@ from sortedrl.studies.workload_settings import (
     simulated_schedule,
 )
 
-MANY_ROLLOUTS = 200_000  # take seconds to simulate
+MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -43,7 +42,7 @@ def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
     """What a user should see before the answer: cut or few responses, split groups, updates that cannot fill slots, and
     what takes long."""
     responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings)
-    for notice in (*responses, _split_groups(settings), _small_updates(settings), _slow_limit(settings), *more):
+    for notice in (*responses, _split_groups(settings), _small_updates(settings), _long_runs(settings), *more):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
 
@@ -68,13 +67,14 @@ def _small_updates(settings: SimulatedSettings) -> str | None:
     )
 
 
-def _slow_limit(settings: SimulatedSettings) -> str | None:
-    rollouts = STEADY_TURNOVERS * settings.slots
+def _long_runs(settings: SimulatedSettings) -> str | None:
+    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    rollouts = settings.cohorts * per_cohort
     if rollouts < MANY_ROLLOUTS:
         return None
     return (
-        f"slots = {settings.slots}: most of the time goes into the limit of this workload, which is simulated with "
-        f"{rollouts:,} rollouts per seed ({STEADY_TURNOVERS} per slot)."
+        f"prompts_per_cohort = {settings.prompts_per_cohort}: each mode is simulated with {rollouts:,} rollouts per "
+        f"seed (cohorts = {settings.cohorts}), which takes seconds to minutes. With fewer --cohorts it is faster."
     )
 
 

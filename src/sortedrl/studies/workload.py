@@ -38,7 +38,8 @@ from sortedrl.studies.steady_state import SteadyState
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
-STEADY_TURNOVERS = 40  # minimum mean number of requests per slot for measuring the limit
+# The limit is measured with at least so many rollouts per slot, but not more than these for this reason alone.
+STEADY_TURNOVERS, STEADY_ROLLOUTS = 40, 160_000
 REFERENCE_LENGTHS = LognormalLengths()
 
 
@@ -250,9 +251,10 @@ def limit(workload: Workload, schedule: Schedule) -> float:
         answer = Segment(range(first, first + observed), [0.0] * observed, ENVIRONMENT)
         return request._replace(prefix=(*request.prefix, turn, answer), max_new_tokens=request.max_new_tokens - made)
 
+    steady = min(STEADY_TURNOVERS * workload.slots, STEADY_ROLLOUTS)
     return SteadyState(engine, request_of, next_turn).tokens_per_second(
         turnovers=2,
-        rollouts=max(workload.prompts * schedule.rollouts_per_prompt, STEADY_TURNOVERS * workload.slots),
+        rollouts=max(workload.prompts * schedule.rollouts_per_prompt, steady),
         tokens_made=lambda: engine.tokens_made,
     )
 
