@@ -73,8 +73,8 @@ def _long_runs(settings: SimulatedSettings) -> str | None:
     if rollouts < MANY_ROLLOUTS:
         return None
     return (
-        f"prompts_per_cohort = {settings.prompts_per_cohort}: each mode is simulated with {rollouts:,} rollouts per "
-        f"seed (cohorts = {settings.cohorts}), which takes seconds to minutes. With fewer --cohorts it is faster."
+        f"each mode is simulated with {rollouts:,} rollouts per seed (cohorts = {settings.cohorts} of {per_cohort:,}), "
+        "which takes seconds to minutes. With fewer --cohorts it is faster."
     )
 
 
