@@ -6,7 +6,8 @@
         --predictions benchmarks/measured/h200-1.5b/end_to_end_nine_calibration.jsonl
 
 Files with the same prompts only, which means the same `--updates`. `of base` compares trained tokens per second with as
-many updates of the baseline, in the same round. A mode that made only its first update shows that one.
+many updates of the baseline, in the same round. A mode that made only its first update shows that one. `--each` prints
+the updates one by one.
 """
 
 from __future__ import annotations
@@ -92,19 +93,34 @@ def table_row(mode: MeasuredMode, baseline: MeasuredMode | None = None) -> str:
     if baseline is not None and mode.counted <= baseline.counted:
         beside = summary(baseline.cut(mode.counted if len(mode.rows) > 1 else 0).rows)
         ratio = f"{found['trained_tokens_per_second'] / beside['trained_tokens_per_second']:.2f} x"
-    name = mode.name if mode.round == 1 else f"{mode.name} ({mode.round})"
+    counted = mode.counted if len(mode.rows) > 1 else "first"
     return (
-        f"{name:28}{mode.counted if len(mode.rows) > 1 else 'first':>8}{found['updates_per_hour']:7.1f}{said:>17}"
+        f"{_name(mode):28}{counted:>8}{found['updates_per_hour']:7.1f}{said:>17}"
         f"{found['trained_tokens_per_second']:7.0f}{ratio:>9}{found['seconds_per_update']:7.1f}"
         + "".join(f"{round(found[part], 2) + 0.0:11.2f}" for part in PARTS)
         + f"{found['bubble']:8.1%}{found['idle']:7.1%}{found['staleness_mean']:7.2f}{mode.peak_gib:7.1f}"
     )
 
 
+def each_update(mode: MeasuredMode) -> str:
+    lines = [
+        f"{_name(mode):28}{place:8}{row.seconds:9.2f}"
+        + "".join(f"{round(getattr(row, part), 2) + 0.0:11.2f}" for part in PARTS)
+        + f"{row.trained_tokens:9,}"
+        for place, row in enumerate(mode.rows, start=1)
+    ]
+    return "\n".join(lines)
+
+
+def _name(mode: MeasuredMode) -> str:
+    return mode.name if mode.round == 1 else f"{mode.name} ({mode.round})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--counted", type=int, help="only so many updates after the first")
+    parser.add_argument("--each", action="store_true", help="also every update: its seconds by part, and its tokens")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="use those in this file of end_to_end.py")
     options = parser.parse_args()
     if options.counted is not None and options.counted < 1:
@@ -113,6 +129,9 @@ def main() -> int:
     if options.predictions is not None:
         modes = [predicted_otherwise(mode, options.predictions) for mode in modes]
     print(table(modes, options.counted))
+    if options.each:
+        parts = "".join(f"{part:>11}" for part in PARTS)
+        print(f"\n{'mode':28}{'update':>8}{'seconds':>9}{parts}{'tokens':>9}", *map(each_update, modes), sep="\n")
     return 0
 
 
