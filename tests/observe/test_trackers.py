@@ -197,9 +197,9 @@ def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.Mon
 
 
 def test_a_resumed_run_may_change_where_its_metrics_go() -> None:
-    from sortedrl.training.settings import EXTENDING_KEYS
+    from sortedrl.training.settings import MAY_CHANGE_ON_RESUME
 
-    assert {"tracker", "prometheus_port"} <= EXTENDING_KEYS
+    assert {"tracker", "prometheus_port"} <= MAY_CHANGE_ON_RESUME
 
 
 class Broken:

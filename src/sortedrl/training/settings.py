@@ -39,7 +39,7 @@ from sortedrl.tasks.registry import check_name as check_task_name
 # rounding, too. `slots` changes the schedule, as its mode allows: with more of them, partial modes have staler tokens.
 # `dtype` may be named instead of auto, which depends on the device; the learner refuses another one than that of its
 # state.
-EXTENDING_KEYS = frozenset(
+MAY_CHANGE_ON_RESUME = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
     | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
     | {"tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens", "compile_layers"}
@@ -353,8 +353,8 @@ def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
         for key, value in as_json(settings).items()
         if saved.get(key, defaults[key]) != value
     }
-    if refused := {key: change for key, change in changed.items() if key not in EXTENDING_KEYS}:
-        key, free = next(iter(refused)), ", ".join(sorted(EXTENDING_KEYS - {"out", "resume"}))
+    if refused := {key: change for key, change in changed.items() if key not in MAY_CHANGE_ON_RESUME}:
+        key, free = next(iter(refused)), ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"out", "resume"}))
         raise ConfigurationError(
             key, as_json(settings)[key],
             f"the run in {settings.resume} was started with other settings ({_listed(refused)})",
