@@ -115,6 +115,25 @@ def test_two_prompts_with_one_id_are_refused() -> None:
         Prompts([Prompt("a", [1]), Prompt("b", [1]), Prompt("a", [2])])
 
 
+def test_prompts_can_be_extended_also_after_a_checkpoint_of_more_epochs() -> None:
+    def some() -> Prompts:
+        return Prompts([Prompt(name, [1]) for name in "abc"])
+
+    prompts = some()
+    prompts.extend(4)
+    assert prompts.remaining == 12, "the rest of this epoch, one more for the fourth prompt, and two beyond"
+    prompts.take(8, within_epoch=False)
+    prompts.extend(0)
+    assert (prompts.epoch, prompts.epochs, prompts.remaining) == (2, 5, 7)
+    prompts.extend(0)
+    assert prompts.remaining == 7, "enough is left"
+    again = some()
+    again.restore(prompts.state())
+    again.extend(0)
+    assert (again.epochs, again.remaining) == (5, 7)
+    assert again.take(7, within_epoch=False) == prompts.take(7, within_epoch=False)
+
+
 class Rows(list[int]):
     """What a tokenizer returns as a tensor: it has a row per text."""
 

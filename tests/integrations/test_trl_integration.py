@@ -397,6 +397,16 @@ def test_a_staleness_bound_holds(tokenizer: Any, tmp_path: Path) -> None:
     assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max == 1
 
 
+def test_a_staleness_bound_with_its_larger_updates_does_not_end_the_run_early(tokenizer: Any, tmp_path: Path) -> None:
+    """The number of steps is its length: updates that take more than their size must not use up the prompts."""
+    schedule = Schedule(mode="partial+elevator", max_staleness=1, prompts_per_cohort=4)
+    args = config(tmp_path, max_steps=12, gradient_accumulation_steps=1)
+    trainer_for(tmp_path, tokenizer, args=args, schedule=schedule, slots=24, train_dataset=questions(2)).train()
+    sizes = [len(update.rollouts) for update in updates_in(tmp_path)]
+    assert len(sizes) == 12
+    assert sum(sizes) > 24 * 8, "more than twice what 12 updates need, and two epochs"
+
+
 @pytest.mark.slow
 def test_trace_reads_the_log_of_a_trl_run(tokenizer: Any, tmp_path: Path) -> None:
     trained(tmp_path, tokenizer, "partial")

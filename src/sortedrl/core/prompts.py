@@ -65,6 +65,16 @@ class Prompts:
             self.remaining -= step
         return taken
 
+    def extend(self, prompts: int) -> None:
+        """Add epochs until at least `prompts` and two epochs beyond them are left, for a run that ends by its updates.
+
+        Call it before each update: under a staleness bound, updates take several times the prompts that they need.
+        """
+        epochs = self.epoch + 3 + max(0, -(-(prompts - self.remaining_in_epoch) // self._size))
+        if epochs > self.epochs:
+            self.epochs = epochs
+            self.remaining = self.remaining_in_epoch + (epochs - 1 - self.epoch) * self._size
+
     def _permutation(self, epoch: int) -> array[int]:
         order = array("q", range(len(self.dataset)))
         if self.shuffle:

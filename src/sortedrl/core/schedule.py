@@ -132,3 +132,7 @@ class Schedule:
         if not self.whole_groups:
             return self.rollouts_per_update
         return math.ceil(self.rollouts_per_update / self.rollouts_per_prompt) * self.rollouts_per_prompt
+
+    def prompts_for(self, updates: int) -> int:
+        """Prompts that so many updates need, if none of them is larger than needed and no rollout is rejected."""
+        return math.ceil(updates * self.rollouts_needed / self.rollouts_per_prompt)

@@ -97,6 +97,8 @@ class ScheduledRun:
         self.metrics = Metrics()
         self._schedule = schedule
         self._prompts = prompts
+        self._updates = updates
+        self._data = Prompts(prompts, seed=schedule.seed, shuffle=shuffle)
         self._log = LateRewards(self.metrics)
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
@@ -105,7 +107,7 @@ class ScheduledRun:
         self._environments = environments
         self._controller = Controller(
             engine,
-            Prompts(prompts, epochs=_epochs(len(prompts), schedule, updates), seed=schedule.seed, shuffle=shuffle),
+            self._data,
             ScoreAtOnce(lambda rollout: 0.0) if environments is None else environments.ends,
             schedule,
             environments=environments,
@@ -148,6 +150,8 @@ class ScheduledRun:
         return self._in_hand is not None
 
     def next_batch(self) -> Batch:
+        # Enough for the rest even if half of it is rejected: TRL counts in steps, and ends the run by them.
+        self._data.extend(2 * self._schedule.prompts_for(self._updates - self._controller.updates))
         for batch in self._batches:
             self._in_hand = batch
             return batch
@@ -189,12 +193,6 @@ class ScheduledRun:
         self.mark_phase("end")
         self._file.sync()
         self._file.close()
-
-
-def _epochs(prompts: int, schedule: Schedule, updates: int) -> int:
-    """Enough for `updates` even if half of the data is rejected: TRL counts in steps, and ends the run by them."""
-    per_epoch = max(1, prompts * schedule.rollouts_per_prompt)
-    return 2 * -(-updates * schedule.rollouts_per_update // per_epoch) + 2
 
 
 def _new_log(path: Path) -> EventFile:

@@ -185,6 +185,9 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
 
     def _scheduled_batch(self) -> Batch:
+        schedule = self.sortedrl.schedule
+        # Enough for the rest even if half of it is rejected: verl counts in steps, and ends the run by them.
+        self._training_prompts.extend(2 * schedule.prompts_for(1 + self.total_training_steps - self.global_steps))
         try:
             batch = next(self._batches, None)
             if batch is None:  # there are epochs to spare, so only rejected rollouts can be missing
@@ -285,13 +288,11 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         data = self.config.data
         arguments = dict(data.get("apply_chat_template_kwargs") or {})
         prompts = DatasetPrompts(self.train_dataset, self.tokenizer, arguments)
-        rollouts_per_epoch = len(prompts) * schedule.rollouts_per_prompt
-        # verl's number of steps is the run's length regardless of batch sizes: the data must not end before.
-        epochs = 1 + -(-2 * self.total_training_steps * schedule.rollouts_per_update // rollouts_per_epoch)
+        self._training_prompts = Prompts(prompts, seed=schedule.seed, shuffle=bool(data.shuffle))
         log = EventLog(self.metrics)
         controller = Controller(
             engine,
-            Prompts(prompts, epochs=epochs, seed=schedule.seed, shuffle=bool(data.shuffle)),
+            self._training_prompts,
             engine.scores,
             schedule,
             environments=engine.turns,
