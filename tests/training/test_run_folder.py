@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -274,6 +275,20 @@ def test_a_run_that_is_resumed_at_its_end_saves_nothing_again(run: Path) -> None
     done = resume(run, 4)
     assert done.returncode == 0 and state.stat().st_ino == before
     assert "no update is left to make: for more, set --updates to more than 4" in done.stdout
+
+
+def test_a_run_whose_data_ends_before_its_updates_says_so(model: Path, tmp_path: Path) -> None:
+    """More updates would not help: all epochs are trained on."""
+    out, ends = tmp_path / "run", r"the data ended after 2 updates: 1 epoch of 4 problems\. For more, set epochs"
+    data = ["--updates", "9", *config_file(tmp_path, epochs=1)]
+    first = forked.run([*fresh(model, out, *data), "--task-options", "problems", "4"], tmp_path / "output")
+    assert first.returncode == 0, first.stderr
+    for done in (first, resume(out, 12)):
+        assert len(re.findall(ends, done.stdout)) == 1
+        assert "set --updates" not in done.stdout
+    more = forked.run(["train", "--resume", str(out), *config_file(tmp_path, epochs=3)], tmp_path / "output")
+    assert updates_of(out) == [0, 1, 2, 3, 4, 5]
+    assert "the data ended after 6 updates: 3 epochs" in more.stdout
 
 
 def test_two_runs_of_the_same_second_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,9 +88,10 @@ class TrainingRun:
         self.training_rewards = self._training_rewards()
         self.evaluation_rewards = self.rewards.source()
         to_close.callback(self.record.flush)
+        self.prompts = Prompts(resources.train, epochs=settings.epochs, seed=settings.seed)
         self.controller = Controller(
             self.engine,
-            Prompts(resources.train, epochs=settings.epochs, seed=settings.seed),
+            self.prompts,
             self.training_rewards.scorer,
             schedule_of(settings),
             sampling=self.sampling,
@@ -180,12 +181,22 @@ class TrainingRun:
             for batch in self.controller:
                 self._update(batch)
             done = self.controller.updates
+            self._note_end_of_data(done)
             try:
                 signals.interrupt_at_once()
                 return self._finish(done)
             except Interrupted:
                 self._save(done)
                 return {"interrupted": True, "updates": done, "folder": str(self.folder.path)}
+
+    def _note_end_of_data(self, done: int) -> None:
+        """Fewer updates than wanted: the epochs are too few, rollouts were rejected, or updates were larger."""
+        settings = self.settings
+        expected = self.updates_in_all if settings.updates is None else settings.updates
+        if 0 < done < expected and not (self.prompts.remaining or self.controller.live):
+            data = f"{counted(settings.epochs, 'epoch')} of {counted(len(self.resources.train), 'problem')}"
+            fix = f"For more, set epochs to more than {settings.epochs} in a --config file"
+            self.console.log(f"the data ended after {counted(done, 'update')}: {data}. {fix}")
 
     def _update(self, batch: Batch) -> None:
         settings, done = self.settings, batch.update + 1
@@ -365,7 +376,7 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             folder.write("config.json", as_json(settings))  # only now: the engine started, and the state fits
             done = resumed.controller["updates"]
             log(f"resumed after {counted(done, 'update')}, from {resumed.path}")
-            if done >= run.updates_in_all:
+            if settings.updates is not None and done >= settings.updates:
                 log(f"no update is left to make: for more, set --updates to more than {done}")
         for name in settings.tracker:
             run.record.trackers.add(open_tracker(name, folder.path, as_json(settings)))
