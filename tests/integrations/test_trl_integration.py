@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core import EventFile, Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events, without_rolled_back
+from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
@@ -547,6 +548,18 @@ def test_conversations_several_rewards_weights_and_missing_ones_work_as_in_trl(t
 
 
 @pytest.mark.slow
+def test_an_infinite_reward_leaves_a_log_that_can_be_read(tokenizer: Any, tmp_path: Path) -> None:
+    """TRL goes on: its group has no advantages. JSON has no infinity, and as a mean it would say nothing."""
+
+    def logarithm(completions: Any, **columns: Any) -> list[float]:
+        return [-math.inf if place % 3 == 0 else 1.0 for place in range(len(completions))]
+
+    trainer_for(tmp_path, tokenizer, reward_funcs=logarithm, args=config(tmp_path, max_steps=2)).train()
+    rewards = [reward for update in updates_in(tmp_path) for reward in update.rewards]
+    assert sorted(set(rewards)) == [0.0, 1.0]
+    assert not read_intact(tmp_path / "events.jsonl").damage
+
+
 def test_a_reward_model_may_be_named_by_its_folder(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 

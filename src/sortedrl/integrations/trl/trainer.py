@@ -293,6 +293,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         trains = gather(torch.tensor([row.trains for row in self._rows], device=rewards.device))
         rewards[~trains] = torch.nan  # TRL leaves a row without a reward out of its group's statistics
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        total = total.nan_to_num(0.0, posinf=0.0, neginf=0.0)  # for the log, which is JSON; TRL takes what it was given
         first = self.accelerator.process_index * len(self._rows)
         ours = total[first : first + len(self._rows)].tolist()
         self.run.score({row.rollout.id: reward for row, reward in zip(self._rows, ours, strict=True) if row.trains})
