@@ -11,7 +11,8 @@
 Weights and tokens are random; lengths are lognormal as in long reasoning, truncated at the limit. The first update is a
 warm-up, and the later ones are timed. If memory runs out, the result is `"fits": false` with the memory requested.
 Variants run in turn, each with a new model. `keep`: micro-batches of `--kept-tokens` keep their activations instead of
-recomputing them; longer rollouts are recomputed. `compile`: torch.compile of each layer.
+recomputing them; longer rollouts are recomputed. `compile`: torch.compile of each layer, of the log-probabilities and
+of the optimizer step. `--profile` adds an update under PyTorch's profiler: GPU seconds by kind of kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import random
 import resource
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["recompute"])
     parser.add_argument("--kept-tokens", type=int, default=4096)
     parser.add_argument("--timed-updates", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="one more update, under PyTorch's profiler")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -114,6 +117,55 @@ def peak_gib(device: str) -> float:
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+KERNELS = {  # the first kind that occurs in a kernel's name; the rest is "other"
+    "attention": ("flash", "fmha", "attention"),
+    "matrix multiplications": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "xmma"),
+    "compiled": ("triton",),
+    "copies": ("memcpy", "memset"),
+    "elementwise and reductions": ("elementwise", "reduce", "softmax", "index", "scatter", "gather", "cat", "foreach"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), "other")
+
+
+def profiled(learner: Learner, batch: list[Rollout], version: int, device: str) -> dict[str, Any]:
+    """Seconds by kind of kernel, and of the optimizer step, which are part of them."""
+    activity = torch.profiler.ProfilerActivity
+    on_gpu = device.startswith("cuda")
+    step, of_optimizer = learner._optimizer.step, 0.0
+
+    def timed_step(learning_rate: float, gradient_scale: float) -> None:
+        nonlocal of_optimizer
+        if on_gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(learning_rate, gradient_scale)
+        if on_gpu:
+            torch.cuda.synchronize()
+        of_optimizer += time.perf_counter() - begin
+
+    learner._optimizer.step = timed_step  # type: ignore[method-assign]
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
+        begin = time.perf_counter()
+        learner.step(batch, version)
+        whole = time.perf_counter() - begin
+    seconds: Counter[str] = Counter()
+    longest: Counter[str] = Counter()
+    for event in profile.key_averages():
+        of_event = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        seconds[kind_of(event.key)] += of_event
+        longest[event.key[:80]] += of_event
+    return {
+        "profiled_seconds": round(whole, 2),
+        "seconds_by_kind": {kind: round(value, 2) for kind, value in seconds.most_common()},
+        "longest_kernels": {kernel: round(value, 2) for kernel, value in longest.most_common(12)},
+        "seconds_of_optimizer": round(of_optimizer, 3),
+    }
 
 
 def measured(options: argparse.Namespace, variant: str, result: dict[str, Any]) -> None:
@@ -168,6 +220,9 @@ def measured(options: argparse.Namespace, variant: str, result: dict[str, Any]) 
             for name in ("padding_fraction", "padding_saved", "micro_batches", "mismatch_kl", "grad_norm")
         },
     }
+    if options.profile:
+        batch = rollouts(options, config.vocab_size, options.timed_updates)
+        result |= profiled(learner, batch, options.timed_updates, options.device)
 
 
 def main() -> int:

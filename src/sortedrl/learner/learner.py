@@ -105,7 +105,7 @@ class Learner:
         self._overhead_tokens = overhead_tokens(self._device.type, layers, model.num_parameters())
         # Entered around each micro-batch of a gradient. shared_gpu.py limits the SMs there.
         self.micro_batch_scope: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._policy_scorer = TokenScorer(model, settings.temperature)
+        self._policy_scorer = TokenScorer(model, settings.temperature, compiled=settings.compile_layers)
         self._reference_scorer = self._frozen_scorer()
         self._adapted: Any = None
         if settings.lora_rank:
@@ -117,11 +117,13 @@ class Learner:
                 checkpoint_layers(trained, settings.recompute_above_tokens)
             if settings.compile_layers:
                 compile_layers(trained)
-        self._optimizer = AdamW(list(trainable(model).values()), settings.weight_decay)
-        self._critic_optimizer = (
-            AdamW(list(trainable(self.critic).values()), settings.weight_decay) if self.critic is not None else None
-        )
+        self._optimizer = self._optimizer_of(model)
+        self._critic_optimizer = self._optimizer_of(self.critic) if self.critic is not None else None
         self._gradient_cosine = GradientCosine(self._optimizer.parameters) if settings.gradient_cosine else None
+
+    def _optimizer_of(self, trained: nn.Module) -> AdamW:
+        weights = list(trainable(trained).values())
+        return AdamW(weights, self.settings.weight_decay, compiled=self.settings.compile_layers)
 
     def _frozen_scorer(self) -> TokenScorer | None:
         """The reference of the KL term. LoRA needs no copy: the reference is the model without its adapters."""
@@ -129,7 +131,8 @@ class Learner:
             return None
         if self.settings.lora_rank:
             return self._policy_scorer
-        return TokenScorer(copy.deepcopy(self.model).requires_grad_(False), self.settings.temperature)
+        frozen = copy.deepcopy(self.model).requires_grad_(False)
+        return TokenScorer(frozen, self.settings.temperature, compiled=self.settings.compile_layers)
 
     def set_initial_rewards(self, rewards: Sequence[float]) -> None:
         """Rewards of the initial policy, such as those of an evaluation before the first update.

@@ -152,6 +152,21 @@ def loss_normalizer(mask_bt: Tensor, aggregation: Aggregation, normalizer_tokens
     return max(1.0, float(mask_bt.any(1).sum()))
 
 
+def token_scores(
+    logits_cv: Tensor, targets_c: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of its distribution, in fp32, at this temperature."""
+    logits_cv = logits_cv.float()
+    if temperature != 1.0:
+        logits_cv = logits_cv / temperature
+    log_total_c = logits_cv.logsumexp(-1)
+    chosen_c = logits_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        probabilities_cv = (logits_cv - log_total_c[:, None]).exp()
+        entropy_c = log_total_c - (probabilities_cv * logits_cv).sum(-1)
+    return chosen_c - log_total_c, entropy_c
+
+
 def selected_logprobs(
     hidden_nh: Tensor,
     targets_n: Tensor,
@@ -159,23 +174,16 @@ def selected_logprobs(
     temperature: float,
     entropy_gradient: bool,
     logits_per_chunk: int = LOGITS_PER_CHUNK,
+    scores: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]] = token_scores,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, both `_n` in fp32, at this temperature.
 
     `head` maps hidden states to logits. Only one chunk of logits exists at a time: the backward pass recomputes each
-    chunk. The entropy has no gradient unless requested.
+    chunk. The entropy has no gradient unless requested. `scores` is `token_scores` or the same, compiled.
     """
 
     def score(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
-        logits_cv = head(hidden_ch).float()
-        if temperature != 1.0:
-            logits_cv = logits_cv / temperature
-        log_total_c = logits_cv.logsumexp(-1)
-        chosen_c = logits_cv.gather(-1, targets_c[:, None]).squeeze(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            probabilities_cv = (logits_cv - log_total_c[:, None]).exp()
-            entropy_c = log_total_c - (probabilities_cv * logits_cv).sum(-1)
-        return chosen_c - log_total_c, entropy_c
+        return scores(head(hidden_ch), targets_c, temperature, entropy_gradient)
 
     if not len(targets_n):
         empty_n = hidden_nh.new_zeros(0, dtype=torch.float32)

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.learner.batching import UpdateBatch
-from sortedrl.learner.losses import selected_logprobs
+from sortedrl.learner.losses import selected_logprobs, token_scores
 from sortedrl.learner.settings import require
 
 
@@ -27,9 +27,10 @@ class TokenScorer:
     the start detects it, and the model's own logits are used.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, *, compiled: bool = False) -> None:
         self.model = model
         self._temperature = temperature
+        self._scores = torch.compile(token_scores, dynamic=True) if compiled else token_scores
         head: nn.Module | None = model.get_output_embeddings()
         self._head = head if head is not None and self._gives_the_logits(head) else None
 
@@ -74,7 +75,12 @@ class TokenScorer:
         else:
             head, features_btf = nn.Identity(), self.model(input_ids=tokens_bt, use_cache=False).logits
         return selected_logprobs(
-            features_btf[row_n, place_n - 1], tokens_bt[row_n, place_n], head, self._temperature, entropy_gradient
+            features_btf[row_n, place_n - 1],
+            tokens_bt[row_n, place_n],
+            head,
+            self._temperature,
+            entropy_gradient,
+            scores=self._scores,
         )
 
 

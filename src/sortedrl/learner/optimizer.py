@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+ELEMENTS_AT_ONCE = 1 << 26  # limits the fp32 temporaries to a few times 0.25 GiB
+
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
@@ -47,12 +49,14 @@ class AdamW:
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
-    ELEMENTS_AT_ONCE = 1 << 26  # limits the fp32 temporaries to a few times 0.25 GiB
     # On a GPU, small parameters are stepped together: launching kernels for each one takes longer than the arithmetic.
     JOINED_ON, JOINED_ELEMENTS = ("cuda",), 1 << 22
 
-    def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float, *, compiled: bool = False) -> None:
+        """`compiled`: with torch.compile, which reads and writes each number once instead of about ten times."""
         self.parameters = list(parameters)
+        self._compiled = compiled
+        self._step_flat = torch.compile(_step_flat, dynamic=True) if compiled else _step_flat
         self.weight_decay = weight_decay
         self.steps = 0
         self._joined = [_Joined.of(members) for members in self._neighbors()]
@@ -95,40 +99,43 @@ class AdamW:
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         self.steps += 1
         for joined in self._joined:
-            decay = 1.0 - learning_rate * self.weight_decay if self._decays(joined.parameters[0]) else 1.0
+            numbers = self._numbers(joined.parameters[0], learning_rate, gradient_scale)
             gradients = [parameter.grad for parameter in joined.parameters if parameter.grad is not None]
             if len(joined.parameters) == 1 or len(gradients) < len(joined.parameters):
-                self._step_each(joined, learning_rate, gradient_scale, decay)
+                self._step_each(joined, numbers)
                 continue
             weight = torch.cat([parameter.view(-1) for parameter in joined.parameters])
             gradient = torch.cat([gradient.flatten() for gradient in gradients])
-            change = self._change(gradient.float() * gradient_scale, joined.first, joined.second)
-            _subtract(weight, joined.remainder, change, learning_rate, decay)
+            self._step_flat(weight, joined.remainder, gradient, joined.first, joined.second, *numbers)
             torch._foreach_copy_(joined.parameters, joined.split(weight))
 
-    def _step_each(self, joined: _Joined, learning_rate: float, gradient_scale: float, decay: float) -> None:
+    def _numbers(
+        self, parameter: nn.Parameter, learning_rate: float, gradient_scale: float
+    ) -> Sequence[float | Tensor]:
+        """What `_step_flat` needs beside tensors. A compiled one takes tensors: numbers would be part of its code."""
+        decay = 1.0 - learning_rate * self.weight_decay if self._decays(parameter) else 1.0
+        numbers = (gradient_scale, learning_rate, decay, *(1 - beta**self.steps for beta in self.BETAS))
+        if not self._compiled:
+            return numbers
+        return torch.tensor(numbers, dtype=torch.float32, device=parameter.device).unbind()
+
+    def _step_each(self, joined: _Joined, numbers: Sequence[float | Tensor]) -> None:
         """In place, a part at a time; parameters without a gradient stay as they are."""
         moments = zip(joined.split(joined.first), joined.split(joined.second), strict=True)
         remainders = joined.split(joined.remainder) if joined.remainder is not None else [None] * len(joined.parameters)
         for parameter, (first, second), remainder in zip(joined.parameters, moments, remainders, strict=True):
             if parameter.grad is None:
                 continue
-            flat = [
-                torch.split(tensor.view(-1), self.ELEMENTS_AT_ONCE)
-                for tensor in (parameter, parameter.grad.contiguous(), first, second)
-            ]
-            low = torch.split(remainder.view(-1), self.ELEMENTS_AT_ONCE) if remainder is not None else None
-            for index, (weight, gradient, m, v) in enumerate(zip(*flat, strict=True)):
-                change = self._change(gradient.float() * gradient_scale, m, v)
-                _subtract(weight, low[index] if low is not None else None, change, learning_rate, decay)
-
-    def _change(self, gradient: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        beta1, beta2 = self.BETAS
-        mean = first.float().lerp_(gradient, 1 - beta1)
-        first.copy_(mean)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        spread = (second / (1 - beta2**self.steps)).sqrt_().add_(self.EPSILON)
-        return (mean / (1 - beta1**self.steps)).div_(spread)
+            gradient = parameter.grad.contiguous()
+            for begin in range(0, parameter.numel(), ELEMENTS_AT_ONCE):
+                self._step_flat(
+                    _part(parameter, begin),
+                    _part(remainder, begin) if remainder is not None else None,
+                    _part(gradient, begin),
+                    _part(first, begin),
+                    _part(second, begin),
+                    *numbers,
+                )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -150,13 +157,40 @@ class AdamW:
                 tensor.copy_(value)
 
 
-def _subtract(weight: Tensor, remainder: Tensor | None, change: Tensor, learning_rate: float, decay: float) -> None:
+def _part(tensor: Tensor, begin: int) -> Tensor:
+    """As `data` it is not a view: torch.compile would compile again for each shape of what it is a view of."""
+    return tensor.view(-1)[begin : begin + ELEMENTS_AT_ONCE].data
+
+
+def _step_flat(
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient_scale: float | Tensor,
+    learning_rate: float | Tensor,
+    decay: float | Tensor,
+    first_correction: float | Tensor,
+    second_correction: float | Tensor,
+) -> None:
     """In place. With a remainder, the weight is bf16, and both together are the fp32 weight."""
+    beta1, beta2 = AdamW.BETAS
+    gradient = gradient.float() * gradient_scale
+    mean = first.float().lerp_(gradient, 1 - beta1)
+    first.copy_(mean)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    spread = (second / second_correction).sqrt_().add_(AdamW.EPSILON)
+    change = (mean / first_correction).div_(spread)
     if remainder is None:
-        weight.mul_(decay).sub_(change, alpha=learning_rate)
+        _subtract(weight.mul_(decay), change, learning_rate)
     else:
-        exact = join_bf16(weight, remainder).mul_(decay).sub_(change, alpha=learning_rate)
-        split_bf16(exact, weight, remainder)
+        exact = join_bf16(weight, remainder).mul_(decay)
+        split_bf16(_subtract(exact, change, learning_rate), weight, remainder)
+
+
+def _subtract(exact: Tensor, change: Tensor, factor: float | Tensor) -> Tensor:
+    return exact.sub_(change * factor) if isinstance(factor, Tensor) else exact.sub_(change, alpha=factor)
 
 
 def join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
