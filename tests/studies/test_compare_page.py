@@ -137,6 +137,19 @@ def test_a_threshold_below_the_scores_at_the_start_is_noticed(folder: Path) -> N
     assert notice in compared(folder).notices
 
 
+def test_arms_that_trained_on_different_numbers_of_rollouts_are_noticed(folder: Path) -> None:
+    """As under a staleness bound: a longer run has the better score, whichever arm learns more per rollout."""
+    assert not any("rollouts" in notice for notice in compared(folder).notices)
+    for seed in range(SEEDS):
+        longer = line("fast", seed)
+        longer["curve"]["rollouts"] = [2 * rollouts for rollouts in longer["curve"]["rollouts"]]
+        append(folder / "results.jsonl", longer)
+    assert [notice for notice in compared(folder).notices if "rollouts" in notice] == [
+        "the runs of fast trained on 12,800 rollouts, those of slow on 6,400: final_score and curve_area favor the "
+        "longer runs. Compare samples_to_threshold instead"
+    ]
+
+
 def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Path) -> None:
     failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
     append(folder / "results.jsonl", failed | {"error": "CUDA out of memory (exit code 2)"})

@@ -27,6 +27,8 @@ from sortedrl.studies.compare.paired import (
 from sortedrl.studies.compare.results import Key, Line, problems_used, versions_used
 from sortedrl.studies.compare.study import Contrast, Study
 
+EQUAL_ROLLOUTS = 1.1  # arms whose numbers of trained rollouts differ by a larger factor get a notice
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -242,6 +244,20 @@ def _differing_versions(finished: Iterable[Finished]) -> list[str]:
     return [f"{name} {' and '.join(sorted(versions))}" for name, versions in found.items() if len(versions) > 1]
 
 
+def _unequal_rollouts(arm: str, minus: str, finished: Iterable[Finished]) -> str:
+    """Empty if the runs of both arms trained on about as many rollouts. Updates may be larger than their size."""
+    trained = {name: [run.curve[-1].rollouts for run in finished if run.arm == name] for name in (arm, minus)}
+    if not all(trained.values()):
+        return ""
+    ours, theirs = (fmean(trained[name]) for name in (arm, minus))
+    if max(ours, theirs) <= EQUAL_ROLLOUTS * min(ours, theirs):
+        return ""
+    return (
+        f"the runs of {arm} trained on {ours:,.0f} rollouts, those of {minus} on {theirs:,.0f}: final_score and "
+        "curve_area favor the longer runs. Compare samples_to_threshold instead"
+    )
+
+
 def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, Line]) -> Iterable[str]:
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
@@ -258,6 +274,8 @@ def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, L
         yield f"runs have different versions: {'; '.join(differing)}"
     by_key = {(run.arm, run.seed): run for run in finished}
     for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
+        if notice := _unequal_rollouts(arm, minus, finished):
+            yield notice
         if apart := _on_two_devices(arm, minus, by_key):
             names = ", ".join(name for name in NEEDS_ONE_DEVICE if name in study.outcomes)
             pairs = f"the runs of {arm} and {minus} are on different devices for seeds {', '.join(map(str, apart))}"
