@@ -17,7 +17,7 @@ import torch
 
 from paced import PacedEngine
 from scenarios import Run, scenario
-from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, events
+from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, TooManyRejected, events
 from sortedrl.core.engine import Change, Engine, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.errors import UserError
 from sortedrl.core.generate import generate
@@ -174,6 +174,26 @@ def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode
     failed = [event.reason for event in log if isinstance(event, events.Failed)]
     assert len(failed) == (0 if reason is None else 2) and all(reason in text for text in failed if reason)
     assert controller.ignored_changes == (2 if reason is None else 0)
+
+
+class KeepsItsVersion(PacedEngine):
+    """Takes the weights, but not their version."""
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        super().update_weights(weights, 0)
+
+
+@pytest.mark.parametrize("mode", ["baseline", "partial+elevator"])
+def test_an_engine_whose_tokens_keep_an_old_version_ends_the_run_with_the_reason(mode: str) -> None:
+    """All staleness would be wrong: in partial modes it grew with every update, others called it a bug of the mode."""
+    schedule = Schedule(mode=mode, rollouts_per_update=8, prompts_per_cohort=16, max_response_tokens=MOST)
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(48)])
+    engine = KeepsItsVersion(slots=8, length_of=lambda request: 2 + request.seed % 6)
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule)
+    with pytest.raises(TooManyRejected, match=r"tokens of version 0, and the last update_weights was to version [12]"):
+        for batch in controller:
+            assert batch.update < 2
+            controller.publish({})
 
 
 class ReturnsSomethingElse(PacedEngine):

@@ -238,6 +238,7 @@ class Controller:
         self.mark_phase("weights")
         weights, version = self._weights
         self.engine.update_weights(weights, version)
+        self._reports.engine_version = version
         self._weights = None
         if self.schedule.overlap:
             self._set_gate(OPEN)  # aborted rollouts wait for their slots

@@ -42,6 +42,7 @@ class EngineReports:
         self._max_tokens = moves.state.schedule.max_response_tokens
         self.ignored = 0
         self.restored_version = 0  # of the checkpoint: no new token is older
+        self.engine_version = 0  # of the last weight update, which found nothing submitted: no new token is older
 
     def poll(self, until: float | None) -> None:
         self.apply(checked_changes(self._engine, "poll", self._engine.poll(until)))
@@ -127,6 +128,9 @@ class EngineReports:
             return f"tokens of version {segment.version}, and versions count from 0"
         if segment.version > self._moves.state.version:
             return f"tokens of version {segment.version}, and the newest is {self._moves.state.version}"
+        if segment.version < self.engine_version:
+            now = self.engine_version
+            return f"tokens of version {segment.version}, and the last update_weights was to version {now}"
         newest = rollout.newest_version
         if newest is not None and segment.version < newest:
             return f"tokens of version {segment.version} after tokens of version {newest}"
