@@ -327,6 +327,23 @@ def test_the_sentence_says_when_nothing_is_gained() -> None:
     modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 1.01e7, staleness=0.6)}
     assert conclusion(rows_of(*modes), modes).startswith("You do not need this: baseline")
     assert conclusion(rows_of("baseline"), modes).startswith("You do not need this")
+    modes["partial"] = metrics_of("partial", 1.0203e7, staleness=0.6)
+    assert "after it" not in conclusion(rows_of(*modes), modes), "no later epoch gains more"
+
+
+@pytest.mark.parametrize("limit", [8000.0, 1e6])
+def test_a_gain_counts_however_far_all_modes_are_from_the_limit(limit: float) -> None:
+    """As with environments that take minutes, slow rewards or a slow learner."""
+    modes = {"baseline": metrics_of("baseline", 1e7), "partial": metrics_of("partial", 5e7, staleness=0.6)}
+    modes = {name: run_metrics | {"limit": limit} for name, run_metrics in modes.items()}
+    assert conclusion(rows_of(*modes), modes).startswith("partial trains on 5.00 times")
+
+
+def test_plan_needs_a_mode_that_gains_far_from_the_limit() -> None:
+    slow = ["--cohorts", "2", *SMALL[2:], "--score-seconds", "20000", "--json"]
+    found = json.loads(sortedrl("plan", *slow).stdout)
+    assert found["needed"] and found["choice"]["run_of_limit"] > 1.1 * found["baseline"]["run_of_limit"]
+    assert found["choice"]["run_of_limit"] < 0.02
 
 
 def test_a_gain_that_starts_with_the_second_epoch_is_no_reason_to_do_without() -> None:
@@ -366,7 +383,7 @@ def test_plan_does_not_call_a_mode_needless_that_a_bound_excludes() -> None:
     assert found["choice"]["name"].startswith("baseline") and found["choice"]["of_limit"] < 0.6
     assert "You do not need this" not in found["reason"]
     excluded = max((o for o in found["options"] if abs(o["length_bias"]) <= 0.02), key=lambda o: o["of_limit"])
-    assert found["reason"].startswith("Within your bounds no mode is more than 0.02 faster than baseline")
+    assert found["reason"].startswith("Within your bounds no mode is more than 2% faster than baseline")
     assert f"{excluded['name']} would reach {excluded['of_limit']:.2f}" in found["reason"]
     assert "max_staleness_mean = 0" in found["reason"]
 

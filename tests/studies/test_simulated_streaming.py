@@ -14,7 +14,7 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated_learner import SharedDevice, speed_at
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import RunMetrics
-from sortedrl.studies.plan import CLOSE, Allowed, plan
+from sortedrl.studies.plan import Allowed, is_faster, plan
 from sortedrl.studies.workload import Workload, run
 
 # One harvest of 128 rollouts takes about 60 s here, and the learner then about 0.6 of that.
@@ -81,7 +81,7 @@ def test_plan_recommends_it_where_it_pays() -> None:
     assert "add --stream (exact)" in found.reason
     shared = found.streamed_on_shared_gpu
     assert shared is not None and found.choice.run_of_limit < shared.run_of_limit < found.streamed.run_of_limit
-    assert ("stream_sms" in found.reason) == (shared.run_of_limit > found.choice.run_of_limit + CLOSE)
+    assert ("stream_sms" in found.reason) == is_faster(shared, found.choice)
     without = plan(replace(small, learner_seconds_per_token=0.0), schedule, allowed)
     assert without.streamed is None and without.streamed_on_shared_gpu is None and "--stream" not in without.reason
 

@@ -31,7 +31,7 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     known = {first.workload.expectation, "warm"}  # `oracle` lengths exist in simulations only
     usable = [options[row.name] for row in rows if row.workload.expectation in known]
     if choice.name == first.name or choice.is_baseline or gain < 1.02:
-        return _nothing_gained(choice, _best(usable), modes, base)
+        return _nothing_gained(choice, _best([o for o in usable if o not in comparable]), modes, base)
     text = (
         f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
         f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "

@@ -28,7 +28,7 @@ from sortedrl.studies.workload_settings import (
     simulated_schedule,
 )
 
-CLOSE = 0.02  # of the limit
+CLOSE = 0.02  # of the faster one's speed, not of the limit: with slow environments or learners, all are far from that
 LARGER_UPDATES = 1.1  # times the size that was asked for: worth a sentence
 BASELINES = ("baseline", "baseline+longest-first")
 CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and less re-prefill
@@ -163,9 +163,7 @@ def plan(
     streamed = _streamed(workload, (choice, baseline), seeds)
     on_shared_gpu = _streamed(replace(workload, share_gpu=True), (choice, baseline), seeds)
     needed = not choice.is_baseline
-    keys_matter = (
-        is_allowed(with_kv_cache_reuse, allowed) and with_kv_cache_reuse.run_of_limit > choice.run_of_limit + CLOSE
-    )
+    keys_matter = is_allowed(with_kv_cache_reuse, allowed) and is_faster(with_kv_cache_reuse, choice)
     return Plan(
         choice=choice,
         runner_up=runner_up,
@@ -198,11 +196,16 @@ def option(name: str, schedule: Schedule, run_metrics: dict[str, Any]) -> Option
 def choose(options: Sequence[Option], allowed: Allowed) -> tuple[Option, Option | None]:
     """The choice and the best option of another mode. Baselines are always allowed: no cut and no stale responses."""
     fit = [o for o in options if o.is_baseline or is_allowed(o, allowed)]
-    fastest = max(o.run_of_limit for o in fit)
-    close = [o for o in fit if o.run_of_limit >= fastest - CLOSE]
+    fastest = max(fit, key=lambda o: o.run_of_limit)
+    close = [o for o in fit if not is_faster(fastest, o)]
     choice = min(close, key=lambda o: (not o.is_baseline, round(o.staleness_mean, 2), -o.run_of_limit))
     others = [o for o in fit if o.schedule.mode != choice.schedule.mode]
     return choice, max(others, key=lambda o: (o.run_of_limit, -o.staleness_mean), default=None)
+
+
+def is_faster(one: Option, other: Option) -> bool:
+    """By more than `CLOSE`."""
+    return (1 - CLOSE) * one.run_of_limit > other.run_of_limit
 
 
 def is_allowed(option: Option, allowed: Allowed) -> bool:
@@ -225,10 +228,10 @@ def reason_for_baseline(choice: Option, too_stale: Option | None, allowed: Allow
     if too_stale is None:
         return (
             f"You do not need this: {choice.name} reaches {choice.run_of_limit:.2f} of the limit with on-policy, uncut "
-            f"responses; no allowed mode is more than {CLOSE:.2f} faster."
+            f"responses; no allowed mode is more than {CLOSE:.0%} faster."
         )
     return (
-        f"Within your bounds no mode is more than {CLOSE:.2f} faster than {choice.name}, which reaches "
+        f"Within your bounds no mode is more than {CLOSE:.0%} faster than {choice.name}, which reaches "
         f"{choice.run_of_limit:.2f} of the limit. {too_stale.name} would reach {too_stale.run_of_limit:.2f} at token "
         f"staleness {too_stale.staleness_mean:.2f} (max_staleness_mean = {allowed.staleness_mean:g})."
     )
@@ -238,7 +241,7 @@ def _too_stale(options: Sequence[Option], choice: Option, allowed: Allowed) -> O
     """The fastest option that only the bound on staleness excludes, if it is much faster than the choice."""
     fit = [o for o in options if is_allowed(o, replace(allowed, staleness_mean=None)) and not is_allowed(o, allowed)]
     fastest = max(fit, key=lambda o: o.run_of_limit, default=None)
-    return fastest if fastest is not None and fastest.run_of_limit > choice.run_of_limit + CLOSE else None
+    return fastest if fastest is not None and is_faster(fastest, choice) else None
 
 
 def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option | None, baseline: Option) -> str:
@@ -297,7 +300,7 @@ def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int
 
 def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
     """A sentence for `reason`, if streaming pays."""
-    if streamed is None or streamed.run_of_limit <= choice.run_of_limit + CLOSE:
+    if streamed is None or not is_faster(streamed, choice):
         return ""
     return (
         f" {how}: {streamed.name.removesuffix(', streamed')} then reaches {streamed.run_of_limit:.2f}, "
@@ -357,8 +360,8 @@ def _best_of(ratio: float, options: Sequence[Option], allowed: Allowed) -> Updat
     fit = [o for o in others if is_allowed(o, allowed)]
     best = choose(fit, allowed)[0] if fit else None
     excluded = fastest(o for o in others if not is_allowed(o, allowed))
-    reached = max(o.run_of_limit for o in (baseline, best) if o is not None)
-    if excluded is None or excluded.run_of_limit <= reached + CLOSE:
+    reached = baseline if best is None or baseline.run_of_limit > best.run_of_limit else best
+    if excluded is None or not is_faster(excluded, reached):
         return UpdateSize(ratio, baseline, best, None)
     return UpdateSize(ratio, baseline, best, excluded, why_excluded(excluded, allowed))
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.observe.metrics import BUBBLE_PARTS
-from sortedrl.studies.plan import CLOSE, Option, Plan, UpdateSize, takes_other_time
+from sortedrl.studies.plan import Option, Plan, UpdateSize, is_faster, takes_other_time
 
 WIDEST = 250  # columns of a table
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
@@ -150,7 +150,7 @@ def _gain_at(row: UpdateSize) -> str:
     def times(option: Option) -> str:
         return f"{option.run_of_limit / row.baseline.run_of_limit if row.baseline.run_of_limit else 0.0:.2f}x"
 
-    gains = row.best is not None and row.best.run_of_limit > row.baseline.run_of_limit + CLOSE
+    gains = row.best is not None and is_faster(row.best, row.baseline)
     text = times(row.best) if row.best is not None else times(row.baseline)
     if row.excluded is None:
         return text if gains else f"{text}: you do not need this"
