@@ -270,6 +270,14 @@ def test_a_run_that_ends_within_a_cohort_says_so() -> None:
     assert "within its first cohort" not in sortedrl("simulate", "--modes", "baseline", "--updates", "4", *SMALL).stderr
 
 
+def test_answers_that_come_too_late_are_noted() -> None:
+    """They fail, as in a run, and after `max_retries` the response is rejected: half of the tokens are wasted."""
+    words = ("simulate", "--modes", "baseline", *SMALL, "--turns", "2", "--environment-seconds")
+    late = "about 31% of the answers take longer than max_environment_seconds = 300 and fail"
+    assert late in sortedrl(*words, "300").stderr
+    assert "max_environment_seconds" not in sortedrl(*words, "60").stderr
+
+
 def test_drawn_lengths_that_the_limit_cuts_are_noted() -> None:
     words = ("simulate", "--modes", "baseline", *SMALL, "--max-response-tokens", "200")
     assert "cuts about 97% of the drawn responses, whose median is 1273.7 tokens" in sortedrl(*words).stderr

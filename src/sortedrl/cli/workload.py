@@ -16,6 +16,7 @@ from sortedrl.studies.workload_settings import (
     WorkloadSettings,
     drawn_lengths_cut,
     few_lengths,
+    late_answers,
     lengths_cut,
     simulated_schedule,
 )
@@ -39,9 +40,9 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
 
 
 def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
-    """What a user should see before the answer: cut or few responses, split groups, updates that cannot fill slots, and
-    what takes long."""
-    responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings)
+    """What a user should see before the answer: cut or few responses, late answers of environments, split groups,
+    updates that cannot fill slots, and what takes long."""
+    responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings), late_answers(settings)
     for notice in (*responses, _split_groups(settings), _small_updates(settings), _long_runs(settings), *more):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)

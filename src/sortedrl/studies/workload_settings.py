@@ -34,6 +34,7 @@ MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
 MANY_CUT = 0.2  # fraction of the drawn lengths
+MANY_LATE = 0.05  # fraction of the drawn answers of environments
 PromptTokens = Annotated[int, Field(ge=0, le=MOST, description="tokens per prompt")]
 
 
@@ -248,6 +249,22 @@ def drawn_lengths_cut(settings: SimulatedSettings) -> str | None:
     return (
         f"max_response_tokens = {limit} cuts about {cut:.0%} of the drawn responses, whose median is "
         f"{settings.median_length:g} tokens. Set --median-length to that of your responses."
+    )
+
+
+def late_answers(settings: SimulatedSettings) -> str | None:
+    """A notice if many answers of environments miss their deadline: they fail, and waste the tokens before them."""
+    if settings.replayed_episodes is not None or settings.turns == 1 or not settings.environment_seconds:
+        return None
+    limit = simulated_schedule(settings).max_environment_seconds
+    sd = DrawnEpisodes.sigma
+    median = settings.environment_seconds * math.exp(-(sd**2) / 2)
+    late = NormalDist(0, sd).cdf(math.log(median / limit))
+    if late < MANY_LATE:
+        return None
+    return (
+        f"environment_seconds = {settings.environment_seconds:g}: about {late:.0%} of the answers take longer than "
+        f"max_environment_seconds = {limit:g} and fail, as in a run with this limit."
     )
 
 
