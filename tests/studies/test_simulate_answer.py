@@ -203,6 +203,8 @@ def test_plan_names_the_settings_of_a_choice() -> None:
     found = tomllib.loads(settings_of(replace(BASELINE, schedule=capped)).replace(", ", "\n"))
     assert found == {"mode": "partial+elevator", "prompts_per_cohort": 256, "oversubscribe": 1.3}
     assert Schedule(**found) == capped
+    bounded = replace(capped, max_staleness=4)
+    assert settings_of(replace(BASELINE, schedule=bounded)).endswith("oversubscribe = 1.3, max_staleness = 4")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def settings_of(option: Option) -> str:
     found = [f'mode = "{schedule.mode}"', f"prompts_per_cohort = {schedule.prompts_per_cohort}"]
     if schedule.oversubscribe is not None:
         found.append(f"oversubscribe = {schedule.oversubscribe:g}")
+    if schedule.max_staleness is not None:  # as it was asked for: the speed and the staleness are those under it
+        found.append(f"max_staleness = {schedule.max_staleness}")
     return ", ".join(found)
 
 
