@@ -129,6 +129,21 @@ def test_a_run_whose_last_update_was_evaluated_has_ended(model: Path, tmp_path: 
     assert Follower(run, PlainConsole(lambda line: None)).watched(1e9).outcome == watch.INTERRUPTED
 
 
+def test_a_run_whose_data_ended_before_its_updates_was_not_interrupted(model: Path, tmp_path: Path) -> None:
+    """Its last update was evaluated, so only a checkpoint follows its end, and updates are left."""
+    run, quiet = tmp_path / "run", PlainConsole(lambda line: None)
+    assert started(train_command(model, run, "--updates", "2", "--eval-every", "2")).wait().returncode == 0
+    metrics = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(metrics.replace('"updates_in_all": 2,', '"updates_in_all": 9,'))
+    assert watched(str(run)).stdout.splitlines()[-1].startswith("ended: score ")
+    (run / "summary.json").unlink()
+    lock = ProcessLock(run / RUN_LOCK)
+    assert Follower(run, quiet).watched(1e9).outcome == watch.RUNS, "it saves its model"
+    lock.release()
+    (run / "config.json").unlink()
+    assert Follower(run, quiet).watched(1e9).outcome == watch.ENDED, "a loop of its own saves at the end, too"
+
+
 def test_a_killed_run_is_known_by_its_lock_or_by_its_silence(killed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(killed, run)
@@ -351,4 +366,5 @@ def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
     seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched(600.0)
     assert watch.outcome_line(tmp_path, seen) == f"ended. For its metrics: sortedrl report {tmp_path}"
     (tmp_path / "config.json").write_text('{"updates": null}')  # of `sortedrl train`, for all epochs
+    seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched(600.0)
     assert watch.outcome_line(tmp_path, seen).endswith(f"sortedrl train --resume {tmp_path}")

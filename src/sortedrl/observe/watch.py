@@ -3,9 +3,10 @@
     run --kept_readable--> files --Follower.catch_up--> RunConsole
 
 The log shows how a run ended. The phase `end` is followed by an evaluation, unless the last update was evaluated
-already, and by a summary. If the run was interrupted, only a checkpoint follows, and updates are left. A killed run
-writes nothing more, and neither does a run that is busy without an event. The lock of the process that writes the log
-tells the two apart. If it does not, as on another machine, watching continues until the silence is unusually long.
+already, and by a summary. If the run was interrupted, only a checkpoint follows, and updates are left. If its data
+ended before its updates, the same may follow, and then a summary. A killed run writes nothing more, and neither does a
+run that is busy without an event. The lock of the process that writes the log tells the two apart. If it does not, as
+on another machine, watching continues until the silence is unusually long.
 
 Invariants: only complete lines are read; rolled-back lines are dropped, in both files, and so are events of earlier
 runs in the same log; nothing is written.
@@ -108,7 +109,7 @@ def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
 
 def outcome_line(folder: Path, watched: Watched) -> str:
     """How the run ended, and its bottleneck."""
-    is_of_train = "updates" in _read(folder / "config.json")  # else of TRL, verl or a loop of its own
+    is_of_train = _is_of_train(folder)
     if watched.outcome == STOPPED:
         last = f"last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}"
         if watched.process_is_there:
@@ -232,21 +233,22 @@ class Follower:
             return REMOVED
         if "end" in self._phases:
             after = self._phases[self._phases.index("end") + 1 :]
-            if "evaluation" in after or (after and self._all_updates_are_done()):
-                if _updates_in_summary(self._folder) == self._updates:
-                    return ENDED
-            elif after:
-                return INTERRUPTED
-            elif silent > END_SILENCE_SECONDS:
+            if after and (not _is_of_train(self._folder) or _updates_in_summary(self._folder) == self._updates):
                 return ENDED
+            if not after and silent > END_SILENCE_SECONDS:
+                return ENDED
+            if after and not self._has_a_summary_to_come(after, process_is_there):
+                return INTERRUPTED
         too_long = max(stopped_after_seconds, UNUSUAL_SILENCE * self._longest_silence)
         if process_is_there is False:
             too_long = END_SILENCE_SECONDS  # by now its last lines have been read
         return STOPPED if silent > too_long else RUNS
 
-    def _all_updates_are_done(self) -> bool:
-        """As far as metrics.jsonl counts them: then a summary follows the last checkpoint."""
-        return self._updates_in_all is not None and self._updates >= self._updates_in_all
+    def _has_a_summary_to_come(self, after: Sequence[str], process_is_there: bool | None) -> bool:
+        """Whether the run may not have been interrupted: it evaluates at its end, has made all updates, or its data
+        ended before, in which case its process is still there after the checkpoint."""
+        all_done = self._updates_in_all is not None and self._updates >= self._updates_in_all
+        return "evaluation" in after or all_done or bool(process_is_there)
 
     def _show(self, line: dict[str, Any], *, old: bool = False) -> None:
         self._updates_in_all = line.get("updates_in_all", self._updates_in_all)
@@ -315,6 +317,11 @@ def _process_is_there(folder: Path) -> bool | None:
     """Whether a process writes the log, of `sortedrl train` or of another loop; None if that is unknown."""
     known = [process_is_there(folder / RUN_LOCK), process_is_there(lock_of_log(folder / "events.jsonl"))]
     return True if True in known else False if False in known else None
+
+
+def _is_of_train(folder: Path) -> bool:
+    """Else of TRL, verl or a loop of its own, whose log does not show whether its end is an interrupt."""
+    return "updates" in _read(folder / "config.json")
 
 
 def _updates_in_settings(folder: Path) -> int | None:
