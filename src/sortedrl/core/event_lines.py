@@ -6,8 +6,9 @@ import io
 import json
 import math
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
 
 from sortedrl.core.events import (
@@ -25,9 +26,14 @@ from sortedrl.core.events import (
 )
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
-_WITH_COLUMNS = frozenset(kind for kind in _TYPES.values() if "tuple" in str(kind.__annotations__))
+_COLUMNS: dict[type, tuple[str, ...]] = {  # fields that are tuples, lists in JSON, by event type
+    kind: columns
+    for kind in _TYPES.values()
+    if (columns := tuple(name for name, hint in get_type_hints(kind).items() if get_origin(hint) is tuple))
+}
 _PLAIN_TYPES: dict[Any, set[type]] = {int: {int}, float: {float, int}, str: {str}}  # of decoded values, by field type
 _JSON = json.JSONDecoder()
+_new: Any = tuple.__new__
 
 
 def _template(kind: type) -> str:
@@ -73,9 +79,11 @@ def written(log: Iterable[Event]) -> str:
 def decode(line: str) -> Event:
     fields = _from_json(line)
     kind: Any = _TYPES[fields.pop("event")]
-    if kind in _WITH_COLUMNS:
-        fields = {name: _frozen(value) for name, value in fields.items()}
-    event: Event = kind._make(fields.values()) if tuple(fields) == kind._fields else kind(**fields)
+    if kind in _COLUMNS:
+        for name in _COLUMNS[kind]:
+            if type(fields[name]) is list:
+                fields[name] = _frozen(fields[name])
+    event: Event = _new(kind, fields.values()) if tuple(fields) == kind._fields else kind(**fields)
     return event
 
 
@@ -88,8 +96,14 @@ def _from_json(line: str) -> Any:
     return _JSON.decode(line)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple([_frozen(one) if type(one) is list else one for one in value]) if isinstance(value, list) else value
+def _frozen(column: list[Any]) -> tuple[Any, ...]:
+    """A column of plain values, or of lists of lists, as tuples. Any other one fits no event, as a tuple or a list."""
+    if not column or type(column[0]) is not list:
+        return tuple(column)
+    try:
+        return tuple([(*map(tuple, inner),) for inner in column])
+    except TypeError:
+        return tuple(column)
 
 
 class Damage(NamedTuple):
@@ -108,12 +122,16 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
         event = decode(line)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Damage(number, "not an event")
-    types_of = (type(event), *map(type, event))
+    kind = type(event)
+    types_of = (kind, *map(type, event))
     if types_of not in _SEEN_TO_FIT:
-        if not all(fits(value) for value, fits in zip(event, _checks()[type(event)], strict=True)):
-            return Damage(number, f"{type(event).__name__} with a wrong value")
-        if type(event) not in _WITH_COLUMNS:
-            _SEEN_TO_FIT.add(types_of)
+        if not all(fits(value) for value, fits in zip(event, _checks()[kind], strict=True)):
+            return Damage(number, f"{kind.__name__} with a wrong value")
+        _SEEN_TO_FIT.add(types_of)
+    elif kind in _COLUMNS:
+        for place, fits in _checks_of_columns()[kind]:
+            if not fits(event[place]):
+                return Damage(number, f"{kind.__name__} with a wrong value")
     if isinstance(event, Gate) and event.why not in GATES:
         return Damage(number, "Gate with a wrong value")
     if not math.isfinite(event.at):
@@ -123,13 +141,22 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
     return event
 
 
-_SEEN_TO_FIT: set[tuple[type, ...]] = set()  # an event and its fields; columns depend on more than their type
+_SEEN_TO_FIT: set[tuple[type, ...]] = set()  # an event and its fields; whether a column fits depends on more
 
 
 @cache
 def _checks() -> dict[type, tuple[Callable[[Any], bool], ...]]:
     """One test per field, by event type."""
     return {kind: tuple(map(_check_of, get_type_hints(kind).values())) for kind in _TYPES.values()}
+
+
+@cache
+def _checks_of_columns() -> dict[type, list[tuple[int, Callable[[Any], bool]]]]:
+    """Place and test of each column, by event type."""
+    return {
+        kind: [(i, fits) for i, fits in enumerate(_checks()[kind]) if kind._fields[i] in names]  # type: ignore[attr-defined]
+        for kind, names in _COLUMNS.items()
+    }
 
 
 def _check_of(hint: Any) -> Callable[[Any], bool]:
@@ -143,18 +170,23 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:
     if origin is types.UnionType:
         options = [_check_of(option) for option in inner]
         return lambda value: any(fits(value) for fits in options)
-    if origin is tuple:
-        count = None if inner[1:] == (...,) else len(inner)
+    if origin is tuple and inner[1:] == (...,):
         content = _check_of_content(inner[0])
-        return lambda value: type(value) is tuple and (count is None or len(value) == count) and content(value)
+        return lambda value: type(value) is tuple and content(value)
     plain = origin or hint
     return lambda value: type(value) is plain
 
 
-def _check_of_content(hint: Any) -> Callable[[Any], bool]:
-    """A test of a column, whose values have this type."""
+def _check_of_content(hint: Any) -> Callable[[Sequence[Any]], bool]:
+    """A test of a column, whose values have this type. A column of tuples is tested as one column of all they have."""
     plain = _PLAIN_TYPES.get(hint)
     if plain is not None:
         return lambda column: plain.issuperset(map(type, column))
-    fits = _check_of(hint)
-    return lambda column: all(map(fits, column))
+    inner = get_args(hint)
+    sizes = None if inner[1:] == (...,) else {len(inner)}
+    content = _check_of_content(inner[0])
+    return lambda column: (
+        {tuple}.issuperset(map(type, column))
+        and (sizes is None or sizes.issuperset(map(len, column)))
+        and content([*chain.from_iterable(column)])
+    )

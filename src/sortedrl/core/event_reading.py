@@ -7,17 +7,20 @@ and can be read.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sortedrl.core.event_batches import decoded_text
 from sortedrl.core.event_format import SeveralRuns, require_known_format
-from sortedrl.core.event_lines import Damage, decode, decoded_or_damage
+from sortedrl.core.event_lines import Damage, decode
 from sortedrl.core.events import Event, HarvestBegan, Lost, Phase, RolledBack, RunBegan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_MARKS = frozenset({RunBegan, RolledBack, HarvestBegan})  # after which earlier lines may no longer count
+_MARKS = frozenset({RunBegan, RolledBack, Damage})  # after which earlier lines may no longer count
+_AT_ONCE = 100_000  # characters, and then up to the end of the line
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -36,7 +39,12 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
     Events after a mark move back in time by the gap between the last event that counts and the mark. Raises
     `SeveralRuns`.
     """
-    kept, earlier_runs = last_run(events)
+    log = events if isinstance(events, list) else list(events)
+    count = Counter(map(type, log))
+    is_one_run = count[RunBegan] == 0 or (count[RunBegan] == 1 and isinstance(log[0], RunBegan))
+    if is_one_run and not count[RolledBack]:
+        return log
+    kept, earlier_runs = last_run(log)
     if earlier_runs:
         raise SeveralRuns(
             f"the event log has the events of {earlier_runs + 1} runs: give each run a log of its own. "
@@ -64,38 +72,49 @@ def read_intact(path: Path) -> IntactLog:
 
     An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
     """
-    kept, earlier_runs = last_run(_lines(path))
-    intact: list[Event] = [line for line in kept if not isinstance(line, (Damage, Lost))]
-    return IntactLog(intact, [line for line in kept if isinstance(line, Damage)], earlier_runs)
+    kept, earlier_runs = _last_run(_batches(path))
+    damage: list[Damage] = []
+    if not {Damage, Lost}.isdisjoint(map(type, kept)):
+        damage = [line for line in kept if isinstance(line, Damage)]
+        kept = [line for line in kept if not isinstance(line, (Damage, Lost))]
+    return IntactLog(kept, damage, earlier_runs)  # type: ignore[arg-type]
 
 
 def counting_lines(path: Path) -> list[Event | Damage]:
     """The last run in the log without void events; unreadable lines keep their places."""
-    return last_run(_lines(path))[0]
+    return _last_run(_batches(path))[0]
 
 
 def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int]:
     """What counts of the last run, and how many runs before it are in the log and were not rolled back."""
+    return _last_run([list(lines)])
+
+
+def _last_run(batches: Iterable[list[Event | Damage]]) -> tuple[list[Event | Damage], int]:
     kept: list[Event | Damage] = []
     earlier_runs = 0
     void = VoidTime()
     is_damaged = False
-    for line in lines:
-        if not isinstance(line, Damage) and type(line) not in _MARKS:
-            kept.append(void.taken_from(line) if void.seconds else line)
+    for batch in batches:
+        if not is_damaged and not void.seconds and _MARKS.isdisjoint(map(type, batch)):
+            kept += batch
             continue
-        if isinstance(line, RolledBack):
-            del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
-            void = VoidTime.between(kept, line)
-            continue
-        if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
-            kept.clear()
-            void = VoidTime()
-            earlier_runs += 1
-        elif isinstance(line, HarvestBegan) and is_damaged:
-            _drop_what_a_lost_mark_made_void(kept, line.harvest)
-        is_damaged = is_damaged or isinstance(line, Damage)
-        kept.append(line if isinstance(line, Damage) else void.taken_from(line))
+        for line in batch:
+            if type(line) not in _MARKS and not isinstance(line, HarvestBegan):
+                kept.append(void.taken_from(line) if void.seconds else line)  # type: ignore[arg-type]
+                continue
+            if isinstance(line, RolledBack):
+                del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
+                void = VoidTime.between(kept, line)
+                continue
+            if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
+                kept.clear()
+                void = VoidTime()
+                earlier_runs += 1
+            elif isinstance(line, HarvestBegan) and is_damaged:
+                _drop_what_a_lost_mark_made_void(kept, line.harvest)
+            is_damaged = is_damaged or isinstance(line, Damage)
+            kept.append(line if isinstance(line, Damage) else void.taken_from(line))
     return kept, earlier_runs
 
 
@@ -112,14 +131,20 @@ class VoidTime(NamedTuple):
         return cls(max(0.0, mark.at - last.at), last.at)
 
     def taken_from(self, event: Event) -> Event:
-        return event._replace(at=max(self.earliest, event.at - self.seconds)) if self.seconds else event
+        if not self.seconds:
+            return event
+        earlier: Event = tuple.__new__(type(event), (max(self.earliest, event.at - self.seconds), *event[1:]))
+        return earlier
 
 
-def _lines(path: Path) -> Iterator[Event | Damage]:
+def _batches(path: Path) -> Iterator[list[Event | Damage]]:
     require_known_format(path)
+    lines = 0
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            yield decoded_or_damage(number, line)
+        while text := file.read(_AT_ONCE):
+            batch = decoded_text(text + file.readline(), first_line=lines + 1)
+            lines += len(batch)
+            yield batch
 
 
 def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
+from sortedrl.core.event_batches import decoded_text
 from sortedrl.core.event_format import require_known_format
-from sortedrl.core.event_lines import Damage, decoded_or_damage
+from sortedrl.core.event_lines import Damage
 from sortedrl.core.event_reading import IntactLog, VoidTime, last_run, without_rolled_back
 from sortedrl.core.events import Event, RolledBack, RunBegan, Sink
 from sortedrl.core.process_lock import RUN_LOCK, lock_of_log, process_is_there
@@ -217,10 +218,9 @@ class Follower:
 
     def _decoded(self, lines: Sequence[str], first_line: int) -> list[Event]:
         log: list[Event] = []
-        for number, line in enumerate(lines, start=first_line):
-            event = decoded_or_damage(number, f"{line}\n")
+        for event in decoded_text("".join([f"{line}\n" for line in lines]), first_line):
             if isinstance(event, Damage):
-                raise DamagedLog(self._event_file.path, number)
+                raise DamagedLog(self._event_file.path, event.line)
             log.append(event)
         return log
 
