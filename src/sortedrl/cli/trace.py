@@ -13,6 +13,7 @@ from pydantic import Field
 from sortedrl.cli.output import print_settings
 from sortedrl.core.atomic_write import atomic_writer
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Started
 from sortedrl.core.wording import counted
@@ -46,8 +47,9 @@ def run(settings: TraceSettings) -> int:
     if settings.dry_run:
         print_settings(as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output)
         return 0
-    log, unreadable = _intact_log(source)
-    _write_trace(log, out)
+    with no_cycle_search():
+        log, unreadable = _intact_log(source)
+        _write_trace(log, out)
     slices = sum(isinstance(event, Started) for event in log)
     if settings.json_output:
         print(json.dumps({"trace": str(out), "slices": slices, "unreadable_lines": unreadable}))

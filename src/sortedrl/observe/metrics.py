@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,10 @@ from sortedrl.observe.wall_clock import Moment, WallClock
 
 HARVEST = "harvest"
 BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back", "environment")
+_COUNTS = (
+    *("loaded", "trained", "rejected", "failures", "regenerated", "truncated", "preemptions", "streamed"),  # rollouts
+    *("generated", "trained_tokens", "dropped", "prefill", "re_prefill"),  # tokens
+)
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
@@ -126,7 +130,7 @@ class Metrics:
         self._harvest_marks: list[tuple[float, float]] = []  # (all, empty) slot-seconds of harvests at each start
         self._in_slot: set[int] = set()
         self._first_expected: dict[int, float] = {}
-        self._count: Counter[str] = Counter()
+        self._count = dict.fromkeys(_COUNTS, 0)
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
         self._updates: list[UpdateLengths] = []
@@ -370,20 +374,21 @@ class Metrics:
         self._count["streamed"] += len(self._streamed.intersection(event.rollouts))
         self._streamed.clear()
         self._wall_clock.update(self._now())
-        self._updates.append(UpdateLengths.of(self._units(event)))
+        self._updates.append(self._lengths_of(event))
         lengths = self._turns.train(event)
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(lengths)
         self._reward_sum += sum(event.rewards)
         self._longest_wait = max(self._longest_wait, *event.waited)
+        staleness, segment_counts, learner_version = self._staleness, self._segments, event.version
         for segments in event.segments:
             observed = 0
             for version, tokens in segments:
                 if version == ENVIRONMENT:
                     observed += 1
                 else:
-                    self._staleness[event.version - version] += tokens
-            self._segments[len(segments) - observed] += 1
+                    staleness[learner_version - version] += tokens
+            segment_counts[len(segments) - observed] += 1
         for rollout, length in zip(event.rollouts, lengths, strict=True):
             expected = self._first_expected.pop(rollout, None)
             if expected is not None:
@@ -392,14 +397,14 @@ class Metrics:
             if self._attempts is not None:
                 self._attempts.trained(rollout, self._group_of(rollout), length)
 
-    def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
-        """The lengths of an update, grouped by unit: a rollout, or a whole group."""
+    def _lengths_of(self, event: events.Updated) -> UpdateLengths:
+        """The lengths of an update by unit: a rollout, or a whole group."""
         if not self._trains_whole_groups:
-            return [(length,) for length in event.lengths]
+            return UpdateLengths.of_rollouts(event.lengths)
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for rollout, length in zip(event.rollouts, event.lengths, strict=True):
             groups[self._group_of(rollout)].append(length)
-        return groups.values()
+        return UpdateLengths.of(groups.values())
 
     def _group_of(self, rollout: int) -> int:
         """Rollouts of one prompt have consecutive numbers."""

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sortedrl.core import events
@@ -67,13 +68,16 @@ class Visit(NamedTuple):
 def visits(log: Iterable[Event]) -> list[Visit]:
     """All visits, by start and then by lane, without rolled-back events. A visit that the log does not end lasts until
     its last event."""
+    kept = without_rolled_back(log)
+    if events.TurnEnded not in set(map(type, kept)):
+        return []
     open_visits: dict[int, Visit] = {}
     turns: Counter[int] = Counter()
     found: list[Visit] = []
     free: list[int] = []
     lanes = 0
     at = 0.0
-    for event in without_rolled_back(log):
+    for event in kept:
         at = event.at
         if isinstance(event, events.TurnEnded):
             turns[event.rollout] += 1
@@ -99,10 +103,7 @@ def visits(log: Iterable[Event]) -> list[Visit]:
 
 def slices(log: Iterable[Event]) -> list[Slice]:
     """All slices, by start and then by slot. Rolled-back events are left out."""
-    timeline = _Timeline()
-    for event in without_rolled_back(log):
-        timeline(event)
-    return timeline.slices()
+    return _Timeline().fold(without_rolled_back(log))
 
 
 @dataclass(slots=True)
@@ -121,6 +122,13 @@ class _Stay:
     made: int = 0
     update: int | None = None
 
+    def slice(self, ended: float) -> Slice:
+        end = ended if self.end is None else self.end
+        return Slice(
+            self.slot, self.start, end, self.rollout, self.attempt, self.outcome, self.made, self.version, self.harvest,
+            self.update,
+        )  # fmt: skip
+
 
 class _Timeline:
     def __init__(self) -> None:
@@ -128,15 +136,15 @@ class _Timeline:
         self._in_slot: dict[int, _Stay] = {}  # by rollout, like all below
         self._untrained: dict[int, list[_Stay]] = {}  # slices whose tokens are neither trained nor dropped yet
         self._since_submit: dict[int, list[_Stay]] = {}
-        self._attempt: dict[int, int] = {}
-        self._context: dict[int, int] = {}  # prompt and prefix tokens at submit
+        self._submitted: dict[int, events.Submitted] = {}  # the last time
         self._in_environment: set[int] = set()
-        self._cohort: dict[int, int] = {}
-        self._open: Counter[int] = Counter()  # rollouts neither trained nor rejected, by cohort
+        self._cohort: dict[int, int] = {}  # in modes with a cohort gate
+        self._open: Counter[int] = Counter()  # rollouts neither trained nor rejected, by cohort, in these modes
         self._gated = False
         self._version = self._harvest = 0
-        self._time = 0.0
-        self._handlers: dict[type, Callable[[Any], None]] = {
+
+    def fold(self, log: Sequence[Event]) -> list[Slice]:
+        handlers: dict[type, Callable[[Any], None]] = {
             events.RunBegan: self._on_run,
             events.Loaded: self._on_loaded,
             events.HarvestBegan: self._on_harvest,
@@ -153,30 +161,13 @@ class _Timeline:
             events.Rejected: self._on_rejected,
             events.Updated: self._on_updated,
         }
-
-    def __call__(self, event: Event) -> None:
-        self._time = event.at
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
-
-    def slices(self) -> list[Slice]:
-        finished = (
-            Slice(
-                slot=stay.slot,
-                start=stay.start,
-                end=self._time if stay.end is None else stay.end,
-                rollout=stay.rollout,
-                attempt=stay.attempt,
-                outcome=stay.outcome,
-                made=stay.made,
-                version=stay.version,
-                harvest=stay.harvest,
-                update=stay.update,
-            )
-            for stay in self._stays
-        )
-        return sorted(finished, key=lambda s: (s.start, s.slot, s.end))
+        for event in log:
+            handler = handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+        ended = log[-1].at if log else 0.0
+        found = [stay.slice(ended) for stay in self._stays]
+        return sorted(found, key=itemgetter(1, 0, 2))  # start, slot and end
 
     # The run
 
@@ -185,9 +176,9 @@ class _Timeline:
         self._gated = event.gated or (built_in is not None and built_in.gated)
 
     def _on_loaded(self, event: events.Loaded) -> None:
-        for rollout in range(event.first, event.first + event.rollouts):
-            self._cohort[rollout] = event.cohort
-        self._open[event.cohort] += event.rollouts
+        if self._gated:
+            self._cohort |= dict.fromkeys(range(event.first, event.first + event.rollouts), event.cohort)
+            self._open[event.cohort] += event.rollouts
 
     def _on_harvest(self, event: events.HarvestBegan) -> None:
         self._harvest, self._version = event.harvest, event.version
@@ -198,21 +189,14 @@ class _Timeline:
     # Into a slot and out of it
 
     def _on_submitted(self, event: events.Submitted) -> None:
-        self._attempt[event.rollout] = event.attempt
-        self._context[event.rollout] = event.prompt_tokens + event.prefix
+        self._submitted[event.rollout] = event
         self._since_submit[event.rollout] = []
 
     def _on_started(self, event: events.Started) -> None:
         rollout = event.rollout
-        stay = _Stay(
-            slot=event.slot,
-            start=event.at,
-            rollout=rollout,
-            attempt=self._attempt[rollout],
-            version=self._version,
-            harvest=self._harvest,
-            is_ahead=self._gated and self._cohort[rollout] > min(self._open),
-        )
+        is_ahead = self._gated and self._cohort[rollout] > min(self._open)
+        attempt = self._submitted[rollout].attempt
+        stay = _Stay(event.slot, event.at, rollout, attempt, self._version, self._harvest, is_ahead)
         self._stays.append(stay)
         self._in_slot[rollout] = stay
         self._since_submit[rollout].append(stay)
@@ -220,8 +204,8 @@ class _Timeline:
 
     def _on_preempted(self, event: events.Preempted) -> None:
         self._leave_slot(event, PREEMPTED)
-        made = event.recompute - self._context[event.rollout]
-        self._count_made(event.rollout, max(0, made))
+        submitted = self._submitted[event.rollout]
+        self._count_made(event.rollout, max(0, event.recompute - submitted.prompt_tokens - submitted.prefix))
 
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
         self._leave_engine(event, STEPPED)
@@ -259,8 +243,10 @@ class _Timeline:
     def _count_made(self, rollout: int, since_submit: int) -> None:
         """The log counts tokens since submit, so subtract those of earlier slices."""
         stays = self._since_submit[rollout]
-        if stays:
-            stays[-1].made += since_submit - sum(stay.made for stay in stays)
+        if len(stays) == 1:
+            stays[0].made = since_submit
+        elif stays:
+            stays[-1].made += since_submit - sum([stay.made for stay in stays])
 
     # Outcomes of the tokens
 
@@ -278,7 +264,8 @@ class _Timeline:
                 stay.update = event.update
             if stays and stays[-1].outcome == KEPT:  # earlier ones were aborted, the last one finished
                 stays[-1].outcome = TRAINED
-            self._close(rollout)
+            if self._gated:
+                self._close(rollout)
 
     def _drop(self, rollout: int) -> None:
         self._in_environment.discard(rollout)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
@@ -47,6 +48,9 @@ COLORS = {
     "failed": "black",
     "running": "gray",
 }
+_OUTLINE = frozenset(
+    {events.RunBegan, events.SlotsChanged, events.Phase, events.Updated, events.Streamed, events.Published}
+)
 COUNTERS = ("running", "waiting", "resumable", "environment", "ready")
 Json = dict[str, Any]
 
@@ -65,14 +69,15 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
         return []
     began = kept[0].at
     stays, in_environments = slices(kept), visits(kept)
-    updates = _learner_spans(kept, began)
+    outline = [*(event for event in kept[:-1] if type(event) in _OUTLINE), kept[-1]]
+    updates = _learner_spans(outline, began)
     timed = [
         *_slot_slices(stays, began),
         *_environment_slices(in_environments, began),
-        *_phase_slices(kept, began),
-        *_learner_slices(kept, updates),
-        *_streamed_slices(kept, updates, began),
-        *_versions(kept, began),
+        *_phase_slices(outline, began),
+        *_learner_slices(outline, updates),
+        *_streamed_slices(outline, updates, began),
+        *_versions(outline, began),
         *_counters(kept, began),
         *_arrows(stays, updates, began),
     ]
@@ -81,7 +86,7 @@ def trace_events(log: Iterable[Event]) -> list[Json]:
         event["ts"] /= 1000  # the format counts in microseconds
         if "dur" in event:
             event["dur"] /= 1000
-    return [*_names(kept, 1 + max((visit.lane for visit in in_environments), default=-1)), *timed]
+    return [*_names(outline, 1 + max((visit.lane for visit in in_environments), default=-1)), *timed]
 
 
 def write_trace(log: Iterable[Event], file: TextIO) -> None:
@@ -238,11 +243,11 @@ def _counters(log: Sequence[Event], began: float) -> Iterator[Json]:
     places = RolloutPlaces()
     moves = places.handlers | {events.Updated: lambda event: places.forget(event.rollouts)}
     shown: dict[str, int] = {}
-    for place, event in enumerate(log):
+    times = [_nanoseconds(event.at, began) for event in log]
+    for event, time, following in zip_longest(log, times, times[1:]):
         if type(event) in moves:
             moves[type(event)](event)
-        time = _nanoseconds(event.at, began)
-        if place + 1 < len(log) and _nanoseconds(log[place + 1].at, began) == time:
+        if following == time:
             continue
         counts = places.counts()._asdict()
         for name in COUNTERS:

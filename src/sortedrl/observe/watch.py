@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
+from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.event_batches import decoded_text
 from sortedrl.core.event_format import require_known_format
 from sortedrl.core.event_lines import Damage
@@ -170,6 +171,10 @@ class Follower:
 
     def _read_all(self, *, announce_newest: bool = False) -> None:
         """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
+        with no_cycle_search():
+            self._begin(announce_newest=announce_newest)
+
+    def _begin(self, *, announce_newest: bool) -> None:
         require_known_format(self._event_file.path)
         self._metrics = Metrics()
         self._sink = self._console.begin(self._metrics, str(self._folder), _updates_in_settings(self._folder))

@@ -7,7 +7,8 @@ so a chart always adds up to the metrics beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,10 +62,13 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
     began, ended = log[0].at, log[-1].at
     edges = [began + (ended - began) * i / bins for i in range(bins)] + [ended]
     totals: list[dict[str, float]] = []
+    take = metrics.__call__  # looked up once
+    next_edge = began
     for event in log:
-        while len(totals) < bins and edges[len(totals)] < event.at:
-            totals.append(metrics.slot_seconds_at(edges[len(totals)]))
-        metrics(event)
+        while next_edge < event.at and len(totals) < bins:
+            totals.append(metrics.slot_seconds_at(next_edge))
+            next_edge = edges[len(totals)]
+        take(event)
     totals += [metrics.slot_seconds()] * (bins + 1 - len(totals))
     parts = {part for part in totals[-1] if part != "busy" and totals[-1][part] > 0}
     width = (ended - began) / bins or 1.0
@@ -78,32 +82,46 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
 
 
 def _slots_by_outcome(slices: Iterable[Slice], began: float, width: float, bins: int) -> dict[str, tuple[float, ...]]:
-    found: dict[str, list[float]] = {}
-    for piece in slices:
-        column = found.setdefault(piece.outcome, [0.0] * bins)
-        for place, seconds in _over_bins(piece, began, width, bins):
-            column[place] += seconds / width
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+    for piece, place, seconds in _over_bins(slices, began, width, bins):
+        found[piece.outcome][place] += seconds / width
     return {outcome: tuple(column) for outcome, column in found.items()}
 
 
-def _over_bins(piece: Slice, began: float, width: float, bins: int) -> Iterable[tuple[int, float]]:
-    first = min(bins - 1, int((piece.start - began) / width))
-    last = min(bins - 1, int((piece.end - began) / width))
-    for place in range(first, last + 1):
+def _over_bins(slices: Iterable[Slice], began: float, width: float, bins: int) -> Iterator[tuple[Slice, int, float]]:
+    """Each slice with the bins that it touches, and its seconds in them."""
+    for piece in slices:
+        start, end = piece.start, piece.end
+        place, last = _first_and_last_bin(start - began, end - began, width, bins)
+        while place < last:
+            low = began + place * width
+            yield piece, place, max(0.0, low + width - (start if start > low else low))
+            place += 1
         low = began + place * width
-        high = piece.end if place == last else low + width
-        yield place, max(0.0, high - max(piece.start, low))
+        yield piece, place, max(0.0, end - (start if start > low else low))
+
+
+def _first_and_last_bin(start: float, end: float, width: float, bins: int) -> tuple[int, int]:
+    first, last = int(start / width), int(end / width)
+    return (first, last) if last < bins else (min(first, bins - 1), bins - 1)
 
 
 def slot_grid(slices: Iterable[Slice], slots: int, began: float, ended: float, bins: int) -> list[str]:
     """One row of `bins` cells per slot: the first letter of the outcome of the longest slice in the cell."""
     width = (ended - began) / bins or 1.0
+    least = width / 4
     most = [[0.0] * bins for _ in range(slots)]
     rows = [[EMPTY] * bins for _ in range(slots)]
     for piece in slices:
-        for place, seconds in _over_bins(piece, began, width, bins):
-            if seconds > most[piece.slot][place] and seconds >= width / 4:
-                most[piece.slot][place], rows[piece.slot][place] = seconds, piece.outcome[0]
+        slot, start, end = piece.slot, piece.start, piece.end
+        first, last = _first_and_last_bin(start - began, end - began, width, bins)
+        if last > first + 1:  # it fills the cells between them
+            rows[slot][first + 1 : last] = piece.outcome[0] * (last - first - 1)
+        for place in (first, last) if last > first else (last,):
+            low = began + place * width
+            seconds = (end if place == last else low + width) - (start if start > low else low)
+            if seconds >= least and seconds > most[slot][place]:
+                most[slot][place], rows[slot][place] = seconds, piece.outcome[0]
     return ["".join(row) for row in rows]
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, get_args
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
 
 UNKNOWN_MODE = "unknown mode"
 EMPTY_PHASES = ("weights", "end")  # the engine is empty then, even with overlap
-_OF_A_HARVEST = (events.HarvestBegan, events.Submitted, events.Started)
+_OF_A_HARVEST = frozenset({events.HarvestBegan, events.Submitted, events.Started})
+_OF_A_ROLLOUT = frozenset(kind for kind in get_args(Event) if "rollout" in kind._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,7 @@ class Repair:
 
 def repaired(log: Sequence[Event]) -> Repair:
     repairer = _Repairer(log)
-    for event in log:
-        repairer.take(event)
+    repairer.take_all()
     return Repair(repairer.out, repairer.put_back, repairer.left_out)
 
 
@@ -43,15 +44,13 @@ def consistent(log: Sequence[Event]) -> list[Event]:
 
 class _Repairer:
     def __init__(self, log: Sequence[Event]) -> None:
+        self._log = log
         self.out: list[Event] = []
         self.put_back = self.left_out = 0
         self._overlap = False
         self._slots = 0
-        self._most_slots = 1 + max((e.slot for e in log if isinstance(e, events.Started)), default=0)
         self._phase = ""
         self._learns_since: float | None = None  # an update whose learner phase has not been seen yet
-        self._firsts = [event.first for event in log if isinstance(event, events.Loaded)]
-        self._ids = 1 + max((e.rollout for e in log if isinstance(e, events.Submitted)), default=-1)
         self._gone: set[int] = set()
         self._loaded = 0  # rollouts below this number are loaded
         self._cohort = -1
@@ -59,7 +58,12 @@ class _Repairer:
         self._in_environment: dict[int, int] = {}  # rollouts in their environments -> tokens
         self._slot_of: dict[int, int] = {}
         self._holder: dict[int, int] = {}  # rollout by slot
-        self._handlers: dict[type, Callable[[Any], bool]] = {
+        if log and not isinstance(log[0], events.RunBegan):
+            self._slots = self._most_slots
+            self._put_back(events.RunBegan(log[0].at, self._slots, UNKNOWN_MODE, {}))
+
+    def take_all(self) -> None:
+        handlers: dict[type, Callable[[Any], bool]] = {
             events.RunBegan: self._on_run,
             events.SlotsChanged: self._on_slots_changed,
             events.Loaded: self._on_loaded,
@@ -75,23 +79,41 @@ class _Repairer:
             events.EnvironmentFailed: self._on_environment_failed,
             events.Scored: self._on_after_the_engine,
             events.Regenerated: self._on_after_the_engine,
-            events.Rejected: self._on_after_the_engine,
+            events.Rejected: self._on_rejected,
             events.Updated: self._on_updated,
         }
-        if log and not isinstance(log[0], events.RunBegan):
-            self._slots = self._most_slots
-            self._put_back(events.RunBegan(log[0].at, self._slots, UNKNOWN_MODE, {}))
+        gone, keep = self._gone, self.out.append
+        event: Any
+        for event in self._log:
+            kind = type(event)
+            if (
+                event.rollout in gone
+                if kind in _OF_A_ROLLOUT
+                else kind is events.Updated and not gone.isdisjoint(event.rollouts)
+            ):
+                self.left_out += 1  # what was trained on or rejected has no further events
+                continue
+            if self._learns_since is not None or (self._phase != "harvest" and kind in _OF_A_HARVEST):
+                self._repair_phase(event)
+            handler = handlers.get(kind)
+            if handler is None or handler(event):
+                keep(event)
+            else:
+                self.left_out += 1
 
-    def take(self, event: Event) -> None:
-        if self._is_about_the_gone(event):
-            self.left_out += 1
-            return
-        self._repair_phase(event)
-        handler = self._handlers.get(type(event))
-        if handler is None or handler(event):
-            self.out.append(event)
-        else:
-            self.left_out += 1
+    # What an intact log never asks for
+
+    @cached_property
+    def _most_slots(self) -> int:
+        return 1 + max((event.slot for event in self._log if isinstance(event, events.Started)), default=0)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [event.first for event in self._log if isinstance(event, events.Loaded)]
+
+    @cached_property
+    def _ids(self) -> int:
+        return 1 + max((event.rollout for event in self._log if isinstance(event, events.Submitted)), default=-1)
 
     # One handler per kind of event: puts back what must have come before, and returns False for an orphaned event
 
@@ -116,25 +138,28 @@ class _Repairer:
         return True
 
     def _on_submitted(self, event: events.Submitted) -> bool:
-        self._load_up_to(event.rollout + 1, event.at)
-        if event.rollout in self._kept:
-            self._end(event.rollout, event.at, event.prefix)
-        tokens = self._in_environment.pop(event.rollout, None)
+        rollout = event.rollout
+        self._load_up_to(rollout + 1, event.at)
+        if rollout in self._kept:
+            self._end(rollout, event.at, event.prefix)
+        tokens = self._in_environment.pop(rollout, None)
         if tokens is not None:
             observed = max(1, event.prefix - tokens)
-            self._put_back(events.Observed(event.at, event.rollout, observed, event.prefix))
-        self._kept[event.rollout] = event.prefix
+            self._put_back(events.Observed(event.at, rollout, observed, event.prefix))
+        self._kept[rollout] = event.prefix
         return True
 
     def _on_started(self, event: events.Started) -> bool:
-        if event.rollout not in self._kept or event.rollout in self._slot_of:
+        rollout, slot = event.rollout, event.slot
+        if rollout not in self._kept or rollout in self._slot_of:
             return False
-        if event.slot >= self._slots:  # the run was resumed with more slots
+        if slot >= self._slots:  # the run was resumed with more slots
             self._slots = self._most_slots
             self._put_back(events.SlotsChanged(event.at, self._slots))
-        self._end_all(event.at, [self._holder[event.slot]] if event.slot in self._holder else [])
-        self._slot_of[event.rollout] = event.slot
-        self._holder[event.slot] = event.rollout
+        if slot in self._holder:
+            self._end_all(event.at, [self._holder[slot]])
+        self._slot_of[rollout] = slot
+        self._holder[slot] = rollout
         return True
 
     def _on_preempted(self, event: events.Preempted) -> bool:
@@ -171,7 +196,12 @@ class _Repairer:
         self._load_up_to(event.rollout + 1, event.at)
         return True
 
+    def _on_rejected(self, event: events.Rejected) -> bool:
+        self._gone.add(event.rollout)
+        return self._on_after_the_engine(event)
+
     def _on_updated(self, event: events.Updated) -> bool:
+        self._gone.update(event.rollouts)
         self._load_up_to(1 + max(event.rollouts, default=-1), event.at)
         for rollout, length in zip(event.rollouts, event.lengths, strict=True):
             if rollout in self._kept:
@@ -182,25 +212,12 @@ class _Repairer:
 
     # Repairs
 
-    def _is_about_the_gone(self, event: Event) -> bool:
-        """A rollout that was trained on or rejected has no further events."""
-        if isinstance(event, events.Updated):
-            if not self._gone.isdisjoint(event.rollouts):
-                return True
-            self._gone.update(event.rollouts)
-        elif (rollout := getattr(event, "rollout", None)) is not None:
-            if rollout in self._gone:
-                return True
-            if isinstance(event, events.Rejected):
-                self._gone.add(rollout)
-        return False
-
     def _repair_phase(self, event: Event) -> None:
         """The learner steps after an update, and only a harvest submits and starts."""
         if self._learns_since is not None and not isinstance(event, events.Phase):
             self._enter("learner", self._learns_since)
         self._learns_since = None
-        if self._phase != "harvest" and isinstance(event, _OF_A_HARVEST):
+        if self._phase != "harvest" and type(event) in _OF_A_HARVEST:
             self._enter("harvest", event.at)
 
     def _enter(self, phase: str, at: float) -> None:

@@ -16,7 +16,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.event_lines import Damage
 from sortedrl.core.event_reading import read_intact
-from sortedrl.core.events import Event, Phase, RunBegan, Updated
+from sortedrl.core.events import Event, Phase, RunBegan, SlotsChanged, Updated
 from sortedrl.core.wording import counted
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (
@@ -40,6 +40,7 @@ GRID_CELLS = 200_000  # of the grid
 MOST_GRID_BINS = 2_000
 # Settings in which comparable runs may differ.
 INCIDENTAL = frozenset({"seed", "out", "resume", "threads", "keep_checkpoints", "checkpoint_every", "save_rollouts"})
+_OUTLINE = frozenset({RunBegan, SlotsChanged, Phase, Updated})  # few events, and the first one of every run
 _FIX = "Name a run folder, as in runs/NAME, a folder of runs, or an events.jsonl."
 
 
@@ -144,12 +145,13 @@ def _read_run(path: Path, name: str) -> Run:
     if not log:
         raise ConfigurationError("runs", str(path), "it contains no valid event", _FIX)
     folder = path.parent if path.name == EVENTS else None
+    outline = [event for event in log if type(event) in _OUTLINE]
     stays = slices(log)
-    counts = slot_counts(log)
+    counts = slot_counts(outline)
     run_metrics, occupancy = slot_time(log, stays)
     lines, lost_metrics = _lines(folder, "metrics.jsonl")
     responses, lost_responses = _lines(folder, "rollouts.jsonl")
-    settings, configuration = _settings(folder, log)
+    settings, configuration = _settings(folder, outline)
     notices = [
         *([f"Event log: {read.notice}."] if read.notice else []),
         *_damage_notices(read.damage, repair.put_back, repair.left_out),
@@ -167,13 +169,13 @@ def _read_run(path: Path, name: str) -> Run:
         run_metrics=run_metrics,
         slot_counts=counts,
         occupancy=occupancy,
-        timeline=_timeline(stays, max(counts), log),
-        points=tuple(update_points(log)),
-        floor=staleness_floor(log),
+        timeline=_timeline(stays, max(counts), outline, log[-1].at),
+        points=tuple(update_points(outline)),
+        floor=staleness_floor(outline),
         settings=settings,
         has_configuration=configuration,
         learner=tuple(line for line in lines if "reward" in line and "update" in line),
-        held_out=_held_out(lines, evaluation_marks(log)),
+        held_out=_held_out(lines, evaluation_marks(outline)),
         responses=tuple(line for line in responses if "response" in line),
         notices=tuple(notices),
     )
@@ -196,12 +198,12 @@ def _is_score(line: dict[str, Any]) -> bool:
     return isinstance(score, dict) and all(type(score.get(key)) in (int, float) for key in ("value", "low", "high"))
 
 
-def _timeline(stays: Sequence[Slice], slots: int, log: Sequence[Event]) -> Timeline:
-    updates = tuple(event.at for event in log if isinstance(event, Updated))
+def _timeline(stays: Sequence[Slice], slots: int, outline: Sequence[Event], ended: float) -> Timeline:
+    updates = tuple(event.at for event in outline if isinstance(event, Updated))
     if len(stays) <= MOST_SLICES:
-        return Timeline(tuple(stays), log[-1].at, (), len(stays), updates)
+        return Timeline(tuple(stays), ended, (), len(stays), updates)
     bins = min(MOST_GRID_BINS, GRID_CELLS // slots)
-    grid = slot_grid(stays, slots, log[0].at, log[-1].at, bins)
+    grid = slot_grid(stays, slots, outline[0].at, ended, bins)
     most = stays[EXCERPT_SLICES].start
     until = max((at for at in updates if at <= most), default=most)
     excerpt = tuple(stay for stay in stays[:EXCERPT_SLICES] if stay.start < until)
