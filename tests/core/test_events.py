@@ -19,6 +19,7 @@ from sortedrl.core.events import RunBegan
 ONE_OF_EACH: list[Event] = [
     events.RunBegan(0.0, 4, "partial", {"mode": "partial", "max_staleness": None, "oversubscribe": 1.5}),
     events.SlotsChanged(3.5, 6),
+    events.SettingsChanged(3.5, {"engine": ["embedded", "vllm"], "engine_options": [{}, {"reuse_kv_cache": "True"}]}),
     events.Phase(0.0, "harvest"),
     events.Loaded(0.1, 0, 0, 2, ("p0", "p1")),
     events.HarvestBegan(0.1, 0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,36 @@ def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys
     capsys.readouterr()
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
     assert "8, then 3, then 5 slots" in (tmp_path / "report.html").read_text()
+
+
+def test_the_report_has_what_each_resume_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compared with the checkpoint that it went back to: changes after that one do not count, like all else then."""
+    run, page = tmp_path / "run", tmp_path / "report.html"
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--task", "toy:SayA", "--threads", "1"]
+    words += ["--reward-workers", "0", "--max-prompt-tokens", "16", "--max-response-tokens", "8"]
+    words += ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
+    words += ["--eval-problems", "4"]
+
+    def changes() -> list[tuple[Any, ...]]:
+        capsys.readouterr()
+        assert main(["report", str(run), "--out", str(page), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["runs"][0]["changes_on_resume"]
+        return [(one["updates"], one["setting"], one["old"], one["new"]) for one in found]
+
+    assert main(["train", *words, "--slots", "8", "--updates", "2", "--out", str(run)]) == 0
+    assert changes() == []
+    assert "Changed on resume" not in page.read_text()
+    assert main(["train", "--resume", str(run), "--updates", "3", "--slots", "3", "--dtype", "float32"]) == 0
+    first = [(2, "slots", 8, 3), (2, "dtype", "auto", "float32"), (2, "updates", 2, 3)]
+    assert sorted(changes()) == sorted(first)
+    assert main(["train", "--resume", str(run), "--updates", "4"]) == 0
+    assert sorted(changes()) == sorted([*first, (3, "updates", 3, 4)])
+    text = page.read_text()
+    assert "Changed on resume" in text and '<th scope="row">dtype</th><td>2</td><td class="text">auto</td>' in text
+    shutil.rmtree(run / "checkpoints" / "update-000004")
+    assert main(["train", "--resume", str(run), "--dtype", "auto", "--slots", "8"]) == 0
+    again = [(3, "slots", 3, 8), (3, "dtype", "float32", "auto"), (3, "updates", 3, 4)]
+    assert sorted(changes()) == sorted([*first, *again])
 
 
 def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

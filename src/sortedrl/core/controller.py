@@ -462,6 +462,10 @@ class Controller:
             self._phase = phase
             self.log.append(events.Phase(self._clock.now(), phase))
 
+    def mark_settings_changed(self, changes: dict[str, Any]) -> None:
+        """Log the settings, as `[old, new]` by name, that a resumed run has changed; call it after `restore`."""
+        self.log.append(events.SettingsChanged(self._clock.now(), changes))
+
     def _set_gate(self, gate: str) -> None:
         self._gate = gate
         self.log.append(events.Gate(self._clock.now(), gate))

@@ -36,6 +36,14 @@ class SlotsChanged(NamedTuple):
     slots: int
 
 
+class SettingsChanged(NamedTuple):
+    """The run was resumed with other settings than those of its checkpoint: `[old, new]` by name. The number of slots
+    has an event of its own."""
+
+    at: float
+    changes: dict[str, Any]
+
+
 class Phase(NamedTuple):
     """The phase that starts: start, harvest, scores, learner, weights, checkpoint, evaluation or end."""
 
@@ -219,6 +227,7 @@ class Lost(NamedTuple):
 Event = (
     RunBegan
     | SlotsChanged
+    | SettingsChanged
     | Phase
     | Loaded
     | HarvestBegan

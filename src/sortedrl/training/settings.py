@@ -347,12 +347,7 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
     """What a resumed run changes in its settings. Refuses a change of those that must stay."""
-    defaults = as_json(type(settings)())  # for a run of an older version that has no such setting
-    changed = {
-        key: f"{saved.get(key)!r} -> {value!r}"
-        for key, value in as_json(settings).items()
-        if saved.get(key, defaults[key]) != value
-    }
+    changed = {key: f"{old!r} -> {new!r}" for key, (old, new) in changes_of(settings, saved).items()}
     if refused := {key: change for key, change in changed.items() if key not in MAY_CHANGE_ON_RESUME}:
         key, free = next(iter(refused)), ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"out", "resume"}))
         raise ConfigurationError(
@@ -361,6 +356,13 @@ def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
             f"Leave these flags out, or start a new run; only {free} may change.",
         )  # fmt: skip
     return _listed({key: change for key, change in changed.items() if key not in ("out", "resume")})
+
+
+def changes_of(settings: TrainSettings, saved: dict[str, Any]) -> dict[str, list[Any]]:
+    """The old and the new value of each setting that differs."""
+    defaults = as_json(type(settings)())  # for a run of an older version that has no such setting
+    before = defaults | saved
+    return {key: [before[key], value] for key, value in as_json(settings).items() if before[key] != value}
 
 
 def _listed(changes: dict[str, str]) -> str:

@@ -47,7 +47,7 @@ from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.run_record import RunRecord
 from sortedrl.training.same_problems import problem_digests, why_other_problems
-from sortedrl.training.settings import TrainSettings, schedule_of
+from sortedrl.training.settings import TrainSettings, changes_of, schedule_of
 from sortedrl.training.shuffled_rewards import RewardPool, shuffled
 from sortedrl.training.signals import Interrupted, interruptible
 from sortedrl.training.skipped_steps import SkippedSteps
@@ -163,11 +163,20 @@ class TrainingRun:
         self.engine.update_weights(self._weights(), state["version"])
         self.record.roll_back(recovered, state["updates"], notes["seconds"])
         self.controller.restore(state, last_time=recovered.last_time)
+        if changes := self._changes_since(notes):
+            self.controller.mark_settings_changed(changes)
         self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
         self.best = tuple(notes["best"]) if notes["best"] else None
         self.reward_pool.recent = notes.get("recent_rewards", [])  # older versions did not save them
         self.saved = self._progress()
         checkpoint.restore_random(saved.random)
+
+    def _changes_since(self, notes: dict[str, Any]) -> dict[str, Any]:
+        """The settings that were others when the checkpoint was saved. Those of config.json are too new for that: the
+        log of what came after the checkpoint does not count."""
+        saved = notes.get("settings")  # older versions did not save them
+        changes = changes_of(self.settings, saved) if isinstance(saved, dict) else {}
+        return {key: change for key, change in changes.items() if key not in ("out", "resume", "slots")}
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""

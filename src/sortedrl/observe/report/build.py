@@ -55,6 +55,7 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
                 "metrics": asdict(run.run_metrics),
                 "slot_time": charts.slot_time_parts(run),
                 "held_out": [{"update": h.mark.updates, **h.score} for h in run.held_out],
+                "changes_on_resume": [asdict(change) for change in run.changes],
                 "notices": list(run.notices),
             }
             for run in runs
@@ -109,6 +110,7 @@ def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequen
         "responses": responses,
         "responses_lead": tables.responses_lead(runs),
         "differences": {"names": [names[run.name] for run in runs], "rows": tables.differences(runs)},
+        "changes": [(names[run.name], tables.changes(run)) for run in runs if run.changes],
         "reproduction": [
             (names[run.name], command, [(key, tables.shown(value)) for key, value in run.settings.items()])
             for run, command in zip(runs, commands, strict=True)

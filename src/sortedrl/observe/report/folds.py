@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
@@ -54,6 +55,16 @@ class Mark:
     updates: int
     rollouts: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that was changed when the run was resumed after this many updates."""
+
+    updates: int
+    setting: str
+    old: Any
+    new: Any
 
 
 def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
@@ -176,6 +187,24 @@ def evaluation_marks(log: Sequence[Event]) -> dict[int, Mark]:
         elif isinstance(event, events.Phase) and event.phase == "evaluation":
             marks[updates] = Mark(updates, rollouts, event.at - log[0].at)
     return marks
+
+
+def changes_on_resume(log: Iterable[Event]) -> list[Change]:
+    """What each resume changed, as far as the log has it: older ones have only the slots."""
+    changes: list[Change] = []
+    updates = slots = 0
+    for event in log:
+        if isinstance(event, events.Updated):
+            updates += 1
+        elif isinstance(event, events.RunBegan):
+            slots = event.slots
+        elif isinstance(event, events.SlotsChanged):
+            changes.append(Change(updates, "slots", slots, event.slots))
+            slots = event.slots
+        elif isinstance(event, events.SettingsChanged):
+            pairs = [(name, pair) for name, pair in event.changes.items() if isinstance(pair, list) and len(pair) == 2]
+            changes += [Change(updates, name, *pair) for name, pair in pairs]
+    return changes
 
 
 def staleness_floor(log: Iterable[Event]) -> tuple[float, float] | None:

@@ -16,13 +16,15 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.event_lines import Damage
 from sortedrl.core.event_reading import read_intact
-from sortedrl.core.events import Event, Phase, RunBegan, SlotsChanged, Updated
+from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
 from sortedrl.core.wording import counted
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (
+    Change,
     Mark,
     Occupancy,
     UpdatePoint,
+    changes_on_resume,
     evaluation_marks,
     slot_grid,
     slot_time,
@@ -40,7 +42,7 @@ GRID_CELLS = 200_000  # of the grid
 MOST_GRID_BINS = 2_000
 # Settings in which comparable runs may differ.
 INCIDENTAL = frozenset({"seed", "out", "resume", "threads", "keep_checkpoints", "checkpoint_every", "save_rollouts"})
-_OUTLINE = frozenset({RunBegan, SlotsChanged, Phase, Updated})  # few events, and the first one of every run
+_OUTLINE = frozenset({RunBegan, SlotsChanged, SettingsChanged, Phase, Updated})  # few, and the first event of every run
 _FIX = "Name a run folder, as in runs/NAME, a folder of runs, or an events.jsonl."
 
 
@@ -69,6 +71,7 @@ class Run:
     ended: float
     run_metrics: RunMetrics
     slot_counts: tuple[int, ...]  # in order; more than one if it was resumed with others
+    changes: tuple[Change, ...]  # of settings, when it was resumed
     occupancy: Occupancy
     timeline: Timeline
     points: tuple[UpdatePoint, ...]
@@ -168,6 +171,7 @@ def _read_run(path: Path, name: str) -> Run:
         ended=log[-1].at,
         run_metrics=run_metrics,
         slot_counts=counts,
+        changes=tuple(changes_on_resume(outline)),
         occupancy=occupancy,
         timeline=_timeline(stays, max(counts), outline, log[-1].at),
         points=tuple(update_points(outline)),

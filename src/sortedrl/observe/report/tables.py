@@ -144,6 +144,11 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(key, [shown(run.settings.get(key)) for run in runs]) for key in keys]
 
 
+def changes(run: Run) -> list[tuple[str, str, str, str]]:
+    """After how many updates, the setting, and its value before and after."""
+    return [(f"{one.updates:,}", one.setting, shown(one.old), shown(one.new)) for one in run.changes]
+
+
 def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
