@@ -32,7 +32,14 @@ from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
 from sortedrl.observe.report import self_contained, tables
-from sortedrl.observe.report.folds import quantile, slot_grid, slot_time, staleness_floor, update_points
+from sortedrl.observe.report.folds import (
+    changes_on_resume,
+    quantile,
+    slot_grid,
+    slot_time,
+    staleness_floor,
+    update_points,
+)
 from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
 from sortedrl.observe.report.series import Series, series_of
@@ -119,6 +126,16 @@ def test_the_charts_of_a_run_with_other_slots_after_a_resume(mode: str, then: in
     path.write_text(written([event for event in log if not isinstance(event, SlotsChanged)]))
     used = 1 + max(event.slot for event in log if isinstance(event, events.Started))
     assert read_runs([path])[0].slot_counts == ((3,) if used <= 3 else (3, used))
+
+
+def test_what_each_resume_changed_is_in_the_log() -> None:
+    """A change that is not a pair, as in a log of another hand, is left out."""
+    row = events.Updated(2.0, 0, 0, 0, (0, 1), (1, 3), (0.0, 0.0), (((0, 1),), ((0, 3),)), (1, 1))
+    changed = events.SettingsChanged(3.0, {"device": ["cuda", "cpu"], "odd": 3})
+    log = [RunBegan(0.0, 4, "partial", {}), row, SlotsChanged(3.0, 6), changed, row, SlotsChanged(4.0, 2)]
+    found = [(one.updates, one.setting, one.old, one.new) for one in changes_on_resume(log)]
+    assert found == [(1, "slots", 4, 6), (1, "device", "cuda", "cpu"), (2, "slots", 6, 2)]
+    assert changes_on_resume(log[:2]) == []
 
 
 def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, print_settings
+from sortedrl.cli.train import command_for
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
@@ -56,7 +57,8 @@ def run(settings: ReportSettings) -> int:
     with ProgressBar("reading runs", quiet=settings.json_output) as progress:
         runs = report_runs.read_runs(paths, progress)
     if settings.out is not None or not settings.json_output:
-        report.write(page, runs, [_command_of(run) for run in runs], __version__)
+        commands = [command_for(run.settings) if run.has_configuration else None for run in runs]
+        report.write(page, runs, commands, __version__)
     if settings.json_output:
         written = str(page) if settings.out is not None else None
         print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))
@@ -67,12 +69,3 @@ def run(settings: ReportSettings) -> int:
             print(f"{run.name}: {notice}", file=sys.stderr)
     print(f"report in {page} ({page.stat().st_size / 1e6:.1f} MB)")
     return 0
-
-
-def _command_of(run: report_runs.Run) -> str | None:
-    """The command that reproduces the run, if its configuration is known."""
-    if not run.has_configuration:
-        return None
-    from sortedrl.cli.train import command_for
-
-    return command_for(run.settings)
