@@ -103,18 +103,15 @@ def _over_bins(slices: Iterable[Slice], began: float, width: float, bins: int) -
     """Each slice with the bins that it touches, and its seconds in them."""
     for piece in slices:
         start, end = piece.start, piece.end
-        place, last = _first_and_last_bin(start - began, end - began, width, bins)
+        place, last = int((start - began) / width), int((end - began) / width)
+        if last >= bins:
+            place, last = min(place, bins - 1), bins - 1
         while place < last:
             low = began + place * width
             yield piece, place, max(0.0, low + width - (start if start > low else low))
             place += 1
         low = began + place * width
         yield piece, place, max(0.0, end - (start if start > low else low))
-
-
-def _first_and_last_bin(start: float, end: float, width: float, bins: int) -> tuple[int, int]:
-    first, last = int(start / width), int(end / width)
-    return (first, last) if last < bins else (min(first, bins - 1), bins - 1)
 
 
 def slot_grid(slices: Iterable[Slice], slots: int, began: float, ended: float, bins: int) -> list[str]:
@@ -124,8 +121,10 @@ def slot_grid(slices: Iterable[Slice], slots: int, began: float, ended: float, b
     most = [[0.0] * bins for _ in range(slots)]
     rows = [[EMPTY] * bins for _ in range(slots)]
     for piece in slices:
-        slot, start, end = piece.slot, piece.start, piece.end
-        first, last = _first_and_last_bin(start - began, end - began, width, bins)
+        slot, start, end = piece[:3]
+        first, last = int((start - began) / width), int((end - began) / width)
+        if last >= bins:
+            first, last = min(first, bins - 1), bins - 1
         if last > first + 1:  # it fills the cells between them
             rows[slot][first + 1 : last] = piece.outcome[0] * (last - first - 1)
         for place in (first, last) if last > first else (last,):

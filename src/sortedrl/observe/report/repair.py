@@ -86,12 +86,12 @@ class _Repairer:
         event: Any
         for event in self._log:
             kind = type(event)
-            if (
-                event.rollout in gone
-                if kind in _OF_A_ROLLOUT
-                else kind is events.Updated and not gone.isdisjoint(event.rollouts)
-            ):
-                self.left_out += 1  # what was trained on or rejected has no further events
+            if kind in _OF_A_ROLLOUT:
+                is_gone = event.rollout in gone  # what was trained on or rejected has no further events
+            else:
+                is_gone = kind is events.Updated and not gone.isdisjoint(event.rollouts)
+            if is_gone:
+                self.left_out += 1
                 continue
             if self._learns_since is not None or (self._phase != "harvest" and kind in _OF_A_HARVEST):
                 self._repair_phase(event)
