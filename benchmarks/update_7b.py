@@ -13,6 +13,7 @@ warm-up, and the later ones are timed. If memory runs out, the result is `"fits"
 Variants run in turn, each with a new model. `keep`: micro-batches of `--kept-tokens` keep their activations instead of
 recomputing them; longer rollouts are recomputed. `compile`: torch.compile of each layer, of the log-probabilities and
 of the optimizer step. `--profile` adds an update under PyTorch's profiler: GPU seconds by kind of kernel.
+`--alternate-cudnn` allows cuDNN's attention in every second update, from the second one on, which the learner excludes.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["recompute"])
     parser.add_argument("--kept-tokens", type=int, default=4096)
     parser.add_argument("--timed-updates", type=int, default=1)
+    parser.add_argument("--alternate-cudnn", action="store_true", help="in every second update, for a comparison")
     parser.add_argument("--profile", action="store_true", help="one more update, under PyTorch's profiler")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -197,21 +199,28 @@ def measured(options: argparse.Namespace, variant: str, result: dict[str, Any]) 
     if options.device.startswith("cuda"):
         result["at_rest_gib"] = round(torch.cuda.memory_allocated() / GIB, 2)
     seconds, tokens, trained = 0.0, 0, 0.0
+    speeds: list[int] = []
     for version in range(1 + options.timed_updates):
         batch = rollouts(options, config.vocab_size, version)
+        if options.alternate_cudnn:
+            torch.backends.cuda.enable_cudnn_sdp(version % 2 == 1)
         begin = time.perf_counter()
         metrics = learner.step(batch, version)  # it reads results back at the end, so the device has finished
+        took = time.perf_counter() - begin
         if not version:
-            result["seconds_of_first_update"] = round(time.perf_counter() - begin, 2)
-        else:
-            seconds += time.perf_counter() - begin
-            tokens += sum(len(rollout) + len(rollout.prompt.tokens) for rollout in batch)
-            trained += metrics["tokens_trained"]
+            result["seconds_of_first_update"] = round(took, 2)
+            continue
+        seconds += took
+        tokens_of_update = sum(len(rollout) + len(rollout.prompt.tokens) for rollout in batch)
+        tokens += tokens_of_update
+        speeds.append(round(tokens_of_update / took))
+        trained += metrics["tokens_trained"]
     begin = time.perf_counter()
     published = sum(weight.nbytes for _, weight in learner.weights())
     result |= {
         "seconds_per_update": round(seconds / options.timed_updates, 2),
         "tokens_per_second": round(tokens / seconds),
+        "tokens_per_second_of_updates": speeds,
         "trained_tokens_per_update": round(trained / options.timed_updates),
         "published_gib": round(published / GIB, 2),
         "seconds_to_merge_weights": round(time.perf_counter() - begin, 2),

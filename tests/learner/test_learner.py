@@ -38,7 +38,7 @@ from sortedrl.learner.batching import (
     update_batch,
 )
 from sortedrl.learner.learner import Learner
-from sortedrl.learner.models import TokenScorer, response_logprobs
+from sortedrl.learner.models import TokenScorer, avoid_plans_per_shape, response_logprobs
 from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
 from sortedrl.learner.settings import LearnerSettings, off_policy_correction_for
 from sortedrl.training.build import learner_settings_of
@@ -305,6 +305,18 @@ def test_compiled_updates_equal_plain_ones_and_compile_once(options: dict[str, A
         # Where a gradient is close to 0, Adam's step depends on its rounding.
         assert torch.isclose(one, other, atol=2e-5).float().mean() > 0.99, name
         assert (one - other).abs().max() < 1e-3, name
+
+
+def test_attention_on_a_gpu_does_without_cudnn() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        avoid_plans_per_shape(torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        avoid_plans_per_shape(torch.device("cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:

@@ -64,6 +64,7 @@ from sortedrl.learner.losses import (
 from sortedrl.learner.models import (
     TokenScorer,
     ValueModel,
+    avoid_plans_per_shape,
     cast_weights,
     checkpoint_layers,
     checksum,
@@ -101,6 +102,7 @@ class Learner:
         self._so_far: UpdateSoFar | None = None
         self._is_streamed_to = False
         self._device: torch.device = model.device
+        avoid_plans_per_shape(self._device)
         layers: int = model.config.get_text_config().num_hidden_layers
         self._overhead_tokens = overhead_tokens(self._device.type, layers, model.num_parameters())
         # Entered around each micro-batch of a gradient. shared_gpu.py limits the SMs there.
