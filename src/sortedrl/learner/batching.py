@@ -48,18 +48,22 @@ class UpdateBatch:
     def lengths_b(self) -> Tensor:
         return self.prompt_lengths_b + self.response_lengths_b
 
-    def select(self, rows: Sequence[int] | Tensor, device: torch.device | None = None) -> UpdateBatch:
-        """These rollouts, padded to the longest of them."""
+    def select(
+        self, rows: Sequence[int] | Tensor, device: torch.device | None = None, width_multiple: int = 1
+    ) -> UpdateBatch:
+        """These rollouts, padded to the longest of them, and `tokens_bt` to the next multiple of `width_multiple`."""
         rows_b = torch.as_tensor(rows, dtype=torch.long)
+        longest = int(self.lengths_b[rows_b].max()) if len(rows_b) else 0
         width = {
-            "bt": int(self.lengths_b[rows_b].max()) if len(rows_b) else 0,
+            "bt": math.ceil(longest / width_multiple) * width_multiple,
             "br": int(self.response_lengths_b[rows_b].max()) if len(rows_b) else 0,
         }
 
         def picked(name: str) -> Tensor:
             tensor: Tensor = getattr(self, name)[rows_b]
             suffix = name.rsplit("_", 1)[1]
-            tensor = tensor[:, : width[suffix]] if suffix in width else tensor
+            if suffix in width:
+                tensor = nn.functional.pad(tensor, (0, width[suffix] - tensor.shape[1]))  # negative: cut
             return tensor if device is None else tensor.to(device)
 
         return UpdateBatch(**{field.name: picked(field.name) for field in fields(self)})

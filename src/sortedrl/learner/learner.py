@@ -62,6 +62,7 @@ from sortedrl.learner.losses import (
     within_second_moment,
 )
 from sortedrl.learner.models import (
+    COMPILED_WIDTH_MULTIPLE,
     TokenScorer,
     ValueModel,
     avoid_plans_per_shape,
@@ -330,7 +331,7 @@ class Learner:
         with torch.no_grad():
             for rows in self._plan(batch, mask_br.any(1).nonzero()[:, 0].tolist()):
                 with self.micro_batch_scope():
-                    part = batch.select(rows, self._device)
+                    part = self._micro_batch(batch, rows)
                     values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
         rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b.float()[:, None])
@@ -352,6 +353,10 @@ class Learner:
     def _plan(self, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
         budget = self.settings.tokens_per_micro_batch
         return sorted_micro_batches(rows, batch.lengths_b.tolist(), budget, self._overhead_tokens)
+
+    def _micro_batch(self, batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
+        multiple = COMPILED_WIDTH_MULTIPLE if self.settings.compile_layers else 1
+        return batch.select(rows, self._device, multiple)
 
     def _update(self, so_far: UpdateSoFar, found: Assessment, harvest_index: int) -> dict[str, float]:
         """Optimizer steps, statistics and metrics of an update that is complete."""
@@ -399,7 +404,7 @@ class Learner:
         batch = replace(batch, weights_br=token_weights(batch.mask_br, self.settings.aggregation))
         for rows in self._plan(batch, range(len(batch))):
             with self.micro_batch_scope():
-                part = batch.select(rows, self._device)
+                part = self._micro_batch(batch, rows)
                 tally.micro_batches += 1
                 tally.computed_tokens += part.tokens_bt.numel()
                 self._add_micro_batch(part, tally, first_step=first_step)
@@ -410,7 +415,7 @@ class Learner:
         anyway."""
         proximal_br = torch.zeros_like(batch.behavior_br)
         for rows in self._plan(batch, range(len(batch))):
-            part = batch.select(rows, self._device)
+            part = self._micro_batch(batch, rows)
             proximal_br[rows, : part.mask_br.shape[1]] = self._policy_scorer(part)[0].cpu()
         return proximal_br
 

@@ -18,6 +18,9 @@ from sortedrl.learner.batching import UpdateBatch
 from sortedrl.learner.losses import selected_logprobs, token_scores
 from sortedrl.learner.settings import require
 
+# Compiled attention depends on whether the number of tokens in a row is a multiple of this.
+COMPILED_WIDTH_MULTIPLE = 8
+
 
 class TokenScorer:
     """Log-probabilities of trained tokens under a causal language model, without logits for all positions.
@@ -166,11 +169,17 @@ def checkpoint_layers(module: PreTrainedModel, above_tokens: int = 0) -> None:
 def compile_layers(module: PreTrainedModel) -> None:
     """Compile each decoder layer: its elementwise operations become few kernels. Sizes of micro-batches stay dynamic.
 
-    All layers run the same code, so it is compiled once for all of them, in the first update.
+    All layers run the same code, so it is compiled once for all of them, in the first update, and again for the first
+    micro-batch of a single rollout.
     """
+    import torch._inductor.config as inductor  # takes seconds
+
+    # It decides by the number of tokens whether to fuse, so each side of its two limits would be compiled by itself.
+    fuses_by_size = "mix_order_reduction"
+    options = {f"triton.{fuses_by_size}": False} if hasattr(inductor.triton, fuses_by_size) else None
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, options=options)
 
 
 def avoid_plans_per_shape(device: torch.device) -> None:
