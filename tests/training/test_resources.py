@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 import toy
 from sortedrl.cli import main
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.tasks.task import Problem
 from sortedrl.training.resources import read_resources
 from sortedrl.training.settings import EvalSettings, TrainSettings
@@ -53,7 +54,20 @@ def test_prompts_that_fill_the_context_are_left_out_and_counted(model: str) -> N
     read = read_resources(EvalSettings(model=model, task="test_resources:Growing", max_context_tokens=6), lines.append)
     assert [len(prompt.tokens) for prompt in read.train] == [1, 2, 3, 4, 5]
     assert read.held_out == read.train
-    assert lines == ["3 of 8 prompts fill max_context_tokens = 6 and are left out"] * 2
+    ends = "fill max_context_tokens = 6 and are left out"
+    assert lines == [f"3 of 8 training prompts {ends}", f"3 of 8 held-out prompts {ends}"]
+
+
+class LongHeldOut(Growing):
+    def held_out(self) -> list[Problem]:
+        return [Problem("held-out", " ".join(["q1"] * 20), "a")]
+
+
+def test_held_out_prompts_that_are_all_too_long_are_named(model: str) -> None:
+    """In place of "no prompts left: 1 of 1 prompts", of a task with eight that fit."""
+    settings = TrainSettings(model=model, task="test_resources:LongHeldOut", max_prompt_tokens=12)
+    with pytest.raises(ConfigurationError, match="no held-out prompts left: 1 of 1 held-out prompts have more than 12"):
+        read_resources(settings, print)
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

@@ -29,6 +29,7 @@ class Encoded:
     prompts: tuple[Prompt, ...]
     rejected: tuple[TooLong, ...]
     max_prompt_tokens: int
+    kind: str = "prompts"
 
     def rejection_notice(self) -> str | None:
         """One line with the number of rejected prompts and the longest; None if there are none."""
@@ -36,7 +37,7 @@ class Encoded:
             return None
         longest = self.rejected[0]
         return (
-            f"{len(self.rejected)} of {len(self.rejected) + len(self.prompts)} prompts have more than "
+            f"{len(self.rejected)} of {len(self.rejected) + len(self.prompts)} {self.kind} have more than "
             f"{self.max_prompt_tokens} tokens and are left out; the longest, {longest.problem.id}, has "
             f"{longest.length}: {longest.problem.question[:60]!r}..."
         )
@@ -47,10 +48,11 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     tokens_of: Callable[[Problem], Sequence[int]] | None = None,
+    kind: str = "prompts",
 ) -> Encoded:
     """One prompt per problem that fits, with the problem as its payload.
 
-    With `tokens_of`, these are the prompt's tokens.
+    With `tokens_of`, these are the prompt's tokens. `kind` names the prompts in messages.
     """
     require_eos(tokenizer)
     require_unique_ids("problems", [problem.id for problem in problems])
@@ -63,10 +65,10 @@ def encode(
         else:
             prompts.append(Prompt(problem.id, tokens, problem))
     rejected.sort(key=lambda one: -one.length)
-    encoded = Encoded(tuple(prompts), tuple(rejected), max_prompt_tokens)
+    encoded = Encoded(tuple(prompts), tuple(rejected), max_prompt_tokens, kind)
     if rejected and not prompts:
         raise ValueError(
-            f"no prompts left: {encoded.rejection_notice()} The shortest has {rejected[-1].length} tokens; "
+            f"no {kind} left: {encoded.rejection_notice()} The shortest has {rejected[-1].length} tokens; "
             f"set max_prompt_tokens to at least that"
         )
     return encoded

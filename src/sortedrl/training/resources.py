@@ -19,7 +19,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.rollout import Prompt
 from sortedrl.models import model_named, unreadable_model
-from sortedrl.tasks.encode import encode, environment_prompt
+from sortedrl.tasks.encode import Encoded, encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.registry import is_built_in, task_by_name
 from sortedrl.tasks.served import ServedTask
@@ -28,6 +28,7 @@ from sortedrl.training.build import device_of, dtype_of
 from sortedrl.training.settings import ModelSettings, TrainSettings, task_error
 
 Log = Callable[[str], None]
+KINDS = ("training prompts", "held-out prompts")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,10 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
             checked_problems(task.train(), "its train()", may_be_empty=only_evaluates),
             checked_problems(task.held_out(), "its held_out()"),
         )
-        train, held_out = (encode(part, tokenizer, settings.max_prompt_tokens, tokens_of) for part in problems)
+        train, held_out = (
+            encode(part, tokenizer, settings.max_prompt_tokens, tokens_of, kind)
+            for part, kind in zip(problems, KINDS, strict=True)
+        )
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise task_error(settings, str(error)) from None
     except Exception as error:
@@ -72,7 +76,7 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
         notice = part.rejection_notice()
         if notice:
             log(notice)
-    in_context = (_within_context(part.prompts, settings.longest_context(), log) for part in (train, held_out))
+    in_context = (_within_context(part, settings.longest_context(), log) for part in (train, held_out))
     return Resources(model, tokenizer, task, *in_context)
 
 
@@ -107,8 +111,9 @@ def _overlap(train: Sequence[Problem], held_out: Sequence[Problem], task: AnyTas
     )
 
 
-def _within_context(prompts: tuple[Prompt, ...], context: int, log: Log) -> tuple[Prompt, ...]:
+def _within_context(encoded: Encoded, context: int, log: Log) -> tuple[Prompt, ...]:
     """The prompts that leave room for a response."""
+    prompts = encoded.prompts
     fitting = tuple(prompt for prompt in prompts if len(prompt.tokens) < context)
     if prompts and not fitting:
         shortest = min(len(prompt.tokens) for prompt in prompts)
@@ -120,7 +125,7 @@ def _within_context(prompts: tuple[Prompt, ...], context: int, log: Log) -> tupl
         )
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
-        log(f"{left_out} of {len(prompts)} prompts fill max_context_tokens = {context} and are left out")
+        log(f"{left_out} of {len(prompts)} {encoded.kind} fill max_context_tokens = {context} and are left out")
     return fitting
 
 
