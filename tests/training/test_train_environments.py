@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,13 +34,16 @@ from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import Schedule
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
+from sortedrl.observe.console import PlainConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.environment_host import LocalHost
 from sortedrl.tasks.environments import TaskEnvironments
+from sortedrl.tasks.evaluation import Evaluation
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.training.evaluate import evaluate
 from sortedrl.training.resources import read_resources
 from sortedrl.training.rewards import Rewards
+from sortedrl.training.run_record import RunRecord
 from sortedrl.training.settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +197,15 @@ def test_an_evaluation_of_a_dialogue_reports_its_parts(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["problems"] == 40 and result["unscored"] == 0
     assert 0 < result["parts"]["asked"] < 1 and result["parts"]["turns"] == pytest.approx(1.6, abs=0.5)
+
+
+def test_an_evaluation_in_which_every_environment_failed_lists_no_parts() -> None:
+    lines: list[str] = []
+    folder: Any = SimpleNamespace(append=lambda name, line: None)
+    tokenizer: Any = None
+    record = RunRecord(folder, PlainConsole(lines.append), tokenizer, rollouts_per_update=0)
+    record.evaluation(0, Evaluation.of({"p": [False]}), samples=1, has_turns=True)
+    assert lines == ["held-out score after 0 updates: 0.000 [0.000, 0.793] (1 problem)"]
 
 
 class LosesSecondTurns:

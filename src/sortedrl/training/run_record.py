@@ -128,7 +128,9 @@ class RunRecord:
         if found.parts:
             line["held_out_parts"] = dict(found.parts)
         self._append(line)
-        parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items()) if has_turns else ""
+        parts = ""
+        if has_turns and found.parts:
+            parts = "; " + ", ".join(f"{name} {value:.2f}" for name, value in found.parts.items())
         self._console.log(
             f"held-out score after {counted(done, 'update')}: {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]"
             f" ({counted(len(found.correct), 'problem')}{parts})"
