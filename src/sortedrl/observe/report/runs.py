@@ -159,7 +159,6 @@ def _read_run(path: Path, name: str) -> Run:
         *([f"Event log: {read.notice}."] if read.notice else []),
         *_damage_notices(read.damage, repair.put_back, repair.left_out),
         *_ending_notices(log, folder),
-        *_other_slots(counts),
         *_no_update(run_metrics),
         *_lost_lines("metrics.jsonl", lost_metrics),
         *_lost_lines("rollouts.jsonl", lost_responses),
@@ -183,12 +182,6 @@ def _read_run(path: Path, name: str) -> Run:
         responses=tuple(line for line in responses if "response" in line),
         notices=tuple(notices),
     )
-
-
-def _other_slots(counts: Sequence[int]) -> list[str]:
-    if len(counts) == 1:
-        return []
-    return [f"It was resumed with other slots: {', then '.join(map(str, counts))}. Its settings have the last number."]
 
 
 def _held_out(lines: Iterable[dict[str, Any]], marks: dict[int, Mark]) -> tuple[HeldOut, ...]:
