@@ -262,6 +262,7 @@ def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
         ("", ["stream_sms = 96", "engine and learner take turns", "stream = true"]),
         ("--stream", ["the embedded engine decodes with the learner's own model"]),
         ("--stream --engine vllm-server --engine-urls http://x", ["does not share", "--engine vllm"]),
+        ("--stream --engine my:engine", ["an engine of your own cannot share"]),
         ("--stream --engine vllm", ["device is cpu"]),
         ("--stream --engine vllm --engine-options enable_sleep_mode True", ["cannot sleep"]),
     ],

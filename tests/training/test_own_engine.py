@@ -225,6 +225,46 @@ def test_weights_come_before_any_request_after_the_sleep_of_an_update(
     assert (tmp_path / "forgetful_engine.sleeps").read_text() == 4 * "sleep\n"
 
 
+APART = """
+import copy
+
+from sortedrl.engines.embedded.engine import EmbeddedEngine
+
+
+class Apart(EmbeddedEngine):
+    {declared}
+
+
+def engine(spec):
+    module = copy.deepcopy(spec.module)
+    return Apart(module, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
+"""
+
+
+@pytest.mark.parametrize("flags", [["--stream"], ["--overlap", "--max-staleness", "4"]])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_the_learner_works_beside_an_engine_that_has_its_own_device(
+    flags: list[str],
+    is_declared: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only its author knows it: it may be the client of a server, or decode with the learner's own module."""
+    source = APART.format(declared="has_own_device = True" if is_declared else "pass")
+    (tmp_path / "engine_apart.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "engine_apart", raising=False)
+    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "engine_apart:engine", *SMALL, *flags]
+    status = main(["train", *words, "--out", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    if is_declared:
+        assert status == 0, error
+    else:
+        assert status == 2 and not (tmp_path / "run").exists()
+        assert f"{flags[0][2:]} = True" in error and "its class Apart does not set has_own_device" in error
+
+
 def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:
     class Plain:
         slots = 3

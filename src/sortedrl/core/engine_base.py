@@ -23,6 +23,7 @@ class EngineBase(Engine):
 
     inside_seconds: float | None = None  # total time in the inference library's own code; the rest is overhead
     copies_weights: bool = False  # it never sees the learner's weights: `publish` without weights is an error
+    has_own_device: bool = False  # the learner may compute while it generates, as beside the client of a server
 
     @property
     def is_available(self) -> bool:
@@ -50,6 +51,7 @@ class ForwardingEngine(EngineBase):
         self.inner = inner
         self.slots = inner.slots
         self.copies_weights = getattr(inner, "copies_weights", False)
+        self.has_own_device = getattr(inner, "has_own_device", False)
 
     def now(self) -> float:
         return self.inner.now()

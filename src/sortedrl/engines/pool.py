@@ -132,6 +132,7 @@ class Pool(EngineBase):
             raise ValueError("a pool needs at least one engine")
         self.slots = sum(engine.slots for engine in engines)
         self.copies_weights = any(with_defaults(engine).copies_weights for engine in engines)
+        self.has_own_device = all(with_defaults(engine).has_own_device for engine in engines)
         self._lock = threading.Lock()  # guards everything below
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}  # all requests in the pool

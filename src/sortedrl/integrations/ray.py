@@ -100,6 +100,7 @@ class RayEngine(EngineBase):
     """
 
     copies_weights = True
+    has_own_device = True
     slots: int
 
     def __init__(

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine_base import EngineBase, ForwardingEngine
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.install_hint import install_hint
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf
-from sortedrl.engines.registry import make_engine
+from sortedrl.engines.registry import ENGINES, make_engine
 from sortedrl.models import model_named, unreadable_model
-from sortedrl.training.settings import ModelSettings
+from sortedrl.training.settings import ModelSettings, TrainSettings
 
 COMMON_VOCABULARY = 46  # ids that any model has, the built-in one too: a server may crash on others
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
@@ -48,6 +48,24 @@ def engine_of(
         options=settings.resolved_engine_options(),
     )
     return make_engine(settings.engine, spec)
+
+
+def require_own_device(engine: EngineBase, settings: TrainSettings) -> None:
+    """Refuse an engine of the user's that would compute at the same time as the learner, on its device. Those that are
+    built in are checked with the settings."""
+    if settings.engine in ENGINES or engine.has_own_device:
+        return
+    name = type(engine.inner if type(engine) is ForwardingEngine else engine).__name__
+    for key in ("overlap", "stream"):
+        if getattr(settings, key):
+            raise ConfigurationError(
+                key,
+                True,
+                f"engine {settings.engine} may share the device with the learner: its class {name} does not set "
+                "has_own_device",
+                "Set has_own_device = True in the class if it generates elsewhere (docs/engine_authors.md), or leave "
+                f"{key} out.",
+            )
 
 
 def checked_engine(

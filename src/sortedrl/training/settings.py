@@ -47,6 +47,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"engine", "engine_urls", "engine_options", "slots"}
 )
 
+IN_THIS_PROCESS = frozenset(ENGINES) - frozenset(SERVERS)
+
 
 class ModelSettings(Settings, EngineSettings):
     """A model, a task, and how responses are sampled and scored."""
@@ -259,7 +261,7 @@ def schedule_of(settings: TrainSettings) -> Schedule:
 
 
 def _check_overlap(settings: TrainSettings) -> None:
-    if settings.engine in ("embedded", "vllm"):
+    if settings.engine in IN_THIS_PROCESS:
         raise ConfigurationError(
             "overlap",
             settings.overlap,
@@ -277,7 +279,7 @@ def _check_overlap(settings: TrainSettings) -> None:
 
 def _check_streaming(settings: TrainSettings) -> None:
     strategy_named(settings.mode).check_streaming()
-    if settings.engine not in SERVERS and settings.stream_sms is None:
+    if settings.engine in IN_THIS_PROCESS and settings.stream_sms is None:
         raise ConfigurationError(
             "stream",
             True,
@@ -309,6 +311,8 @@ def _check_shared_gpu(settings: TrainSettings) -> None:
         reason = f"engine {settings.engine} does not share this process and its GPU with the learner"
         if settings.engine == "embedded":
             reason = "the embedded engine decodes with the learner's own model"
+        elif settings.engine not in ENGINES:
+            reason = "an engine of your own cannot share the learner's GPU while both compute"
         fix = "Use --engine vllm, or leave it out."
     elif settings.device == "cpu":
         reason = "device is cpu, which has no SMs"

@@ -39,7 +39,7 @@ from sortedrl.training.build import (
     out_of_memory_at_start,
     set_threads,
 )
-from sortedrl.training.engine import checked_engine, engine_of
+from sortedrl.training.engine import checked_engine, engine_of, require_own_device
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.plain_model import PlainModel
 from sortedrl.training.resources import Log, Resources, read_resources
@@ -81,6 +81,7 @@ class TrainingRun:
         self.plain_model = PlainModel(settings, resources.model)
         self.learner = Learner(resources.model, learner_settings_of(settings))
         engine = to_close.enter_context(closing(self._engine()))
+        require_own_device(engine, settings)
         self.checked = self._checked(engine)
         self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()

@@ -50,6 +50,7 @@ class HttpEngine(ServerStreams, EngineBase):
     """
 
     copies_weights = True
+    has_own_device = True
 
     def __init__(
         self,
