@@ -57,6 +57,7 @@ def test_an_intact_log_is_decoded_as_it_was_written() -> None:
         '{"event":"Started","at":1.5,"rollout"5:0,"slot":3}',
         '{"event":"Started","at":1.5,"rollout":0,"slot":3}5',
         '{"event":"Started","at":' + 400 * "9" + '.5,"rollout":0,"slot":3}',
+        '{"event":"Phase","at":' + 400 * "9" + ',"phase":"harvest"}',
         '{"event":"Started","at":1.5,"rollout":' + 5_000 * "9" + ',"slot":3}',
         '{"event":"Finished","at":1.5,"rollout":0,"made":1,"length":1,"truncated":fal5se}',
         '{"event":"Finished","at":1.5,"rollout":0,"made":1,"length":1,"trun5cated":false}',

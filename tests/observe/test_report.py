@@ -280,6 +280,36 @@ def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
     assert [d.line for d in damage] == list(range(2, 2 + len(bad)))
 
 
+@pytest.mark.parametrize("reward", ["Infinity", "-Infinity", "NaN", "1e999", "9" * 400])
+def test_an_infinite_reward_is_damage_in_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str
+) -> None:
+    """Older versions wrote it, and the report ended in a traceback."""
+    path = simulated_log(tmp_path / "events.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    place = max(i for i, line in enumerate(lines) if '"Updated"' in line)
+    start, rest = lines[place].split('"rewards":[')
+    lines[place] = f'{start}"rewards":[{reward},{rest.split(",", 1)[1]}'
+    path.write_text("".join(lines))
+    why = "Updated with a reward that is not a finite number"
+    (read,) = read_runs([path])
+    assert f"line {place + 1} ({why})" in read.notices[0]
+    assert why in report.page([read], [None], "0")
+    assert main(["trace", str(tmp_path)]) == 0
+    assert "left out 1 unreadable line of" in capsys.readouterr().err
+    for words in (["simulate", "--lengths", str(path)], ["watch", str(tmp_path)]):
+        assert main(words) in (1, 2)
+        error = capsys.readouterr().err
+        assert f"line {place + 1} " in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["Infinity", "NaN", "9" * 400])
+def test_an_infinite_time_of_the_learner_is_damage(tmp_path: Path, seconds: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"event":"Streamed","at":1.0,"update":0,"seconds":{seconds},"rollouts":[1]}}\n')
+    assert [line.why for line in read_intact(path).damage] == ["Streamed with seconds that are not a finite number"]
+
+
 def test_a_damaged_line_counts_for_the_roll_back_after_it(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     phase = '{"event":"Phase","at":%s,"phase":"harvest"}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -20,6 +20,7 @@ from sortedrl.core.events import (
     Observed,
     Scored,
     Started,
+    Streamed,
     Submitted,
     TurnEnded,
     Updated,
@@ -134,11 +135,21 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
                 return Damage(number, f"{kind.__name__} with a wrong value")
     if isinstance(event, Gate) and event.why not in GATES:
         return Damage(number, "Gate with a wrong value")
-    if not math.isfinite(event.at):
+    if not _is_finite(event.at):
         return Damage(number, f"{type(event).__name__} without a time")
-    if isinstance(event, Updated) and len({len(column) for column in event[4:]}) != 1:
-        return Damage(number, "Updated with columns of different lengths")
+    if isinstance(event, Updated):
+        if len({len(column) for column in event[4:]}) != 1:
+            return Damage(number, "Updated with columns of different lengths")
+        if not all(map(_is_finite, event.rewards)):
+            return Damage(number, "Updated with a reward that is not a finite number")
+    elif isinstance(event, Streamed) and not _is_finite(event.seconds):
+        return Damage(number, "Streamed with seconds that are not a finite number")
     return event
+
+
+def _is_finite(value: float) -> bool:
+    """Also False for an int that is too large for a float, for which `math.isfinite` raises an error."""
+    return abs(value) <= sys.float_info.max
 
 
 _SEEN_TO_FIT: set[tuple[type, ...]] = set()  # an event and its fields; whether a column fits depends on more
