@@ -20,6 +20,7 @@ from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
@@ -53,6 +54,22 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def fresh(model: Path, out: Path, *words: str) -> list[str]:
     return ["train", "--model", str(model), "--out", str(out), *SMALL, *words]
+
+
+def test_what_is_there_already_is_named_and_resumed_only_if_it_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    text = {}
+    for path in tmp_path.iterdir():
+        settings = TrainSettings(out=path)
+        with pytest.raises(ConfigurationError) as error:
+            RunFolder.unused(settings).create(settings, print)
+        text[path.name] = str(error.value)
+    assert "this is a file" in text["file"] and "this folder already exists" in text["folder"]
+    assert "a link to nowhere" in text["link"] and "this run folder already exists" in text["run"]
+    assert [name for name in text if "--resume" in text[name]] == ["run"]
 
 
 def resume(run: Path, updates: int) -> Done:

@@ -284,12 +284,15 @@ def _next_free(path: Path) -> Path:
 
 
 def _exists_already(path: Path) -> ConfigurationError:
-    return ConfigurationError(
-        "out",
-        str(path),
-        "this run folder already exists, and runs are never overwritten",
-        f"Name another folder, or continue it with --resume {path}.",
-    )
+    reason, fix = "this is a file, and a run needs a folder", "Name a folder that does not exist yet."
+    if path.is_symlink() and not path.exists():
+        reason = "this is a link to nowhere, and a run needs a folder"
+    elif (path / "checkpoints").is_dir():
+        reason = "this run folder already exists, and runs are never overwritten"
+        fix = f"Name another folder, or continue it with --resume {path}."
+    elif path.is_dir():
+        reason = "this folder already exists, and a run makes its own"
+    return ConfigurationError("out", str(path), reason, fix)
 
 
 def _text_lines(path: Path) -> Sequence[str]:
