@@ -51,7 +51,8 @@ def test_a_context_below_every_prompt_is_refused_at_once(
 
 def test_prompts_that_fill_the_context_are_left_out_and_counted(model: str) -> None:
     lines: list[str] = []
-    read = read_resources(EvalSettings(model=model, task="test_resources:Growing", max_context_tokens=6), lines.append)
+    read = read_resources(TrainSettings(model=model, task="test_resources:Growing", max_context_tokens=6), lines.append)
+    lines.pop(0)  # about problems that are in both parts
     assert [len(prompt.tokens) for prompt in read.train] == [1, 2, 3, 4, 5]
     assert read.held_out == read.train
     ends = "fill max_context_tokens = 6 and are left out"
@@ -70,6 +71,31 @@ def test_held_out_prompts_that_are_all_too_long_are_named(model: str) -> None:
         read_resources(settings, print)
 
 
+class LongTraining(Growing):
+    def train(self) -> list[Problem]:
+        return [Problem("train", " ".join(["q1"] * 20), "a")]
+
+    def held_out(self) -> list[Problem]:
+        return super().train()
+
+
+class NoTraining(LongTraining):
+    def train(self) -> list[Problem]:
+        raise FileNotFoundError("train.jsonl")
+
+
+@pytest.mark.parametrize("limit", ["max_prompt_tokens", "max_context_tokens"])
+@pytest.mark.parametrize("task", ["LongTraining", "NoTraining"])
+def test_an_evaluation_does_not_need_training_prompts(limit: str, task: str, model: str) -> None:
+    """Before, `eval` was refused if all of them were too long, and mentioned those that were."""
+    lines: list[str] = []
+    settings = {"model": model, "task": f"test_resources:{task}", limit: 12}
+    read = read_resources(EvalSettings.model_validate(settings), lines.append)
+    assert len(read.held_out) == 8 and not read.train and not lines
+    with pytest.raises(ConfigurationError, match=r"training prompts|no prompt leaves room|train\.jsonl"):
+        read_resources(TrainSettings.model_validate(settings), print)
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_limit_of_turns_is_refused_if_responses_have_one(
     command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -82,7 +108,7 @@ def test_a_limit_of_turns_is_refused_if_responses_have_one(
 
 
 def test_a_limit_of_turns_is_taken_if_responses_have_several(model: str) -> None:
-    assert read_resources(EvalSettings(model=model, task="toy:Talk", max_turns=3), print).train
+    assert read_resources(EvalSettings(model=model, task="toy:Talk", max_turns=3), print).held_out
 
 
 class Leaking(toy.SayA):

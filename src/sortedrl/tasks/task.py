@@ -41,12 +41,12 @@ class Task(Protocol):
         """Score the text of a response, without special tokens."""
 
 
-def checked_problems(result: Any, name: str, *, may_be_empty: bool = False) -> tuple[Problem, ...]:
+def checked_problems(result: Any, name: str) -> tuple[Problem, ...]:
     """The result of `train` or `held_out`, which `name` names, as problems. Raises TypeError or ValueError."""
     if not isinstance(result, Iterable):
         raise TypeError(f"{name} returned {shown(result)} instead of a list of problems")
     problems = tuple(result)
-    if not problems and not may_be_empty:
+    if not problems:
         raise ValueError(f"{name} returned no problems")
     for problem in problems:
         if not isinstance(problem, Problem):

@@ -50,13 +50,14 @@ class Resources:
 
 
 def read_resources(settings: ModelSettings, log: Log) -> Resources:
+    """For an evaluation there are no training prompts: some datasets have none, and they may be too long."""
     tokenizer, model = read_model(model_named(settings.model, settings.task), settings)
     try:
         task = task_by_name(settings.task, tools=settings.tools, **settings.resolved_task_options())
         tokens_of = _tokens_of(task, tokenizer)
-        only_evaluates = not isinstance(settings, TrainSettings)  # some datasets have no problems to train on
+        trains = isinstance(settings, TrainSettings)
         problems = (
-            checked_problems(task.train(), "its train()", may_be_empty=only_evaluates),
+            checked_problems(task.train(), "its train()") if trains else (),
             checked_problems(task.held_out(), "its held_out()"),
         )
         train, held_out = (
@@ -70,7 +71,7 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
             raise
         raise task_error(settings, fault_in_your_code(error)) from error
     _check_turns(settings, task)
-    if not only_evaluates and (overlap := _overlap(*problems, task)):
+    if overlap := _overlap(*problems, task):
         log(overlap)
     for part in (train, held_out):
         notice = part.rejection_notice()
