@@ -5,8 +5,11 @@ or a hub name, on what TRL writes with `log_completions=True` or verl with `trai
 
     python examples/lengths_from_logs.py TOKENIZER OUTPUT_DIR/completions/*.parquet > mine.jsonl
     python examples/lengths_from_logs.py TOKENIZER FOLDER/*.jsonl > mine.jsonl
+
+Add the limit of the run, `--max-response-tokens N`: a response that was cut there has no EOS.
 """
 
+import argparse
 import json
 import sys
 
@@ -14,12 +17,17 @@ COLUMNS = (("prompt", "completion"), ("input", "output"))  # of TRL and of verl
 
 
 def rows_of(path):
-    if path.endswith(".parquet"):
-        from pyarrow import parquet  # pip install '.[data]'
+    try:
+        with open(path, "rb") as file:
+            if not path.endswith(".parquet"):
+                return [json.loads(line) for line in file if line.strip()]
+            from pyarrow import parquet  # pip install '.[data]'
 
-        return parquet.read_table(path).to_pylist()
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+            return parquet.read_table(file).to_pylist()
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror or error}")
+    except ValueError as error:
+        sys.exit(f"{path}: {error}")
 
 
 def text_of(completion):
@@ -29,22 +37,27 @@ def text_of(completion):
     return "".join(message["content"] or "" for message in completion if message["role"] == "assistant")
 
 
-def lengths_in(path, tokenizer):
+def lengths_in(path, tokenizer, limit=None):
     for row in rows_of(path):
         pair = next((pair for pair in COLUMNS if pair[1] in row), None)
         if pair is None:
             sys.exit(f"{path}: no column `completion` (TRL) or `output` (verl) in {list(row)}")
         prompt, response = pair
         ids = tokenizer(text_of(row[response]), add_special_tokens=False).input_ids
-        yield {"prompt": json.dumps(row[prompt]), "length": len(ids) + 1}  # one more for EOS, which is not in the text
+        length = len(ids) + 1  # one more for EOS, which is not in the text
+        yield {"prompt": json.dumps(row[prompt]), "length": min(length, limit or length)}
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", metavar="TOKENIZER")
+    parser.add_argument("files", metavar="FILE", nargs="+")
+    limit = "max_completion_length of TRL, data.max_response_length of verl"
+    parser.add_argument("--max-response-tokens", metavar="N", type=int, help=limit)
+    args = parser.parse_args()
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-    for path in sys.argv[2:]:
-        for length in lengths_in(path, tokenizer):
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    for path in args.files:
+        for length in lengths_in(path, tokenizer, args.max_response_tokens):
             print(json.dumps(length))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import runpy
 import subprocess
@@ -71,11 +72,32 @@ def test_lengths_are_counted_in_the_logs_of_trl_and_verl(tmp_path: Path) -> None
     texts = ["Bob is a knave.", "Bob.", "Bob, I say."]
     assert [row["length"] for row in found] == [len(tokenizer(text).input_ids) + 1 for text in texts]
     assert found[1]["prompt"] == found[2]["prompt"] != found[0]["prompt"]
+    limit = len(tokenizer(texts[2]).input_ids)
+    cut = [row["length"] for row in lengths_in(str(tmp_path / "1.jsonl"), tokenizer, limit)]
+    assert cut == [found[1]["length"], limit], "a response that was cut has no EOS"
     mine = tmp_path / "mine.jsonl"
     mine.write_text("\n".join(map(json.dumps, found)))
     assert [len(lengths) for lengths in read_lengths(mine).by_prompt] == [1, 2]
     with pytest.raises(SystemExit, match=r"mine.jsonl: no column `completion` .* in \['prompt', 'length'\]"):
         list(lengths_in(str(mine), tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("missing.jsonl", None, "missing.jsonl: No such file or directory"),
+        ("broken.jsonl", '{"output": ', "broken.jsonl: Expecting value"),
+        ("missing.parquet", None, "missing.parquet: No such file or directory"),
+        ("broken.parquet", "no Parquet", "broken.parquet: Could not open Parquet input source"),
+    ],
+)
+def test_a_log_that_cannot_be_read_is_one_line(name: str, content: str | None, expected: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    rows_of = runpy.run_path(str(ROOT / "examples" / "lengths_from_logs.py"))["rows_of"]
+    with pytest.raises(SystemExit, match=re.escape(expected)) as error:
+        rows_of(str(tmp_path / name))
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_the_loop_is_100_lines_without_our_abstractions() -> None:
