@@ -300,7 +300,7 @@ def test_an_infinite_reward_is_damage_in_every_command(
     for words in (["simulate", "--lengths", str(path)], ["watch", str(tmp_path)]):
         assert main(words) in (1, 2)
         error = capsys.readouterr().err
-        assert f"line {place + 1} " in error and len(error.splitlines()) == 1
+        assert f"line {place + 1} " in error and why in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("seconds", ["Infinity", "NaN", "9" * 400])

@@ -59,10 +59,10 @@ def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
 
 
 class DamagedLog(ValueError):
-    """A complete line of the event log is not an event."""
+    """A complete line of the event log cannot be read."""
 
-    def __init__(self, path: Path, line: int) -> None:
-        super().__init__(f"line {line} of {path} is not an event")
+    def __init__(self, path: Path, damage: Damage) -> None:
+        super().__init__(f"line {damage.line} of {path} cannot be read: {damage.why}")
 
 
 class Watched(NamedTuple):
@@ -225,7 +225,7 @@ class Follower:
         log: list[Event] = []
         for event in decoded_text("".join([f"{line}\n" for line in lines]), first_line):
             if isinstance(event, Damage):
-                raise DamagedLog(self._event_file.path, event.line)
+                raise DamagedLog(self._event_file.path, event)
             log.append(event)
         return log
 
