@@ -476,6 +476,7 @@ def pools_that_lose_members(draw: st.DrawFn) -> tuple[Scenario, list[int], list[
     return replace(drawn, slots=sum(sizes), schedule=patient), sizes, deaths
 
 
+@pytest.mark.slow
 @invariants.examples(150)
 @given(pools_that_lose_members())
 def test_what_must_hold_whatever_member_is_lost_and_when(drawn: tuple[Scenario, list[int], list[int | None]]) -> None:

@@ -398,6 +398,7 @@ def test_a_staleness_bound_holds(tokenizer: Any, tmp_path: Path) -> None:
     assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max == 1
 
 
+@pytest.mark.slow
 def test_a_staleness_bound_with_its_larger_updates_does_not_end_the_run_early(tokenizer: Any, tmp_path: Path) -> None:
     """The number of steps is its length: updates that take more than their size must not use up the prompts."""
     schedule = Schedule(mode="partial+elevator", max_staleness=1, prompts_per_cohort=4)
@@ -600,6 +601,7 @@ def test_a_reference_model_and_gradient_checkpointing_are_trl_s_business(tokeniz
     assert all("kl" in entry for entry in trainer.state.log_history if "loss" in entry)
 
 
+@pytest.mark.slow
 def test_an_output_layer_that_trl_casts_to_float32_is_the_engine_s_too(tokenizer: Any, tmp_path: Path) -> None:
     half = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.bfloat16)
     args = config(tmp_path, max_steps=1, cast_lm_head_to_fp32=True)

@@ -232,6 +232,7 @@ def test_many_instances_wait_at_the_same_time_in_one_process() -> None:
         assert time.monotonic() - began < 25, "one after the other they would take 50 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["block", "die"])
 def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: str) -> None:
     with host_of(
@@ -278,6 +279,7 @@ def test_a_problem_that_cannot_be_pickled_is_an_error_and_others_go_on() -> None
         assert "turn 2 of p0" in shown(turn(environments, good, "two"))
 
 
+@pytest.mark.slow
 def test_a_canceled_call_has_no_answer_and_its_instance_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with host_of("workers", CountingTask(str(log)), limit_seconds=2.0) as host:
