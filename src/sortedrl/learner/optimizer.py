@@ -190,6 +190,7 @@ def _step_flat(
 
 
 def _subtract(exact: Tensor, change: Tensor, factor: float | Tensor) -> Tensor:
+    """In place: exact - factor * change. As `alpha`, PyTorch takes numbers only."""
     return exact.sub_(change * factor) if isinstance(factor, Tensor) else exact.sub_(change, alpha=factor)
 
 
