@@ -561,6 +561,7 @@ def test_an_infinite_reward_leaves_a_log_that_can_be_read(tokenizer: Any, tmp_pa
     assert not read_intact(tmp_path / "events.jsonl").damage
 
 
+@pytest.mark.slow
 def test_a_reward_model_may_be_named_by_its_folder(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 

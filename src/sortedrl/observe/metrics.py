@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -374,7 +374,7 @@ class Metrics:
         self._count["streamed"] += len(self._streamed.intersection(event.rollouts))
         self._streamed.clear()
         self._wall_clock.update(self._now())
-        self._updates.append(self._lengths_of(event))
+        self._updates.append(UpdateLengths.of(self._units(event)))
         lengths = self._turns.train(event)
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(lengths)
@@ -397,14 +397,14 @@ class Metrics:
             if self._attempts is not None:
                 self._attempts.trained(rollout, self._group_of(rollout), length)
 
-    def _lengths_of(self, event: events.Updated) -> UpdateLengths:
-        """The lengths of an update by unit: a rollout, or a whole group."""
+    def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
+        """The lengths of an update, grouped by unit: a rollout, or a whole group."""
         if not self._trains_whole_groups:
-            return UpdateLengths.of_rollouts(event.lengths)
+            return [(length,) for length in event.lengths]
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for rollout, length in zip(event.rollouts, event.lengths, strict=True):
             groups[self._group_of(rollout)].append(length)
-        return UpdateLengths.of(groups.values())
+        return groups.values()
 
     def _group_of(self, rollout: int) -> int:
         """Rollouts of one prompt have consecutive numbers."""
