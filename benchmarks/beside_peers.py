@@ -14,8 +14,9 @@ optimizer stores the lost bits; TRL trains float32 weights under bfloat16 autoca
 Each run is a new process. Its time counts from the start of its first rollout to the end of its last update, so
 start-up, compilation and evaluation are left out. A run's result is appended to OUT/beside_peers.jsonl as soon as it
 exists: rewards and end times of all updates, too. If a contender fails or takes longer than `--limit` seconds, its
-error is written there, and the next one starts. Contenders take turns, and repeat r has seed r. verl has its own job
-with the same model, task and sizes: see verl_job/.
+error is written there, and the next one starts. Contenders take turns, and repeat r has seed r. Runs that the file has
+already are not repeated, so the same command goes on where it was stopped, and more `--repeats` adds seeds. verl has
+its own job with the same model, task and sizes: see verl_job/.
 
 TRL 1.16.0 supports vLLM 0.22.0 to 0.31.0. If its packages are on PYTHONPATH rather than installed, the name of their
 folder must contain `site-packages`: otherwise dill, with which `datasets` hashes a table, pickles all of pyarrow and
@@ -56,6 +57,7 @@ REUSE = {"reuse_kv_cache": "True"}
 REFERENCE = "trl: GRPOTrainer"
 GOAL = 1.5  # the reward whose time is reported, as a mean over GOAL_UPDATES updates
 GOAL_UPDATES = 3
+MAY_DIFFER = ("repeats", "contenders", "limit", "stop_after", "out", "json")  # between commands with the same OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +187,12 @@ def run(args: argparse.Namespace, contender: Contender, seed: int) -> Run:
 Runs = dict[str, dict[int, Run]]  # by contender and repeat
 
 
-def measure(args: argparse.Namespace, record: Callable[..., None], seconds: Callable[[], float]) -> Runs:
-    runs: Runs = {}
+def measure(args: argparse.Namespace, runs: Runs, record: Callable[..., None], seconds: Callable[[], float]) -> None:
+    """Adds to `runs` what is not in it."""
     for repeat in range(args.repeats):
         for name in args.contenders:
+            if repeat in runs.get(name, {}):
+                continue
             if seconds() > args.stop_after:
                 record(contender=name, repeat=repeat, left_out=f"{args.stop_after:.0f} s have passed")
                 continue
@@ -199,7 +203,6 @@ def measure(args: argparse.Namespace, record: Callable[..., None], seconds: Call
                 continue
             runs.setdefault(name, {})[repeat] = found
             record(contender=name, repeat=repeat, rollouts_per_second=found.rollouts_per_second, **asdict(found))
-    return runs
 
 
 def read_runs(results: Path) -> Runs:
@@ -211,6 +214,14 @@ def read_runs(results: Path) -> Runs:
             values |= {name: tuple(values[name]) for name in ("rewards", "update_ends")}
             runs.setdefault(line["contender"], {})[line["repeat"]] = Run(**values)
     return runs
+
+
+def other_settings(results: Path, arguments: Mapping[str, Any]) -> list[str]:
+    """Which arguments of the runs in the file differ from these: such runs do not belong in one table."""
+    lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    before = [line["arguments"] for line in lines if "arguments" in line]
+    names = [name for name in arguments if name not in MAY_DIFFER]
+    return [name for name in names if any(one.get(name) != arguments[name] for one in before)]
 
 
 def seconds_to_goal(run: Run) -> float | None:
@@ -271,6 +282,15 @@ def main(given: Sequence[str] | None = None) -> int:
     args, began = arguments(given), time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "beside_peers.jsonl"
+    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    runs: Runs = {}
+    if results.exists():
+        if differing := other_settings(results, shown):
+            print(
+                f"{results} has runs with other settings ({', '.join(differing)}): use another --out", file=sys.stderr
+            )
+            return 2
+        runs = read_runs(results)
 
     def seconds() -> float:
         return time.perf_counter() - began
@@ -279,12 +299,12 @@ def main(given: Sequence[str] | None = None) -> int:
         line = {"at": round(seconds(), 1), **fields}
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        shown = {key: value for key, value in line.items() if key not in ("rewards", "update_ends", "traceback")}
-        print(json.dumps(shown), flush=True)
+        short = {key: value for key, value in line.items() if key not in ("rewards", "update_ends", "traceback")}
+        print(json.dumps(short), flush=True)
 
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     record(arguments=shown, machine=machine(), versions={**versions(), "vllm": vllm_version()})
-    print(table(measure(args, record, seconds)), flush=True)
+    measure(args, runs, record, seconds)
+    print(table(runs), flush=True)
     return 0
 
 
