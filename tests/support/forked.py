@@ -142,6 +142,8 @@ def _run(words: list[str], output: Path, fault: Fault | None, place: _Place) -> 
         for number in range(3):
             os.dup2(descriptor, number)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # A command that a user starts has the platform's way to start processes. The server's would import all again.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if fault is not None:
