@@ -4,9 +4,10 @@ no garbage collection of modules, and engines that are closed after the test."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -24,6 +25,16 @@ with contextlib.suppress(ImportError):  # some environments for peers' packages 
 
     settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("steady")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collection: importing makes hardly any garbage, and looking for it took a quarter of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
