@@ -248,7 +248,7 @@ def table(runs: Runs) -> str:
         "length",
         "last 5 rewards",
     )
-    lines = [f"{'of each repeat':<40}" + "".join(f"{column:>20}" for column in columns) + f"{'staleness':>11}"]
+    lines = [f"{'of each repeat':<40}" + "".join(f"{column:>24}" for column in columns) + f"{'staleness':>11}"]
     rates = {repeat: run.tokens_per_second for repeat, run in runs.get(REFERENCE, {}).items()}
     for name, by_repeat in runs.items():
         found = by_repeat.values()
@@ -263,7 +263,7 @@ def table(runs: Runs) -> str:
             each((statistics.fmean(one.rewards[-5:]) for one in found), ".2f"),
         )
         staleness = statistics.fmean(one.staleness for one in found)
-        lines.append(f"{name:<40}" + "".join(f"{cell:>20}" for cell in cells) + f"{staleness:>11.2f}")
+        lines.append(f"{name:<40}" + "".join(f"{cell:>24}" for cell in cells) + f"{staleness:>11.2f}")
     return "\n".join(lines)
 
 
