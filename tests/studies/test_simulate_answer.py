@@ -210,7 +210,7 @@ def test_plan_names_the_settings_of_a_choice() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "28 of 32 with a learner, 9 to 14 % off in the other four (docs/results.md). h200-8b is a preset:"),
+        ([], "35 of 40 with a learner, 9 to 14 % off in the other five (docs/results.md). h200-8b is a preset:"),
         (["--turns", "3", "--median-length", "60"], "up to 9 % off with five turns if returns were timed"),
     ],
 )
