@@ -282,7 +282,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"problem": "1?", "answer": "1"}\nnot json\n')
     with pytest.raises(ValueError, match=r"broken.jsonl, line 2 is not JSON"):
         Math(data=tmp_path / "broken.jsonl").train()
-    with pytest.raises(ValueError, match=r"aime24 is for evaluation only: pass .* as held_out_data"):
+    with pytest.raises(
+        ValueError,
+        match=r"aime24 is for evaluation only: pass .* as held_out_data \(--task-options held_out_data .*rows.jsonl\)",
+    ):
         Math("aime24", data=data)
     with pytest.raises(ValueError, match="no preset 'gsm' for math; use one of dapo, gsm8k"):
         Math("gsm")

@@ -104,7 +104,11 @@ class Math:
         if not self._train_source and not self._held_out_source:
             raise ValueError("math needs problems: choose a preset (math:gsm8k) or set data=problems.jsonl")
         if data and not held_out_data and known.held_out and not known.train:
-            raise ValueError(f"{self.name} is for evaluation only: pass {os.fspath(data)} as held_out_data")
+            file = os.fspath(data)
+            raise ValueError(
+                f"{self.name} is for evaluation only: pass {file} as held_out_data "
+                f"(--task-options held_out_data {file})"
+            )
         self._columns = Columns(
             question=(question_column,) if question_column else known.columns.question,
             answer=(answer_column,) if answer_column else known.columns.answer,
