@@ -281,6 +281,7 @@ BAD_INPUT = {
     "a cohort beyond any dataset": (["train", "--prompts-per-cohort", "9" * 20], ["it should be at most 10000000"]),
     "more cohorts than one can wait for": (["plan", "--cohorts", "9" * 20], ["it should be at most 10000000"]),
     "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "it should be at least 1"]),
+    "streaming beside vLLM": (["train", "--stream", "--engine", "vllm"], ["share the device", "or set stream_sms"]),
     "an unknown mode": (["simulate", "--modes", "partial+elevater"], ["Did you mean partial+elevator?"]),
     "an unknown flag": (["simulate", "--slotz", "3"], ["no such flag: --slotz. Did you mean --slots?"]),
     "a flag like no other": (["train", "--xyzzy"], ["no such flag: --xyzzy. See sortedrl train --help."]),

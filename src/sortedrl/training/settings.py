@@ -280,11 +280,12 @@ def _check_overlap(settings: TrainSettings) -> None:
 def _check_streaming(settings: TrainSettings) -> None:
     strategy_named(settings.mode).check_streaming()
     if settings.engine in IN_THIS_PROCESS and settings.stream_sms is None:
+        share = ", or set stream_sms in a TOML file (docs/engines.md)" * (settings.engine == "vllm")
         raise ConfigurationError(
             "stream",
             True,
             f"engine {settings.engine} runs in this process and would share the device with the learner",
-            f"Use --engine {' or '.join(SERVERS)}, or leave it out.",
+            f"Use --engine {' or '.join(SERVERS)}{share}, or leave it out.",
         )
     try:
         require_streamable(learner_settings_from(settings, settings.mode))
