@@ -8,6 +8,8 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,17 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of commands come first: of several workers, only the first one then needs the server of forked.py."""
+    items.sort(key=lambda item: not _is_in_a_module_with_commands(item.path))
+
+
+@cache
+def _is_in_a_module_with_commands(path: Path) -> bool:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return any(line.startswith(("import forked", "from forked", "from terminal")) for line in lines)
 
 
 def pytest_collection_finish() -> None:
