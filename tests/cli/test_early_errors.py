@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-CODE = """
-import sys
+# It imports what commands share, without PyTorch, and forks for each command.
+SERVER_OF_COMMANDS = """
+import json, os, sys
+import sortedrl.cli.parse, sortedrl.cli.train, sortedrl.cli.eval
 from sortedrl.cli import main
-code = main(sys.argv[1:])
-print("torch" in sys.modules, code)
+for line in sys.stdin:
+    words, folder = json.loads(line)
+    if os.fork() == 0:
+        os.chdir(folder)
+        os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT), 2)
+        code = main(words)
+        sys.stderr.flush()
+        print("torch" in sys.modules, code, flush=True)
+        os._exit(0)
+    os.wait()
+    print("ended", flush=True)
 """
+Refused = Callable[[list[str], Path], tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def run_early() -> Iterator[Refused]:
+    """Runs a command in a folder: what it prints to stderr, and whether PyTorch was imported, with the exit code."""
+    start = [sys.executable, "-c", SERVER_OF_COMMANDS]
+    with subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        commands, output = server.stdin, server.stdout
+
+        def run(words: list[str], folder: Path) -> tuple[str, str]:
+            commands.write(json.dumps([words, str(folder)]) + "\n")
+            commands.flush()
+            printed = "".join(takewhile("ended\n".__ne__, output))
+            return (folder / "stderr").read_text(), printed
+
+        yield run
+        commands.close()
 
 
 def free_port() -> int:
@@ -52,17 +85,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_missing_is_refused_before_pytorch_is_imported(what: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_refused_before_pytorch_is_imported(what: str, tmp_path: Path, run_early: Refused) -> None:
     if what == "vLLM" and importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed")
     words, expected = REFUSED[what]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"seed": 0}')
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert expected in done.stderr, done.stderr
-    assert done.stdout.split() == ["False", "2"]
+    told, printed = run_early(words, tmp_path)
+    assert expected in told
+    assert printed.split() == ["False", "2"]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
