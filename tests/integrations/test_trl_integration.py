@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,13 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
 
 
-def model() -> Any:
+@cache
+def _model_as_loaded() -> Any:
     return AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.float32)
+
+
+def model() -> Any:
+    return copy.deepcopy(_model_as_loaded())  # loading takes longer
 
 
 def questions(count: int = 24) -> Dataset:
@@ -845,6 +852,7 @@ def test_a_fraction_that_is_none_is_refused(tokenizer: Any, tmp_path: Path) -> N
 
 TWO_PROCESSES = """
 import importlib.util, json
+from functools import cache
 from pathlib import Path
 
 found = importlib.util.spec_from_file_location("here", {test_file!r})
