@@ -335,6 +335,8 @@ def main(words: Sequence[str]) -> None:
     if words[:1] == ["one-speed-run"]:
         one_speed_run(words[1], int(words[2]))
         return
+    if not {*words} <= {*WRITTEN, *PRINTED}:
+        sys.exit(__doc__)
     for name in words or [*WRITTEN, *PRINTED]:
         began = time.perf_counter()
         if name in PRINTED:
