@@ -40,7 +40,7 @@ from sortedrl.learner.batching import (
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.models import TokenScorer, avoid_plans_per_shape, response_logprobs
 from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
-from sortedrl.learner.settings import LearnerSettings, off_policy_correction_for
+from sortedrl.learner.settings import LearnerFlags, LearnerSettings, off_policy_correction_for
 from sortedrl.training.build import learner_settings_of
 from sortedrl.training.settings import TrainSettings
 
@@ -830,6 +830,41 @@ def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
     assert learner_settings_of(settings).normalizer_tokens == 32 * 200
 
 
+def other_value(name: str) -> Any:
+    """An allowed value of a setting that is not its default."""
+    default = LearnerSettings.model_fields[name].default
+    named = {
+        **{"algorithm": "rloo", "advantage_baseline": "group", "off_policy_correction": "mask"},
+        **{"ratio_level": "sequence", "aggregation": "token_mean", "truncated_rollouts": "soft_penalty"},
+        **{"soft_penalty_tokens": 20, "gamma": 0.5, "gae_lambda": 0.5},
+    }
+    if name in named:
+        return named[name]
+    return not default if isinstance(default, bool) else default + 1
+
+
+NEEDED = {  # by other settings
+    "truncated_rollouts": {"soft_penalty_tokens": 20},
+    "soft_penalty_tokens": {"truncated_rollouts": "soft_penalty"},
+    "recompute_above_tokens": {"gradient_checkpointing": True},
+    "clip_low": {"clip_low": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", LearnerFlags.model_fields)
+def test_what_train_is_given_reaches_the_learner(name: str) -> None:
+    given = {name: other_value(name), **NEEDED.get(name, {})}
+    settings = TrainSettings(**given)
+    settings.check()
+    assert given[name] != getattr(TrainSettings(), name)
+    assert getattr(learner_settings_of(settings), name) == given[name]
+
+
+def test_only_what_follows_from_schedule_and_sampling_cannot_be_set_in_train() -> None:
+    derived = {"normalizer_tokens", "max_response_tokens", "temperature", "top_p", "bf16"}
+    assert LearnerSettings.model_fields.keys() - LearnerFlags.model_fields.keys() == derived
+
+
 def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
     first, second = random_rollouts(prompts=3, siblings=4, seed=0), random_rollouts(prompts=3, siblings=4, seed=1)
     for rollout in second:
@@ -1057,6 +1092,7 @@ def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: t
         ),
         ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = 'group': with ppo the critic"),
         ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
+        ({"soft_penalty_tokens": 64}, "soft_penalty_tokens = 64: .*keep there is no penalty.* = soft_penalty too"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5: .*Use 2.0"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"recompute_above_tokens": 4096}, "recompute_above_tokens = 4096: .*Set gradient_checkpointing = true"),

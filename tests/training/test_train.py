@@ -99,6 +99,16 @@ def test_modes_train(mode: str, model: Path, tmp_path: Path) -> None:
         assert all(version == update.version for update in updates for s in update.segments for version, _ in s)
 
 
+def test_a_file_sets_how_the_learner_treats_truncated_responses(model: Path, tmp_path: Path) -> None:
+    """Nearly every response of 2 tokens is cut, and only the others train."""
+    rare = config_file(tmp_path, truncated_rollouts="masked")
+    trained(model, tmp_path / "run", *rare, "--updates", "1", "--max-response-tokens", "2")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (found,) = (line for line in lines if "rollouts_trained" in line)
+    assert 0 < found["truncated_fraction"] <= 1
+    assert found["rollouts_trained"] == found["rollouts"] * (1 - found["truncated_fraction"])
+
+
 def test_a_run_whose_gradients_are_no_longer_finite_stops(model: Path, tmp_path: Path) -> None:
     """A learning rate of 1e30 breaks the weights in the first update; later steps are skipped."""
     words = [

@@ -58,7 +58,7 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
         values |= named
         return _with_flags(kind, args, kind.model_validate(values) if values else None, program)
     except InvalidSettings as refused:
-        raise _first_error(refused.error) from None
+        raise _first_error(kind, refused.error) from None
 
 
 def validated(kind: type[S], values: dict[str, Any]) -> S:
@@ -67,7 +67,7 @@ def validated(kind: type[S], values: dict[str, Any]) -> S:
     try:
         settings = kind.model_validate(values)
     except InvalidSettings as refused:
-        raise _first_error(refused.error) from None
+        raise _first_error(kind, refused.error) from None
     settings.check()
     return settings
 
@@ -199,5 +199,10 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
             raise ConfigurationError(key, value, "no such key", hint)
 
 
-def _first_error(error: pydantic.ValidationError) -> ConfigurationError:
-    return first_error(error, lambda key: f"See the help of --{flag_of(key)}.")
+def _first_error(kind: type[Settings], error: pydantic.ValidationError) -> ConfigurationError:
+    def fix_for(key: str) -> str:
+        if key in kind.file_only:
+            return f"Its meaning: {kind.model_fields[key].description}."
+        return f"See the help of --{flag_of(key)}."
+
+    return first_error(error, fix_for)

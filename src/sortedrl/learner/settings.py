@@ -89,6 +89,9 @@ class LearnerFlags(BaseModel):
         bool, Field(description="multiply it by the root of the rollouts' effective sample fraction, as in VCPO")
     ] = False
     warmup_updates: WarmupUpdates = 10
+    ratio_level: Annotated[
+        RatioLevel, Field(description="sequence: one ratio per response, the geometric mean of its tokens'")
+    ] = "token"
     clip_low: Annotated[
         float,
         Field(description="lower clip range of the ratio; see docs/learner.md"),
@@ -99,9 +102,47 @@ class LearnerFlags(BaseModel):
         Field(description="upper clip range of the ratio"),
         _between(_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high", "Use 0.28."),
     ] = 0.28
+    # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
+    importance_cap: Annotated[
+        float,
+        Field(description="largest importance weight of tis, decoupled and mask"),
+        _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0."),
+    ] = 2.0
+    # The paper's value.
+    second_moment_limit: Annotated[
+        float,
+        Field(description="m2po drops tokens until the mean squared log-ratio of the rest is at most this"),
+        _between(0, math.inf, "it limits a mean of squares", "Use 0.04."),
+    ] = 0.04
+    aggregation: Annotated[
+        Aggregation, Field(description="what the sum over tokens is divided by; see docs/learner.md")
+    ] = "constant"
+    drop_zero_variance_groups: Annotated[
+        bool, Field(description="groups whose rewards are all equal neither train nor count in a mean")
+    ] = False
+    # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
+    # count in the statistics. `zero`: their reward is 0. `soft_penalty`: subtracts up to 1 from any reward over the
+    # last soft_penalty_tokens before max_response_tokens.
+    truncated_rollouts: Annotated[
+        TruncatedRollouts, Field(description="how responses that reach max_response_tokens are trained on")
+    ] = "keep"
+    soft_penalty_tokens: Annotated[
+        int | None,
+        Field(description="with soft_penalty: the last tokens before the limit, over which the penalty grows to 1"),
+        _AtLeast1,
+    ] = None
     kl_coefficient: Annotated[float, Field(description="weight of the KL penalty"), _NotNegative] = 0.0
     entropy_coefficient: Annotated[float, Field(description="weight of the entropy bonus"), _NotNegative] = 0.0
     steps_per_update: Annotated[int, Field(description="optimizer steps per update"), _AtLeast1] = 1
+    weight_decay: Annotated[float, Field(description="AdamW's, of matrices"), _NotNegative] = 0.0
+    max_grad_norm: Annotated[
+        float,
+        Field(description="larger gradients are scaled down to this norm"),
+        _between(_ABOVE_0, math.inf, "it must be above 0", "Use 1.0, or 1e9 for no clipping."),
+    ] = 1.0
+    critic_learning_rate: Annotated[float, Field(description="of ppo's critic"), _Positive] = 1e-5
+    gamma: Annotated[float, Field(description="ppo: discount per token"), _Fraction] = 1.0
+    gae_lambda: Annotated[float, Field(description="ppo: lambda of generalized advantage estimation"), _Fraction] = 1.0
     tokens_per_micro_batch: Annotated[
         int, Field(description="tokens per forward and backward pass, including padding"), _AtLeast1
     ] = 16_384
@@ -126,32 +167,18 @@ class LearnerFlags(BaseModel):
 
 
 class LearnerSettings(LearnerFlags):
-    """All settings of the learner."""
+    """All settings of the learner: also those that follow from the schedule and the engine's sampling."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     off_policy_correction: OffPolicyCorrection = "ppo_clip"  # a learner has no mode to choose it by
-    ratio_level: RatioLevel = "token"
-    # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
-    importance_cap: Annotated[
-        float, _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0.")
-    ] = 2.0
-    # m2po drops tokens until the mean squared log-ratio of the rest is at most this, which is the paper's value.
-    second_moment_limit: Annotated[float, _between(0, math.inf, "it limits a mean of squares", "Use 0.04.")] = 0.04
-    aggregation: Aggregation = "constant"
     # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
     # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
     normalizer_tokens: Annotated[
         float,
         _between(1, math.inf, "the loss is divided by it", "Use rollouts_per_update x max_response_tokens."),
     ] = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
-    drop_zero_variance_groups: bool = False
-    # Truncated rollouts. `keep`: they train with their score, as the token limit is part of the problem. `masked`: no
-    # gradient, but they count in the statistics. `zero`: their reward is 0. `soft_penalty`: subtracts up to 1 from any
-    # reward over the last soft_penalty_tokens before max_response_tokens.
-    truncated_rollouts: TruncatedRollouts = "keep"
-    max_response_tokens: Annotated[int | None, _AtLeast1] = None
-    soft_penalty_tokens: Annotated[int | None, _AtLeast1] = None
+    max_response_tokens: Annotated[int | None, _AtLeast1] = None  # soft_penalty needs it
     # Of the engine's sampling.
     temperature: Annotated[
         float, _between(_ABOVE_0, math.inf, "log-probabilities depend on it", "Use the engine's temperature.")
@@ -166,14 +193,7 @@ class LearnerSettings(LearnerFlags):
             "Sample with top_p = 1.0.",
         ),
     ] = 1.0
-    weight_decay: Annotated[float, _NotNegative] = 0.0
-    max_grad_norm: Annotated[float, _between(_ABOVE_0, math.inf, "it must be above 0", "Use inf for no clipping.")] = (
-        1.0
-    )
     bf16: bool = False
-    critic_learning_rate: Annotated[float, _Positive] = 1e-5
-    gamma: Annotated[float, _Fraction] = 1.0
-    gae_lambda: Annotated[float, _Fraction] = 1.0
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
@@ -191,7 +211,14 @@ class LearnerSettings(LearnerFlags):
                 "soft_penalty_tokens",
                 zone,
                 f"soft_penalty needs at most max_response_tokens = {limit}",
-                "Set both, for example to 1024 and 8192.",
+                f"Use {math.ceil(limit / 5)}." if limit else "Set both, for example to 1024 and 8192.",
+            )
+        if zone is not None and self.truncated_rollouts != "soft_penalty":
+            raise ConfigurationError(
+                "soft_penalty_tokens",
+                zone,
+                f"with truncated_rollouts = {self.truncated_rollouts} there is no penalty",
+                "Set truncated_rollouts = soft_penalty too, or leave it out.",
             )
         if self.recompute_above_tokens and not self.gradient_checkpointing:
             raise ConfigurationError(

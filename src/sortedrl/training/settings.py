@@ -128,6 +128,9 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
         | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing", "stream_sms"}
+        | {"ratio_level", "importance_cap", "second_moment_limit", "aggregation", "drop_zero_variance_groups"}
+        | {"truncated_rollouts", "soft_penalty_tokens", "weight_decay", "max_grad_norm"}
+        | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
 
     stream: Annotated[
@@ -197,7 +200,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
                 "out", str(self.out), f"a resumed run continues in its own folder, {self.resume}", "Leave it out."
             )
         strategy_named(self.mode).check(schedule_of(self))
-        learner_settings_from(self, self.mode)
+        learner_settings_from(self, self.mode, max_response_tokens=self.max_response_tokens)
         if self.overlap:
             _check_overlap(self)
         if self.stream:
@@ -288,7 +291,8 @@ def _check_streaming(settings: TrainSettings) -> None:
             f"Use --engine {' or '.join(SERVERS)}{share}, or leave it out.",
         )
     try:
-        require_streamable(learner_settings_from(settings, settings.mode))
+        limit = settings.max_response_tokens
+        require_streamable(learner_settings_from(settings, settings.mode, max_response_tokens=limit))
     except ValueError as error:
         raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
     compares = settings.algorithm == "reinforce++" and settings.rollouts_per_prompt > 1
