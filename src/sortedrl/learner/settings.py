@@ -154,7 +154,7 @@ class LearnerFlags(BaseModel):
     recompute_above_tokens: Annotated[
         int, Field(description="gradient_checkpointing for micro-batches of more tokens only"), _NotNegative
     ] = 0
-    # torch.compile fuses elementwise operations; it takes 20 to 40 s in the first update.
+    # torch.compile fuses elementwise operations; it takes about 20 s in the first update.
     compile_layers: Annotated[bool, Field(description="faster learner on a GPU, slower first update")] = False
     lora_rank: Annotated[int, Field(description="rank of LoRA adapters; 0: train all weights"), _NotNegative] = 0
 
