@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -243,9 +247,6 @@ def test_the_prompt_is_what_the_harness_sends(tokenizer: Any) -> None:
 
 
 def test_a_killed_server_is_replaced(game: Game) -> None:
-    import os
-    import signal
-
     rollout = game.rollout(6)
     game.observed(rollout, "a")
     (process,) = game.served.process_ids()
@@ -279,6 +280,30 @@ def test_a_server_whose_health_check_raises_is_replaced(tokenizer: Any, monkeypa
         answer = game.answer(rollout)
         assert answer.error is None and "turn 2: 3" in tokenizer.decode(answer.observation), "replayed in a new server"
         assert game.served.process_ids() != [process]
+
+
+def test_a_server_ends_with_its_parent_even_if_an_episode_goes_on(tokenizer: Any) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    parent = spawn.Process(target=play_with_an_episode_that_stays, args=(tokenizer, sender))
+    parent.start()
+    assert receiver.poll(PATIENCE_SECONDS)
+    server = receiver.recv()
+    parent.kill()
+    parent.join()
+    wait_for_end(server)
+
+
+def play_with_an_episode_that_stays(tokenizer: Any, sender: Connection) -> None:
+    with playing(tokenizer, limit_seconds=6.0, **{"taskset.fault": "stays"}) as game:
+        game.served.wait_until_ready()
+        rollout = game.rollout()
+        game.observed(rollout, "a")
+        game.speak(rollout, "a")
+        assert game.answer(rollout).error == "no answer within 6 s"
+        (process,) = game.served.process_ids()
+        sender.send(process)
+        time.sleep(3600)
 
 
 async def broken_check(client: EnvClient, timeout_seconds: float) -> bool:

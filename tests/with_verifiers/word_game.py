@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ __all__ = ["WordGameEnv", "WordGameTaskset"]
 class WordGameConfig(vf.TasksetConfig):
     turns: int = 3
     tasks: int = 40
-    fault: Literal["", "raises", "hangs", "blocks", "dies", "differs"] = ""
+    fault: Literal["", "raises", "hangs", "stays", "blocks", "dies", "differs"] = ""
     only_once: str = ""  # a file: with it the fault strikes once
 
 
@@ -70,6 +71,9 @@ async def _fault(fault: str) -> str:
         raise RuntimeError("the game is broken")
     if fault == "hangs":
         await asyncio.sleep(3600)
+    while fault == "stays":  # even if it is canceled
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
     if fault == "blocks":
         time.sleep(3600)
     if fault == "dies":

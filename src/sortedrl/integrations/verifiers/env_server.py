@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -99,12 +101,12 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill the programs that a server left behind. They have sessions of their own."""
+    """Kill a server and the programs that it left behind, which have sessions of their own; this process last."""
     wanted = f"{_MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in sorted((int(one.name) for one in Path("/proc").glob("[0-9]*")), key=lambda one: one == os.getpid()):
         with suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
+            if wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                os.kill(process, signal.SIGKILL)
 
 
 # In the process
@@ -123,10 +125,20 @@ class _Address:
 
 
 class _Parent:
-    """`recv` returns when the parent is gone."""
+    """`recv` returns when the parent is gone. The process then has EXIT_SECONDS to end its episodes.
+
+    Verifiers waits for them without a limit, and ignores SIGTERM meanwhile: an episode that cannot be canceled would
+    keep the process forever.
+    """
 
     def recv(self) -> None:
         sys.stdin.buffer.read()
+        threading.Thread(target=_end_by_force, daemon=True).start()
+
+
+def _end_by_force() -> None:
+    time.sleep(EXIT_SECONDS)
+    _kill_marked(os.environ[_MARK])
 
 
 def main() -> None:
