@@ -836,18 +836,17 @@ def other_value(name: str) -> Any:
     named = {
         **{"algorithm": "rloo", "advantage_baseline": "group", "off_policy_correction": "mask"},
         **{"ratio_level": "sequence", "aggregation": "token_mean", "truncated_rollouts": "soft_penalty"},
-        **{"soft_penalty_tokens": 20, "gamma": 0.5, "gae_lambda": 0.5},
+        **{"soft_penalty_tokens": 20, "clip_low": 0.5, "gamma": 0.5, "gae_lambda": 0.5},
     }
     if name in named:
         return named[name]
     return not default if isinstance(default, bool) else default + 1
 
 
-NEEDED = {  # by other settings
+NEEDED = {  # beside a setting
     "truncated_rollouts": {"soft_penalty_tokens": 20},
     "soft_penalty_tokens": {"truncated_rollouts": "soft_penalty"},
     "recompute_above_tokens": {"gradient_checkpointing": True},
-    "clip_low": {"clip_low": 0.5},
 }
 
 
