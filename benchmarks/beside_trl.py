@@ -54,10 +54,10 @@ from trl_runs import (
 )
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events
 from sortedrl.core.events import HarvestBegan, Published, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
+from sortedrl.log.reading import read_events
 from sortedrl.studies.compare.toml_text import toml_of
 from sortedrl.tasks.encode import prompt_text
 from sortedrl.training.resources import Resources, read_resources

@@ -54,7 +54,6 @@ from end_to_end_workload import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from update_rows import PARTS, Row, UpdateRows, summary
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import EventLog
 from sortedrl.core.prompts import Prompts
@@ -68,6 +67,7 @@ from sortedrl.engines.vllm import VllmEngine
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
+from sortedrl.log.atomic_write import write_atomically
 from sortedrl.studies import profile, profile_file
 from sortedrl.studies.measurements import machine, random_prompts, warm_up
 from sortedrl.studies.workload import expectation_for

@@ -40,9 +40,9 @@ import torch
 import forked
 import toy
 from sortedrl.core import events
-from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
 from sortedrl.core.rollout import State
 from sortedrl.learner import checkpoint
+from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 MODES = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead")

@@ -25,11 +25,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sortedrl import Schedule
-from sortedrl.core import JsonLines
 from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.log import JsonLines
 from sortedrl.studies.simulate import Case, cases, compare
 from sortedrl.studies.workload import Workload, run, with_mode
 

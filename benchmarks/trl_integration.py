@@ -46,9 +46,9 @@ from trl_runs import (
     versions,
 )
 
-from sortedrl.core.event_reading import read_events
 from sortedrl.core.prompts import Prompts
 from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
 from sortedrl.training.resources import read_resources
 from sortedrl.training.settings import TrainSettings

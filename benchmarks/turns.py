@@ -35,7 +35,6 @@ import torch
 from sleeping_tools import SleepingTools
 
 from sortedrl.core import events
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import UNCHANGED
 from sortedrl.core.events import Event, EventLog
@@ -48,6 +47,7 @@ from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.vllm import VllmEngine
+from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.studies import profile, profile_file
 from sortedrl.studies import workload as simulated

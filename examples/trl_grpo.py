@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import PrinterCallback
 from trl import GRPOConfig
 
-from sortedrl.core import read_events
 from sortedrl.integrations.trl import SortedGRPOTrainer  # instead of: from trl import GRPOTrainer
+from sortedrl.log import read_events
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves

@@ -13,19 +13,20 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "sortedrl"
 PARTS = {"engines", "learner", "tasks", "observe"}
-BELOW_TRAINING = {"core", "settings", "models"} | PARTS
+BELOW_TRAINING = {"core", "log", "settings", "models"} | PARTS
 MAY_IMPORT = {
     "core": set[str](),
+    "log": {"core"},
     "testing": {"core", "settings", "models"},
     "settings": {"core"},
     "models": {"core"},
-    **{part: {"core", "settings"} for part in PARTS},
-    **{part: {"core", "settings", "models"} for part in ("learner", "tasks")},
-    "integrations": {"core", "engines", "tasks", "observe", "models"},
+    **{part: {"core", "log", "settings"} for part in PARTS},
+    **{part: {"core", "log", "settings", "models"} for part in ("learner", "tasks")},
+    "integrations": {"core", "log", "settings", "engines", "tasks", "observe", "models"},
     "training": BELOW_TRAINING,
     "studies": BELOW_TRAINING | {"training"},
     "cli": BELOW_TRAINING | {"training", "studies"},
-}  # core < settings, models < engines, learner, tasks, observe < training < studies < cli
+}  # core < log, settings, models < engines, learner, tasks, observe < training < studies < cli
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

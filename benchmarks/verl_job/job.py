@@ -20,7 +20,7 @@ from typing import Any
 
 from occupancy import bubble, harvests_in, until_last_response, whole_lines
 
-from sortedrl.core.event_reading import read_events, without_rolled_back
+from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 HERE = Path(__file__).resolve().parent

@@ -26,8 +26,8 @@ from sortedrl.core import (
 )
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.engine import Change, Finished, Tokens
-from sortedrl.core.event_lines import decode, written
 from sortedrl.core.import_path import import_object
+from sortedrl.log.lines import decode, written
 
 ONE = Schedule(mode="baseline", rollouts_per_update=1, prompts_per_cohort=1)
 

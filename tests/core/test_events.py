@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 
 from scenarios import Run, run, scenario
-from sortedrl.core import Event, EventLog, JsonLines, events, read_events
-from sortedrl.core.event_format import FORMAT, SeveralRuns, UnknownFormat
-from sortedrl.core.event_lines import decode
-from sortedrl.core.event_reading import counting_lines, read_intact, without_rolled_back
-from sortedrl.core.events import RunBegan
+from sortedrl.core import Event, EventLog, events
+from sortedrl.core.events import FORMAT, RunBegan
+from sortedrl.log import JsonLines, read_events
+from sortedrl.log.lines import decode
+from sortedrl.log.reading import SeveralRuns, UnknownFormat, counting_lines, read_intact, without_rolled_back
 
 ONE_OF_EACH: list[Event] = [
     events.RunBegan(0.0, 4, "partial", {"mode": "partial", "max_staleness": None, "oversubscribe": 1.5}),

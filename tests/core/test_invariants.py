@@ -28,8 +28,8 @@ from invariants import (
 )
 from scenarios import STEP_TIMES, Run, Scenario, peaceful, troubled
 from sortedrl.core import events
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.engines.step_time import StepTime
+from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from sortedrl.core import ConfigurationError, Controller, Prompt, read_events
-from sortedrl.core.event_reading import without_rolled_back
+from sortedrl.core import ConfigurationError, Controller, Prompt
 from sortedrl.core.events import Published, RunBegan
 from sortedrl.core.strategies.paper import Partial
+from sortedrl.log import read_events
+from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]

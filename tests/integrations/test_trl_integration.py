@@ -24,9 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core import EventFile, Failed, Request, TooManyRejected, strategy_named
+from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
@@ -37,6 +36,8 @@ from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check
 from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
+from sortedrl.log import EventFile
+from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics

@@ -23,9 +23,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from scripted_model import EOS, TEMPLATE, Table, call, scripted_model, scripted_tokenizer
 from sortedrl.core import strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.events import Event, Observed, Rejected, Started, Submitted, TurnEnded, Updated
 from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from trl_config import small_config
 

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scenarios import Run, run, scenario
-from sortedrl.core.event_format import SeveralRuns
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import (
     Aborted,
     Event,
@@ -35,6 +33,7 @@ from sortedrl.core.events import (
     Updated,
 )
 from sortedrl.engines.step_time import linear
+from sortedrl.log.reading import SeveralRuns, without_rolled_back
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.sortedness import rank_correlation
 

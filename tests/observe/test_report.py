@@ -24,10 +24,10 @@ from sortedrl.cli import main
 from sortedrl.cli.parse import parsed
 from sortedrl.cli.train import command_for
 from sortedrl.core import Schedule, events
-from sortedrl.core.event_lines import JsonLines, written
-from sortedrl.core.event_reading import read_events, read_intact
 from sortedrl.core.events import Event, RunBegan, SlotsChanged
 from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.log.lines import JsonLines, written
+from sortedrl.log.reading import read_events, read_intact
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts

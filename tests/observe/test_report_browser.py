@@ -16,10 +16,10 @@ import pytest
 from chromium import Chromium, chromium_or_skip
 from sortedrl.cli import main
 from sortedrl.core import Schedule
-from sortedrl.core.event_lines import JsonLines
-from sortedrl.core.event_reading import read_events
 from sortedrl.core.events import Updated
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.log.lines import JsonLines
+from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report.folds import quantile
 from sortedrl.observe.timeline import Slice, slices

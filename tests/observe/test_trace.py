@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from chromium import Chromium, chromium_or_skip
 from scenarios import MODES, STREAMABLE, Run, Scenario, run, troubled
 from sortedrl.cli import main
-from sortedrl.core.event_lines import JsonLines
 from sortedrl.core.events import Event, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt
+from sortedrl.log.lines import JsonLines
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.observe.trace import COLORS, COUNTERS, trace_events
 from trace_rules import assert_valid_trace, logged_run, written_trace

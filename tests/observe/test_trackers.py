@@ -324,8 +324,8 @@ def test_json_metrics_file_tracker_and_prometheus_of_one_run_agree(tmp_path: Pat
     pytest.importorskip("torch", reason="pip install '.[train]'")
     pytest.importorskip("tensorboard", reason="pip install '.[tensorboard]'")
     import toy
-    from sortedrl.core.event_reading import read_events
     from sortedrl.core.events import Phase
+    from sortedrl.log.reading import read_events
     from sortedrl.observe.metrics import Metrics
     from trace_rules import assert_valid_trace
 

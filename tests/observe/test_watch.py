@@ -21,9 +21,9 @@ from forked import Command, Done
 from scenarios import run as simulated
 from sortedrl.cli import main
 from sortedrl.core import events
-from sortedrl.core.event_lines import written
-from sortedrl.core.event_reading import read_events, without_rolled_back
-from sortedrl.core.process_lock import RUN_LOCK, ProcessLock
+from sortedrl.log.lines import written
+from sortedrl.log.process_lock import RUN_LOCK, ProcessLock
+from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
 from sortedrl.observe.metrics import Metrics
@@ -177,7 +177,7 @@ def test_a_silent_run_whose_process_is_there_has_not_ended(killed: Path, tmp_pat
 OWN_LOOP = """
 import sys, time
 from pathlib import Path
-from sortedrl.core import EventFile
+from sortedrl.log import EventFile
 from sortedrl.core.events import Phase, RunBegan
 file = EventFile.open(Path(sys.argv[1]) / "events.jsonl", must_be_new=True)
 file(RunBegan(0.0, 2, "partial", {}))

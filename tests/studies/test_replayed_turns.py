@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from sortedrl.cli import simulate
-from sortedrl.core import JsonLines, Prompt, Schedule
+from sortedrl.core import Prompt, Schedule
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events
 from sortedrl.core.events import Loaded, RunBegan
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import DrawnEpisodes, Episode, ReplayedEpisodes, read_episodes
 from sortedrl.engines.lengths import LognormalLengths, ReplayedLengths
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.log import JsonLines
+from sortedrl.log.reading import read_events
 from sortedrl.studies.bench import BenchSettings
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload import Workload, run, with_mode

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from scenarios import Run, Scenario
 from schedule_rules import check_tokens
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
-from sortedrl.core.event_lines import JsonLines, decode
+from sortedrl.log.lines import JsonLines, decode
 from sortedrl.observe.metrics import Metrics, RunMetrics
 
 MODES = sorted(STRATEGIES)

@@ -14,9 +14,9 @@ from itertools import groupby, pairwise
 from random_runs import Outcome
 from scenarios import Scenario
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.strategies.paper import Partial
 from sortedrl.core.strategies.peers import AsyncPool
+from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from sortedrl.core import Controller, Engine, EventLog, Prompt, Prompts, Schedule
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event, Published, Started, Updated
 from sortedrl.core.scoring import ScoreAtOnce
+from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.trace import SLOTS, write_trace
 

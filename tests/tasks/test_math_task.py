@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("math_verify")
 
 from hostile_answers import BOMBS, HOSTILE
-from sortedrl.core.cycle_search import no_cycle_search
+from sortedrl.log.paused_gc import paused_gc
 from sortedrl.tasks.math import Math, last_boxed, normalized, reference_answer
 from sortedrl.tasks.math_limits import is_affordable
 from sortedrl.tasks.task import Problem, Reward
@@ -153,7 +153,7 @@ class NoParser:
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_wrong_without_the_parser(task: Math, bomb: str, reference: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(task, "_verify", NoParser())
-    with no_cycle_search():  # it takes 0.1 s once the process has many objects
+    with paused_gc():  # it takes 0.1 s once the process has many objects
         before = time.thread_time()
         assert not judged(task, reference, BOMBS[bomb]).correct
         assert time.thread_time() - before < 0.1  # 5 ms

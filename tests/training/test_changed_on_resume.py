@@ -13,9 +13,9 @@ import torch
 import toy
 from sortedrl.cli import main
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events
 from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.learner.learner import Learner
+from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.settings.base import as_json

@@ -17,8 +17,8 @@ from scenarios import Run, scenario
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.engine import Change, Engine, Request, Tokens
-from sortedrl.core.event_reading import read_events
 from sortedrl.engines.embedded.engine import EmbeddedEngine
+from sortedrl.log.reading import read_events
 from sortedrl.training import evaluate as evaluating
 from sortedrl.training import trainer
 

@@ -21,7 +21,7 @@ from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.event_reading import read_events, read_intact, without_rolled_back
+from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
 
@@ -151,7 +151,7 @@ def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypat
     """Some network file systems have none. This one cannot be had here: the call is made to fail as theirs does."""
     import errno
 
-    from sortedrl.core import process_lock
+    from sortedrl.log import process_lock
     from sortedrl.training import run_lock
 
     def unsupported(*_: object) -> None:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.core.problem_digests import DIGITS
 from sortedrl.core.rollout import Prompt
 from sortedrl.learner.checkpoint import Checkpoint
+from sortedrl.tasks.problem_digests import DIGITS
 from sortedrl.tasks.task import Problem
 from sortedrl.training.same_problems import problem_digests, why_other_problems
 

@@ -15,7 +15,7 @@ import toy
 from config_file import config_file
 from forked import Command, Done
 from sortedrl.core import events
-from sortedrl.core.event_reading import read_events, without_rolled_back
+from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
 SMALL = [

@@ -19,7 +19,7 @@ from forked import Command, Done
 from processes import PATIENCE_SECONDS, cpu_seconds, wait_for_end
 from sortedrl.cli import main
 from sortedrl.core import events
-from sortedrl.core.event_reading import read_events
+from sortedrl.log.reading import read_events
 
 SMALL = {"slots": 8, "max-response-tokens": 24, "max-prompt-tokens": 16, "eval-problems": 10, "threads": 1}
 TRAIN = {"rollouts-per-update": 16, "prompts-per-cohort": 16, "rollouts-per-prompt": 2, "updates": 2}

@@ -16,8 +16,8 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 from processes import wait_for_end
 from sortedrl.core import events
-from sortedrl.core.event_reading import read_events
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
 
 HERE = Path(__file__).resolve().parent

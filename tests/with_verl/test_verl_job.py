@@ -18,8 +18,8 @@ from dialogue import HERE, TOOL_AGENT, dialogue_model, write_dialogue
 from verl_config import JOB, MODEL
 
 from sortedrl.core import events
-from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 

@@ -11,12 +11,12 @@ import tyro
 from pydantic import Field
 
 from sortedrl.cli.output import print_settings
-from sortedrl.core.atomic_write import atomic_writer
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.cycle_search import no_cycle_search
-from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Started
 from sortedrl.core.wording import counted
+from sortedrl.log.atomic_write import atomic_writer
+from sortedrl.log.paused_gc import paused_gc
+from sortedrl.log.reading import read_intact
 from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.trace import write_trace
 from sortedrl.observe.watch import newest_run
@@ -47,7 +47,7 @@ def run(settings: TraceSettings) -> int:
     if settings.dry_run:
         print_settings(as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output)
         return 0
-    with no_cycle_search():
+    with paused_gc():
         log, unreadable = _intact_log(source)
         _write_trace(log, out)
     slices = sum(isinstance(event, Started) for event in log)

@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 from sortedrl.core.errors import UserError
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.training.cpu_threads import let_waiting_threads_sleep
 
 

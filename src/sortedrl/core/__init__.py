@@ -17,12 +17,8 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.environment import Answer, Environments
-from sortedrl.core.event_file import EventFile, recover_file
-from sortedrl.core.event_lines import JsonLines
-from sortedrl.core.event_reading import read_events
 from sortedrl.core.events import Event, EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
@@ -37,7 +33,6 @@ __all__ = [
     "Answer",
     "Batch",
     "Change",
-    "CheckpointMark",
     "ConfigurationError",
     "Controller",
     "Engine",
@@ -45,12 +40,10 @@ __all__ = [
     "EngineSpec",
     "Environments",
     "Event",
-    "EventFile",
     "EventLog",
     "Expectation",
     "Failed",
     "Finished",
-    "JsonLines",
     "Preempted",
     "Prompt",
     "Prompts",
@@ -71,7 +64,5 @@ __all__ = [
     "Strategy",
     "Tokens",
     "TooManyRejected",
-    "read_events",
-    "recover_file",
     "strategy_named",
 ]

@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sortedrl.core.event_format import FORMAT
-
+FORMAT = 2  # changes with any change of the events; 1 was that of sortedrl 0.1
 GATES = ("open", "drain", "held back")
 
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.engine import Request
-from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.lengths import LengthOf, ReplayedLengths, normal, number_of
+from sortedrl.log.reading import read_intact
 
 
 class Episode(NamedTuple):

@@ -21,7 +21,7 @@ from sortedrl.core.engine_base import EngineBase, with_defaults
 from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.errors import UserError
 from sortedrl.core.import_path import fault_in_your_code, import_object
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 
 CONNECT_SECONDS = 5.0
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest

@@ -32,13 +32,13 @@ from typing import Any
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.engine_base import EngineBase, EngineInfo
-from sortedrl.core.install_hint import install_hint
 from sortedrl.core.rollout import Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal, require_empty, require_empty_for_sleep, require_new
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
+from sortedrl.settings.install_hint import install_hint
 
 OLDEST_VLLM = (0, 25)
 # Options of vLLM that this engine sets itself, and what to set instead.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine_base import EngineBase, EngineInfo, with_defaults
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 
 try:
     import ray

@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 from sortedrl.core import events
-from sortedrl.core.event_format import SeveralRuns
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
 from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.log.reading import SeveralRuns, without_rolled_back
 from sortedrl.observe.slot_totals import SlotTotal
 from sortedrl.observe.sortedness import UpdateLengths, rank_correlation, sortedness
 from sortedrl.observe.turn_tally import TurnTally

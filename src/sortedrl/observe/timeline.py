@@ -30,9 +30,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sortedrl.core import events
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
 from sortedrl.core.strategies.registry import STRATEGIES
+from sortedrl.log.reading import without_rolled_back
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
 LOOKAHEAD, KEPT, STEPPED, TRAINED = "lookahead", "kept", "stepped", "trained"

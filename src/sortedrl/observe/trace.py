@@ -24,8 +24,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
-from sortedrl.core.event_reading import without_rolled_back
 from sortedrl.core.events import Event
+from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.run_state import RolloutPlaces
 from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.observe.timeline import Slice, Visit, slices, visits

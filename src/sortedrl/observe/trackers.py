@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
-from sortedrl.core.cycle_search import no_cycle_search
-from sortedrl.core.event_batches import decoded_text
-from sortedrl.core.event_format import require_known_format
-from sortedrl.core.event_lines import Damage
-from sortedrl.core.event_reading import IntactLog, VoidTime, last_run, without_rolled_back
 from sortedrl.core.events import Event, RolledBack, RunBegan, Sink
-from sortedrl.core.process_lock import RUN_LOCK, lock_of_log, process_is_there
+from sortedrl.log.decoder import decoded_text
+from sortedrl.log.lines import Damage
+from sortedrl.log.paused_gc import paused_gc
+from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
+from sortedrl.log.reading import IntactLog, VoidTime, last_run, require_known_format, without_rolled_back
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
@@ -171,7 +170,7 @@ class Follower:
 
     def _read_all(self, *, announce_newest: bool = False) -> None:
         """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
-        with no_cycle_search():
+        with paused_gc():
             self._begin(announce_newest=announce_newest)
 
     def _begin(self, *, announce_newest: bool) -> None:

@@ -17,12 +17,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import UNCHANGED, Engine, Request
 from sortedrl.core.engine_base import with_defaults
-from sortedrl.core.event_lines import JsonLines
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
@@ -35,6 +33,8 @@ from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.lengths import length_of_request
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.log.atomic_write import write_atomically
+from sortedrl.log.lines import JsonLines
 from sortedrl.models import model_named
 from sortedrl.observe.console import clock
 from sortedrl.observe.metrics import Metrics

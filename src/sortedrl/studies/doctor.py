@@ -25,10 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.install_hint import install_hint
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.studies.workload import Workload, run
 
 PACKAGE = "sortedrl"

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
+from sortedrl.log.atomic_write import write_atomically
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.cycle_search import no_cycle_search
 from sortedrl.core.engine import Request
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog, Sink
@@ -32,6 +31,7 @@ from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_environments import simulated_environments
 from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
 from sortedrl.engines.step_time import PRESETS, StepTime
+from sortedrl.log.paused_gc import paused_gc
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.studies.held_slots import holding_slots
 from sortedrl.studies.steady_state import SteadyState
@@ -215,7 +215,7 @@ def run(
         max_updates=max_updates,
         stream_to=SimulatedLearner(engine, streamed.seconds, shared) if streams else None,
     )
-    with no_cycle_search():
+    with paused_gc():
         for batch in controller:
             uncut.add(batch)
             seconds = workload.learner_seconds(batch.tokens - streamed.taken())

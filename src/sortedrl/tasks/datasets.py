@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.install_hint import install_hint
 from sortedrl.core.wording import kind_of
 from sortedrl.models.hub import prepare_hub
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.task import Problem
 
 Row = Mapping[str, Any]

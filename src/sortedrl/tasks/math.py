@@ -24,7 +24,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
 from sortedrl.tasks.math_limits import is_affordable, is_short
 from sortedrl.tasks.task import Problem, Reward

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.datasets import without
 from sortedrl.tasks.task import Problem, Reward
 from sortedrl.tasks.workers import WorkerPool

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sortedrl.core.import_path import import_object
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.custom import custom_task, is_task, make
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
 from sortedrl.tasks.served import ServedTask

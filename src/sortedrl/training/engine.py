@@ -9,11 +9,11 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine
 from sortedrl.core.engine_base import EngineBase, ForwardingEngine
 from sortedrl.core.engine_spec import EngineSpec
-from sortedrl.core.install_hint import install_hint
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf
 from sortedrl.engines.registry import ENGINES, make_engine
 from sortedrl.models import model_named, unreadable_model
+from sortedrl.settings.install_hint import install_hint
 from sortedrl.training.settings import ModelSettings, TrainSettings
 
 COMMON_VOCABULARY = 46  # ids that any model has, the built-in one too: a server may crash on others

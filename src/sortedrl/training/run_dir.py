@@ -9,7 +9,7 @@ runs/NAME/
   model/            the trained model in Hugging Face format
   adapter/          with LoRA: the adapter in peft format; it is merged into the model above
   summary.json      written at the end
-  .lock             locked while a process writes here (core/process_lock.py)
+  .lock             locked while a process writes here (log/process_lock.py)
 
 A checkpoint is all that a resumed run needs. Damaged parts of the other files are skipped and reported.
 """
@@ -28,14 +28,14 @@ from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.core.event_file import copy_of_damaged, cut_torn_line, recover_file
 from sortedrl.core.events import RunBegan
-from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
+from sortedrl.log.atomic_write import write_atomically
+from sortedrl.log.file import copy_of_damaged, cut_torn_line, recover_file
+from sortedrl.log.recovery import CheckpointMark, RecoveredLog
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 from sortedrl.training.settings import TrainSettings, changed_on_resume, saved_settings
@@ -159,7 +159,7 @@ class RunFolder:
                 self._lock.release()
 
     def recover_events(self, mark: CheckpointMark, first: RunBegan, log: Log) -> RecoveredLog:
-        """The event log up to a checkpoint (core/event_file.py)."""
+        """The event log up to a checkpoint (log/file.py)."""
         path = self.path / "events.jsonl"
         self.require_in_place()
         try:

@@ -1,4 +1,4 @@
-"""An exclusive lock on a folder, held for the life of the process that writes there (core/process_lock.py)."""
+"""An exclusive lock on a folder, held for the life of the process that writes there (log/process_lock.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.core.process_lock import RUN_LOCK, HeldByAnother, ProcessLock, holder_of
+from sortedrl.log.process_lock import RUN_LOCK, HeldByAnother, ProcessLock, holder_of
 
 
 class FolderInUse(UserError, RuntimeError):

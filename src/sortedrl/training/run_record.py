@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sortedrl.core.batch import Batch
-from sortedrl.core.event_file import EventFile
 from sortedrl.core.events import Batched, EventLog, RunBegan
-from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.wording import counted
+from sortedrl.log.file import EventFile
+from sortedrl.log.recovery import CheckpointMark, RecoveredLog
 from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sortedrl.core.problem_digests import digests, why_changed
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
+from sortedrl.tasks.problem_digests import digests, why_changed
 
 if TYPE_CHECKING:
     from sortedrl.learner.checkpoint import Checkpoint

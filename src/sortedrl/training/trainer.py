@@ -14,7 +14,6 @@ from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineDied, Sampling
 from sortedrl.core.engine_base import EngineBase
 from sortedrl.core.errors import UserError
-from sortedrl.core.log_recovery import CheckpointMark
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
@@ -25,6 +24,7 @@ from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
+from sortedrl.log.recovery import CheckpointMark
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.prometheus import Endpoint
 from sortedrl.observe.trackers import open_tracker, require_login

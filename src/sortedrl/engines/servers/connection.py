@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.install_hint import install_hint
 from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, retry_after
+from sortedrl.settings.install_hint import install_hint
 
 try:
     import aiohttp

@@ -14,7 +14,7 @@ For rollouts of several turns: `tool_use` (for the trainer), `environments` (for
 from __future__ import annotations
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.install_hint import install_hint
+from sortedrl.settings.install_hint import install_hint
 
 try:
     import trl  # noqa: F401

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from datasets import Dataset
 
-from sortedrl.core.problem_digests import digests
 from sortedrl.core.rollout import Prompt
 from sortedrl.integrations.trl.tools import ToolBox, different_observation
+from sortedrl.tasks.problem_digests import digests
 
 if TYPE_CHECKING:
     from trl.trainer.grpo_config import GRPOConfig

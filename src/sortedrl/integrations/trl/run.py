@@ -19,15 +19,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, Sampling
-from sortedrl.core.event_file import EventFile, recover_file
 from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
-from sortedrl.core.log_recovery import CheckpointMark
-from sortedrl.core.problem_digests import why_changed
-from sortedrl.core.process_lock import lock_of_log, process_is_there
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Rollout
@@ -36,8 +31,13 @@ from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.wording import counted
 from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.prompts import DatasetPrompts
+from sortedrl.log.atomic_write import write_atomically
+from sortedrl.log.file import EventFile, recover_file
+from sortedrl.log.process_lock import lock_of_log, process_is_there
+from sortedrl.log.recovery import CheckpointMark
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
+from sortedrl.tasks.problem_digests import why_changed
 
 _logger = logging.getLogger(__name__)
 

@@ -30,13 +30,10 @@ from verl.utils import tensordict_utils
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.debug import marked_timer
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Request
-from sortedrl.core.event_file import EventFile, all_void, recover_file
 from sortedrl.core.events import EventLog, RunBegan
-from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
@@ -48,6 +45,9 @@ from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import Settings, settings_of
 from sortedrl.integrations.verl.visit import Ticket
+from sortedrl.log.atomic_write import write_atomically
+from sortedrl.log.file import EventFile, all_void, recover_file
+from sortedrl.log.recovery import CheckpointMark, RecoveredLog
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.cycle_search import no_cycle_search
-from sortedrl.core.event_lines import Damage
-from sortedrl.core.event_reading import read_intact
 from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
 from sortedrl.core.wording import counted
+from sortedrl.log.lines import Damage
+from sortedrl.log.paused_gc import paused_gc
+from sortedrl.log.reading import read_intact
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (
     Change,
@@ -111,7 +111,7 @@ def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = l
     runs: list[Run] = []
     for log, name in zip(logs, _names(logs), strict=True):
         on_progress(len(runs), len(logs))
-        with no_cycle_search():
+        with paused_gc():
             read = _read_run(log, name)
         same = next((place for place, run in enumerate(runs) if read.is_copy_of(run)), None)
         if same is None:

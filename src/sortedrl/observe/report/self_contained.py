@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.install_hint import install_hint
+from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.report.charts import Chart
+from sortedrl.settings.install_hint import install_hint
 
 PAGE = Path(__file__).parent / "page"
 # The official plotly.js bundle for basic charts. The Python package ships only the full bundle, which is four times as

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.process_lock import RUN_LOCK
+from sortedrl.log.atomic_write import write_atomically
+from sortedrl.log.process_lock import RUN_LOCK
 from sortedrl.observe.report.self_contained import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun

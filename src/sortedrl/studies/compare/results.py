@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl import __version__
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.log.atomic_write import write_atomically
 from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
 from sortedrl.studies.compare.runs import Run
 from sortedrl.studies.compare.study import Study

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from sortedrl.core.atomic_write import write_atomically
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.log.atomic_write import write_atomically
 from sortedrl.studies.compare.grid import Settings
 from sortedrl.studies.compare.study import Study
 from sortedrl.studies.compare.toml_text import toml_of

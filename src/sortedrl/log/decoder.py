@@ -16,8 +16,8 @@ from itertools import compress
 from math import isfinite
 from typing import Any, get_type_hints
 
-from sortedrl.core.event_lines import Damage, decoded_or_damage
 from sortedrl.core.events import Aborted, Event, Finished, Loaded, Observed, Scored, Started, Submitted, TurnEnded
+from sortedrl.log.lines import Damage, decoded_or_damage
 
 _OF_NUMBERS = (Submitted, Started, Aborted, TurnEnded, Observed, Scored)
 _NO_NUMBERS = str.maketrans("", "", string.digits + "-")

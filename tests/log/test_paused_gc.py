@@ -6,19 +6,19 @@ import gc
 
 import pytest
 
-from sortedrl.core.cycle_search import no_cycle_search
+from sortedrl.log.paused_gc import paused_gc
 
 
 def test_the_search_is_on_again_after_the_block_even_after_an_error() -> None:
     assert gc.isenabled()
-    with pytest.raises(KeyError), no_cycle_search():
+    with pytest.raises(KeyError), paused_gc():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
 
 
 def test_an_inner_block_does_not_turn_it_on() -> None:
-    with no_cycle_search():
-        with no_cycle_search():
+    with paused_gc():
+        with paused_gc():
             pass
         assert not gc.isenabled()

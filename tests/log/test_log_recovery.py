@@ -9,10 +9,10 @@ import pytest
 
 from scenarios import Run, scenario
 from sortedrl.core import events
-from sortedrl.core.event_lines import written
-from sortedrl.core.event_reading import read_events, read_intact
 from sortedrl.core.events import Event, Lost, RolledBack, RunBegan
-from sortedrl.core.log_recovery import CheckpointMark, recover
+from sortedrl.log.lines import written
+from sortedrl.log.reading import read_events, read_intact
+from sortedrl.log.recovery import CheckpointMark, recover
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import RunState

@@ -6,21 +6,30 @@ and can be read.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sortedrl.core.event_batches import decoded_text
-from sortedrl.core.event_format import SeveralRuns, require_known_format
-from sortedrl.core.event_lines import Damage, decode
-from sortedrl.core.events import Event, HarvestBegan, Lost, Phase, RolledBack, RunBegan
+from sortedrl.core.errors import UserError
+from sortedrl.core.events import FORMAT, Event, HarvestBegan, Lost, Phase, RolledBack, RunBegan
+from sortedrl.log.decoder import decoded_text
+from sortedrl.log.lines import Damage, decode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _MARKS = frozenset({RunBegan, RolledBack, Damage})  # after which earlier lines may no longer count
 _AT_ONCE = 100_000  # characters, and then up to the end of the line
+
+
+class UnknownFormat(UserError, RuntimeError):
+    """The log was written by another version of sortedrl."""
+
+
+class SeveralRuns(UserError, ValueError):
+    """A log has the events of several runs: metrics of all of them together would be wrong."""
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -163,3 +172,21 @@ def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -
             saved = place
     if began_before and saved is not None and damaged is not None and saved < damaged:
         del kept[saved + 1 : damaged + 1]
+
+
+def require_known_format(path: Path) -> None:
+    """Raise `UnknownFormat` if another version wrote the log. A log whose first line is damaged passes."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(first, dict) or first.get("event") != "RunBegan":
+        return
+    found = first.get("format", 1)
+    if found != FORMAT:
+        age = "an older" if type(found) is int and found < FORMAT else "a newer"
+        raise UnknownFormat(
+            f"{path} has event log format {found}, written by {age} sortedrl; this one reads format {FORMAT}. "
+            "Use the version that wrote it, or start a new run"
+        )

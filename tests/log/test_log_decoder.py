@@ -7,8 +7,8 @@ import random
 import pytest
 
 from sortedrl.core import Event, events
-from sortedrl.core.event_batches import decoded_text
-from sortedrl.core.event_lines import Damage, decoded_or_damage, written
+from sortedrl.log.decoder import decoded_text
+from sortedrl.log.lines import Damage, decoded_or_damage, written
 
 LOG: list[Event] = [
     events.RunBegan(0.0, 4, "partial", {"mode": "partial"}),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.core import process_lock
-from sortedrl.core.event_file import EventFile
-from sortedrl.core.process_lock import HeldByAnother, ProcessLock, holder_of, lock_of_log, process_is_there
+from sortedrl.log import process_lock
+from sortedrl.log.file import EventFile
+from sortedrl.log.process_lock import HeldByAnother, ProcessLock, holder_of, lock_of_log, process_is_there
 
 
 def test_a_lock_shows_its_process_until_it_is_released(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_the_scheduler_needs_no_locks(tmp_path: Path) -> None:
         "sys.modules['fcntl'] = None\n"
         "del os.fork, os.register_at_fork, os.O_CLOEXEC\n"
         "from pathlib import Path\n"
-        "from sortedrl.core import EventFile\n"
-        "from sortedrl.core.process_lock import lock_of_log, process_is_there\n"
+        "from sortedrl.log import EventFile\n"
+        "from sortedrl.log.process_lock import lock_of_log, process_is_there\n"
         "file = EventFile.open(Path(sys.argv[1]))\n"
         "assert process_is_there(lock_of_log(Path(sys.argv[1]))) is None\n"
         "file.close()\n"

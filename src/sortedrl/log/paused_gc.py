@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_cycle_search() -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """The search would look at all live objects again and again: a twentieth of the time of a simulation, a seventh of
     that of reading an event log."""
     was_on = gc.isenabled()

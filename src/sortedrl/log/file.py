@@ -14,12 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from sortedrl.core.atomic_write import write_atomically
-from sortedrl.core.event_lines import JsonLines, written
-from sortedrl.core.event_reading import counting_lines
 from sortedrl.core.events import Event, Phase, RolledBack, RunBegan
-from sortedrl.core.log_recovery import CheckpointMark, RecoveredLog, recover
-from sortedrl.core.process_lock import HeldByAnother, ProcessLock, lock_of_log
+from sortedrl.log.atomic_write import write_atomically
+from sortedrl.log.lines import JsonLines, written
+from sortedrl.log.process_lock import HeldByAnother, ProcessLock, lock_of_log
+from sortedrl.log.reading import counting_lines
+from sortedrl.log.recovery import CheckpointMark, RecoveredLog, recover
 
 
 class EventFile:

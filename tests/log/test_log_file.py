@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from full_disk import fill, small_file_system
-from sortedrl.core.atomic_write import atomic_writer, write_atomically
-from sortedrl.core.event_file import EventFile, all_void, recover_file
-from sortedrl.core.event_lines import written
-from sortedrl.core.event_reading import read_events, without_rolled_back
 from sortedrl.core.events import Event, Phase, RolledBack, RunBegan, Updated
-from sortedrl.core.log_recovery import CheckpointMark
+from sortedrl.log.atomic_write import atomic_writer, write_atomically
+from sortedrl.log.file import EventFile, all_void, recover_file
+from sortedrl.log.lines import written
+from sortedrl.log.reading import read_events, without_rolled_back
+from sortedrl.log.recovery import CheckpointMark
 
 FIRST = RunBegan(0.0, 2, "partial", {})
 SAVED: list[Event] = [

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sortedrl.core.event_lines import Damage
-from sortedrl.core.event_reading import counting_lines
 from sortedrl.core.events import Event, HarvestBegan, Loaded, Lost, Phase, RunBegan, Updated
+from sortedrl.log.lines import Damage
+from sortedrl.log.reading import counting_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
