@@ -254,12 +254,6 @@ def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["settings"]["clip_low"] == 0.1
     done = sortedrl("train", *config_file(tmp_path, aggregation="mean"))
     assert "aggregation = 'mean'" in done.stderr and "Its meaning: what the sum over tokens is divided" in done.stderr
-    penalty = {"truncated_rollouts": "soft_penalty", "max_response_tokens": 1000}
-    done = sortedrl("train", *config_file(tmp_path, **penalty))
-    assert "soft_penalty_tokens" in done.stderr and "at most max_response_tokens = 1000" in done.stderr
-    assert "Use 200." in done.stderr
-    done = sortedrl("train", "--dry-run", "--json", *config_file(tmp_path, **penalty, soft_penalty_tokens=200))
-    assert json.loads(done.stdout)["settings"]["soft_penalty_tokens"] == 200
     old = config_file(tmp_path, stale_tokens="masked")
     assert 'Use off_policy_correction = "mask".' in sortedrl("train", *old).stderr
 

@@ -19,7 +19,6 @@ from sortedrl.learner.advantages import (
     normalized,
     require_groups,
     reward_advantages,
-    rewards_with_truncation,
     rloo_advantages,
     zero_variance,
 )
@@ -205,18 +204,6 @@ def test_statistics_survive_their_state_dict() -> None:
     for rewards, cohorts in batches_of([8, 5]):
         _, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
     assert CohortStatistics.from_state_dict(statistics.state_dict()) == statistics
-
-
-def test_truncated_rollouts_by_each_rule() -> None:
-    rewards, lengths = torch.tensor([1.0, 1.0, 1.0, 2.0]), torch.tensor([50, 90, 95, 100])
-    truncated = torch.tensor([False, False, False, True])
-
-    def shaped(rule: str) -> list[float]:
-        return rewards_with_truncation(rewards, lengths, truncated, rule, 100, 20).tolist()  # type: ignore[arg-type]
-
-    assert shaped("keep") == shaped("masked") == rewards.tolist()
-    assert shaped("zero") == [1.0, 1.0, 1.0, 0.0]
-    assert shaped("soft_penalty") == pytest.approx([1.0, 0.5, 0.25, 1.0])
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])

@@ -211,7 +211,6 @@ def test_gradient_is_the_formula_computed_from_full_logits() -> None:
         {"aggregation": "constant", "off_policy_correction": "ppo_clip"},
         {"aggregation": "token_mean", "off_policy_correction": "tis", "ratio_level": "sequence"},
         {"aggregation": "sequence_mean", "off_policy_correction": "mask"},
-        {"aggregation": "constant", "off_policy_correction": "m2po", "second_moment_limit": 3.0},
         {"algorithm": "ppo", "off_policy_correction": "decoupled", "entropy_coefficient": 0.1},
     ],
 )
@@ -340,7 +339,7 @@ def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
 # --- ratios, staleness, mismatch ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "tis", "mask", "decoupled", "m2po"])
+@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "tis", "mask", "decoupled"])
 def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
     """The learner's own log-probabilities, handed in as what the engine sampled with."""
     learner = Learner(tiny_model(), LearnerSettings(off_policy_correction=off_policy_correction))
@@ -494,35 +493,6 @@ def test_the_learning_rate_is_scaled_by_the_effective_sample_size(steps: int) ->
     plain = Learner(tiny_model(), LearnerSettings(learning_rate=metrics["learning_rate"], **common))
     plain.step(random_rollouts(), version=1)
     assert_close(weights_of(learner.model), weights_of(plain.model))
-
-
-def test_m2po_trains_the_tokens_within_the_second_moment_of_the_whole_update() -> None:
-    """The gradient is the unclipped one of the tokens that are left when the furthest off are removed one by one."""
-    limit = 3.0
-    rollouts = random_rollouts()
-    common: dict[str, Any] = {"algorithm": "grpo", "normalizer_tokens": 100, "max_grad_norm": NO_CLIPPING}
-    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="m2po", second_moment_limit=limit, **common))
-    squares = sorted(
-        (gap * gap, row, place)
-        for row, gaps in enumerate(log_weights(learner, rollouts))
-        for place, gap in enumerate(gaps)
-    )
-    tokens = len(squares)
-    while sum(square for square, _, _ in squares) / len(squares) > limit:
-        squares.pop()
-    kept = {(row, place) for _, row, place in squares}
-    found = gradients(learner, rollouts)
-    assert 0.1 < len(kept) / tokens < 0.9
-    metrics = Learner(
-        tiny_model(), LearnerSettings(off_policy_correction="m2po", second_moment_limit=limit, **common)
-    ).step(rollouts, version=0)
-    assert metrics["m2po_dropped_fraction"] == pytest.approx(1 - len(kept) / tokens, rel=1e-5)
-    for row, rollout in enumerate(rollouts):
-        rollout.segments[0].mask = [int((row, place) in kept) for place in range(len(rollout))]
-    unlimited = LearnerSettings(off_policy_correction="m2po", second_moment_limit=math.inf, **common)
-    assert_close(found, gradients(Learner(tiny_model(), unlimited), rollouts))
-    weighted = LearnerSettings(off_policy_correction="tis", importance_cap=math.inf, **common)
-    assert_close(found, gradients(Learner(tiny_model(), weighted), rollouts))
 
 
 def test_the_cosine_of_successive_gradients_is_reported_on_request() -> None:
@@ -835,8 +805,8 @@ def other_value(name: str) -> Any:
     default = LearnerSettings.model_fields[name].default
     named = {
         **{"algorithm": "rloo", "advantage_baseline": "group", "off_policy_correction": "mask"},
-        **{"ratio_level": "sequence", "aggregation": "token_mean", "truncated_rollouts": "soft_penalty"},
-        **{"soft_penalty_tokens": 20, "clip_low": 0.5, "gamma": 0.5, "gae_lambda": 0.5},
+        **{"ratio_level": "sequence", "aggregation": "token_mean", "truncated_rollouts": "masked"},
+        **{"clip_low": 0.5, "gamma": 0.5, "gae_lambda": 0.5},
     }
     if name in named:
         return named[name]
@@ -844,8 +814,6 @@ def other_value(name: str) -> Any:
 
 
 NEEDED = {  # beside a setting
-    "truncated_rollouts": {"soft_penalty_tokens": 20},
-    "soft_penalty_tokens": {"truncated_rollouts": "soft_penalty"},
     "recompute_above_tokens": {"gradient_checkpointing": True},
 }
 
@@ -860,7 +828,7 @@ def test_what_train_is_given_reaches_the_learner(name: str) -> None:
 
 
 def test_only_what_follows_from_schedule_and_sampling_cannot_be_set_in_train() -> None:
-    derived = {"normalizer_tokens", "max_response_tokens", "temperature", "top_p", "bf16"}
+    derived = {"normalizer_tokens", "temperature", "top_p", "bf16"}
     assert LearnerSettings.model_fields.keys() - LearnerFlags.model_fields.keys() == derived
 
 
@@ -1090,8 +1058,6 @@ def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: t
             "advantage_baseline = 'batch': grpo uses the group baseline",
         ),
         ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = 'group': with ppo the critic"),
-        ({"truncated_rollouts": "soft_penalty"}, "soft_penalty_tokens = None: .*max_response_tokens = None"),
-        ({"soft_penalty_tokens": 64}, "soft_penalty_tokens = 64: .*keep there is no penalty.* = soft_penalty too"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5: .*Use 2.0"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"recompute_above_tokens": 4096}, "recompute_above_tokens = 4096: .*Set gradient_checkpointing = true"),

@@ -18,12 +18,11 @@ from sortedrl.learner.losses import (
     policy_loss,
     selected_logprobs,
     token_weights,
-    within_second_moment,
 )
 from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
 
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
-CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "tis", "mask", "decoupled", "m2po"]
+CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "tis", "mask", "decoupled"]
 LEVELS: list[RatioLevel] = ["token", "sequence"]
 
 
@@ -72,9 +71,6 @@ def direct_loss(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *
                 continue
             r = ratio(new, proximal if off_policy_correction == "decoupled" else behavior, t)
             a = advantages[b, t]
-            if off_policy_correction == "m2po":
-                out[b, t] = -r * a
-                continue
             if a > 0:
                 surrogate = r * a if r < 1 + CLIP_HIGH else (1 + CLIP_HIGH) * a
             else:
@@ -258,17 +254,3 @@ def test_effective_sample_fraction_has_no_largest_weight() -> None:
     assert effective_sample_fraction(torch.full((4,), 5000.0)) == pytest.approx(1.0)
     assert effective_sample_fraction(torch.full((4,), -5000.0)) == pytest.approx(1.0)
     assert effective_sample_fraction(torch.tensor([5000.0, 0.0, -5000.0, 10.0])) == pytest.approx(0.25)
-
-
-def dropped_one_by_one(log_ratios: list[float], limit: float) -> set[int]:
-    """M2PO as its paper describes it: drop the token that is furthest off until the mean is within the limit."""
-    kept = list(range(len(log_ratios)))
-    while kept and sum(log_ratios[place] ** 2 for place in kept) / len(kept) > limit:
-        kept.remove(max(kept, key=lambda place: (log_ratios[place] ** 2, place)))
-    return set(kept)
-
-
-@given(st.lists(st.integers(-32, 32).map(lambda n: n / 16), min_size=1, max_size=40), st.sampled_from([0.0, 0.04, 0.5]))
-def test_second_moment_drops_as_few_tokens_as_needed(log_ratios: list[float], limit: float) -> None:
-    found = within_second_moment(torch.tensor(log_ratios, dtype=torch.float64), limit)
-    assert set(found.nonzero().flatten().tolist()) == dropped_one_by_one(log_ratios, limit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,14 +130,3 @@ def test_environment_tokens_count_only_as_context() -> None:
     other[0].segments[1].tokens = [9] * len(other[0].segments[1])
     different, _ = gradients_of(Learner(model(1), settings), other)
     assert any(not torch.equal(plain[name], different[name]) for name in plain)
-
-
-def test_the_soft_penalty_counts_what_the_policy_sampled() -> None:
-    """5 tokens of the policy and 8 of the environment: halfway into the zone of 3 to 7 tokens."""
-    settings = LearnerSettings(
-        algorithm="grpo", truncated_rollouts="soft_penalty", max_response_tokens=7, soft_penalty_tokens=4
-    )
-    rollout = rollouts()[1]
-    batch = [replace(rollout, id=0, index_in_group=0, reward=2.0), replace(rollout, reward=1.0)]
-    _, metrics = gradients_of(Learner(model(1), settings), batch)
-    assert metrics["reward_mean"] == pytest.approx(1.5 - 0.5)

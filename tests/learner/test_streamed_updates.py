@@ -302,8 +302,7 @@ def test_an_error_drops_the_gradient_and_the_batch_can_be_repeated(monkeypatch: 
     [
         ({"advantage_baseline": "batch"}, "advantage_baseline = batch: an advantage depends on the other rollouts"),
         ({"advantage_baseline": "cohort_so_far"}, "advantage_baseline = cohort_so_far: an advantage depends"),
-        ({"steps_per_update": 2}, "steps_per_update = 2: it needs all rollouts of the update"),
-        ({"off_policy_correction": "m2po"}, "off_policy_correction = m2po: it needs all rollouts of the update"),
+        ({"steps_per_update": 2}, "steps_per_update = 2: each step needs a mix of all rollouts"),
     ],
 )
 def test_what_needs_the_whole_update_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

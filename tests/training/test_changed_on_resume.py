@@ -12,6 +12,7 @@ import torch
 
 import toy
 from sortedrl.cli import main
+from sortedrl.cli.parse import parsed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.learner.learner import Learner
@@ -63,6 +64,13 @@ def test_a_model_that_does_not_fit_is_one_line_and_leaves_no_folder(
     assert message.startswith("the model and its optimizer do not fit (CUDA out of memory. Tried to allocate 2.00 GiB)")
     assert "lora_rank" in message and "tokens_per_micro_batch" not in message
     assert not run.exists()
+
+
+def test_a_run_of_an_older_version_may_have_settings_that_no_longer_exist(tmp_path: Path) -> None:
+    saved = as_json(TrainSettings(updates=3)) | {"second_moment_limit": 0.04, "soft_penalty_tokens": None}
+    (tmp_path / "config.json").write_text(json.dumps(saved), encoding="utf-8")
+    resumed = parsed(TrainSettings, ["--resume", str(tmp_path)], "sortedrl train")
+    assert resumed.updates == 3 and resumed.resume == tmp_path
 
 
 def test_a_resumed_run_draws_the_random_numbers_that_come_next(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sortedrl.learner.settings import AdvantageBaseline, Algorithm, TruncatedRollouts
+from sortedrl.learner.settings import AdvantageBaseline, Algorithm
 
 # Previous cohorts are pooled, latest first, until they hold this many values: the standard error of the mean is then
 # 0.05 standard deviations. With cohorts of the usual size, the latest one is enough, which is closest to the policy.
@@ -238,29 +238,6 @@ def reward_advantages(
         return advantages_b, after
     by_group_b = after.without_predecessor(cohort_b)
     return torch.where(by_group_b, grpo_advantages(rewards_b, group_b), advantages_b), after
-
-
-def rewards_with_truncation(
-    rewards_b: Tensor,
-    lengths_b: Tensor,
-    truncated_b: Tensor,
-    rule: TruncatedRollouts,
-    max_response_tokens: int | None = None,
-    soft_penalty_tokens: int | None = None,
-) -> Tensor:
-    """The rewards to train with. `keep` and `masked` leave the scores unchanged. `lengths_b`: tokens of the policy.
-
-    `zero`: a truncated rollout gets 0. `soft_penalty`: subtracts a penalty that grows from 0 to 1 over the last
-    `soft_penalty_tokens` before the limit; a truncated rollout gets the full penalty.
-    """
-    if rule == "zero":
-        return torch.where(truncated_b, torch.zeros_like(rewards_b), rewards_b)
-    if rule == "soft_penalty":
-        assert max_response_tokens is not None and soft_penalty_tokens is not None
-        into_zone_b = lengths_b - (max_response_tokens - soft_penalty_tokens)
-        penalty_b = (into_zone_b / soft_penalty_tokens).clamp(0.0, 1.0)
-        return rewards_b - torch.where(truncated_b, torch.ones_like(penalty_b), penalty_b)
-    return rewards_b
 
 
 def generalized_advantages(

@@ -42,7 +42,6 @@ from sortedrl.learner.advantages import (
     normalized,
     require_groups,
     reward_advantages,
-    rewards_with_truncation,
     zero_variance,
 )
 from sortedrl.learner.batching import (
@@ -59,7 +58,6 @@ from sortedrl.learner.losses import (
     loss_normalizer,
     policy_loss,
     token_weights,
-    within_second_moment,
 )
 from sortedrl.learner.models import (
     COMPILED_WIDTH_MULTIPLE,
@@ -78,7 +76,7 @@ from sortedrl.learner.models import (
     with_adapters,
 )
 from sortedrl.learner.optimizer import AdamW
-from sortedrl.learner.settings import LearnerSettings, needs_whole_update, require, require_streamable
+from sortedrl.learner.settings import LearnerSettings, require, require_streamable
 from sortedrl.learner.update_metrics import Tally, padding, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
@@ -180,7 +178,7 @@ class Learner:
         assert self._so_far is not None
         try:
             found = self._assess(self._so_far)
-            if not (needs_whole_update(self.settings) or self._so_far.agrees_with(found)):
+            if self.settings.steps_per_update == 1 and not self._so_far.agrees_with(found):
                 version, rollouts = self._so_far.version, self._so_far.rollouts
                 self._drop_gradient()
                 self._add(rollouts, version)
@@ -261,7 +259,7 @@ class Learner:
             batch = self._with_critic(new, update_batch(new, version))
             so_far = self._so_far.with_more(new, batch) if self._so_far else UpdateSoFar.of(version, new, batch)
             self._so_far = so_far
-            if not needs_whole_update(self.settings):
+            if self.settings.steps_per_update == 1:
                 rows = so_far.train_with(self._assess(so_far), so_far.rows_of(new))
                 self._add_gradient(so_far.batch.select(rows), so_far.tally)
             return so_far
@@ -271,7 +269,7 @@ class Learner:
 
     def _assess(self, so_far: UpdateSoFar) -> Assessment:
         rollouts, batch = so_far.rollouts, so_far.batch
-        rewards_b, truncated_b = self._rewards(rollouts, batch)
+        rewards_b, truncated_b = self._rewards(rollouts)
         group_b = group_indices([rollout.group for rollout in rollouts])
         cohort_b = torch.tensor([rollout.cohort for rollout in rollouts])
         flat_b = zero_variance(rewards_b, group_b)
@@ -303,17 +301,12 @@ class Learner:
         }
         return Assessment(advantages_br, trains_b, statistics, metrics)
 
-    def _rewards(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> tuple[Tensor, Tensor]:
+    def _rewards(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
         """In float64: the mean of equal rewards must be that reward, or their group would have advantages."""
         truncated_b = torch.tensor([rollout.truncated for rollout in rollouts])
-        rewards_b = rewards_with_truncation(
-            torch.tensor([float(rollout.reward or 0.0) for rollout in rollouts], dtype=torch.float64),
-            batch.mask_br.sum(1),  # max_response_tokens counts what the policy sampled
-            truncated_b,
-            self.settings.truncated_rollouts,
-            self.settings.max_response_tokens,
-            self.settings.soft_penalty_tokens,
-        )
+        rewards_b = torch.tensor([float(rollout.reward or 0.0) for rollout in rollouts], dtype=torch.float64)
+        if self.settings.truncated_rollouts == "zero":
+            rewards_b[truncated_b] = 0.0
         return rewards_b, truncated_b
 
     def _may_train(self, batch: UpdateBatch, truncated_b: Tensor) -> Tensor:
@@ -325,7 +318,7 @@ class Learner:
         """The batch with GAE over the values of the current critic, if there is one."""
         if self.critic is None:
             return batch
-        rewards_b, truncated_b = self._rewards(rollouts, batch)
+        rewards_b, truncated_b = self._rewards(rollouts)
         mask_br = batch.mask_br & self._may_train(batch, truncated_b)[:, None]
         values_br = torch.zeros_like(batch.behavior_br)
         with torch.no_grad():
@@ -369,8 +362,8 @@ class Learner:
             batch = replace(so_far.batch, advantages_br=found.advantages_br).select(rows)
             tally = so_far.tally
             warm = min(1.0, (self.updates + 1) / max(1, settings.warmup_updates))
-            if needs_whole_update(settings):
-                metrics |= self._step_by_step(batch, warm, tally)
+            if settings.steps_per_update > 1:
+                self._step_by_step(batch, warm, tally)
             else:
                 self._optimizer_step(batch, warm, tally)
             self.updates += 1
@@ -386,18 +379,14 @@ class Learner:
         self._statistics = found.statistics
         return metrics
 
-    def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> dict[str, float]:
-        """The optimizer steps of an update whose gradients depend on all of its rollouts; returns further metrics."""
-        metrics: dict[str, float] = {}
+    def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> None:
+        """Several optimizer steps: each of them needs a mix of all rollouts."""
         if self.settings.off_policy_correction == "decoupled":
             batch = replace(batch, proximal_br=self._proximal(batch))
-        if self.settings.off_policy_correction == "m2po":
-            batch, metrics["m2po_dropped_fraction"] = self._within_second_moment(batch)
         for index, rows in enumerate(balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)):
             part = batch.select(rows)
             self._add_gradient(part, tally, first_step=index == 0)
             self._optimizer_step(part, warm, tally)
-        return metrics
 
     def _add_gradient(self, batch: UpdateBatch, tally: Tally, *, first_step: bool = True) -> None:
         """Add the gradient of these rollouts, which is not normalized yet."""
@@ -418,16 +407,6 @@ class Learner:
             part = self._micro_batch(batch, rows)
             proximal_br[rows, : part.mask_br.shape[1]] = self._policy_scorer(part)[0].cpu()
         return proximal_br
-
-    def _within_second_moment(self, batch: UpdateBatch) -> tuple[UpdateBatch, float]:
-        """The batch without the policy gradient of the tokens that M2PO drops, and their fraction.
-
-        The limit is one of the whole update, so this needs a pass before the first gradient.
-        """
-        log_ratio_n = (self._proximal(batch) - batch.behavior_br)[batch.mask_br]
-        kept_n = within_second_moment(log_ratio_n, self.settings.second_moment_limit)
-        kept_br = scattered(kept_n.to(batch.advantages_br.dtype), batch.mask_br)
-        return replace(batch, advantages_br=batch.advantages_br * kept_br), 1.0 - kept_n.float().mean().item()
 
     def _add_micro_batch(self, batch: UpdateBatch, tally: Tally, *, first_step: bool) -> None:
         """Add the gradient of a micro-batch to those of the policy and the critic."""

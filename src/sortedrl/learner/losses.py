@@ -8,7 +8,6 @@ learner's weights before the update. *New*: the weights being trained. The clipp
     mask        like ppo_clip, but tokens with a ratio above the cap or below its inverse do not train
     tis         a policy gradient weighted by min(new / behavior, cap): no clipping, no recomputation
     decoupled   old = proximal, weighted by min(proximal / behavior, cap)
-    m2po        old = behavior, nothing clipped; the learner drops the tokens that `within_second_moment` excludes
 
 With one optimizer step per update, the proximal policy equals the new one, and decoupled and tis have the same
 gradient; they differ when an update takes several steps.
@@ -68,7 +67,7 @@ def policy_loss(
     """The clipped surrogate with off-policy correction, from log-probabilities. Only `new_bt` has a gradient.
 
     `proximal_bt` is used only by `decoupled`. Clipping is asymmetric, from 1 - clip_low to 1 + clip_high, and applies
-    only where it lowers the objective. `m2po` has no clipping.
+    only where it lowers the objective.
     """
     if off_policy_correction == "decoupled":
         old_bt = proximal_bt
@@ -77,16 +76,14 @@ def policy_loss(
     else:
         old_bt = behavior_bt
     ratio_bt = ratio(new_bt - old_bt, mask_bt, level)
-    if off_policy_correction in ("ppo_clip", "m2po"):
+    if off_policy_correction == "ppo_clip":
         weight_bt = torch.ones_like(behavior_bt)
     elif off_policy_correction == "mask":
         weight_bt = ((ratio_bt <= cap) & (ratio_bt >= 1.0 / cap)).to(behavior_bt.dtype)
     else:
         weight_bt = ratio(old_bt - behavior_bt, mask_bt, level).clamp(max=cap)
     free_bt = ratio_bt * advantages_bt
-    clipped_bt = free_bt
-    if off_policy_correction != "m2po":
-        clipped_bt = ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_bt
+    clipped_bt = ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_bt
     return PolicyLoss(
         loss_bt=-weight_bt * torch.minimum(free_bt, clipped_bt) * mask_bt,
         ratio_bt=ratio_bt.detach(),
@@ -104,21 +101,6 @@ def effective_sample_fraction(log_weight_n: Tensor) -> float:
     log_weight_n = log_weight_n.double()
     log_size = 2 * log_weight_n.logsumexp(0) - (2 * log_weight_n).logsumexp(0)
     return log_size.exp().item() / len(log_weight_n)
-
-
-def within_second_moment(log_ratio_n: Tensor, limit: float) -> Tensor:
-    """M2PO: which tokens to keep so that the mean of their squared log-ratios is at most `limit`.
-
-    The tokens with the largest squares are dropped, as few as possible; equal squares stay in their order. If even the
-    smallest square is above the limit, all are dropped.
-    """
-    square_n = log_ratio_n.double().square()
-    ascending_n, order_n = square_n.sort(stable=True)
-    counts_n = torch.arange(1, len(square_n) + 1, dtype=square_n.dtype, device=square_n.device)
-    # A mean over ascending values never falls, so the tokens within the limit come first.
-    kept_n = torch.empty_like(square_n, dtype=torch.bool)
-    kept_n[order_n] = ascending_n.cumsum(0) / counts_n <= limit
-    return kept_n
 
 
 def kl_k3(new: Tensor, other: Tensor) -> Tensor:

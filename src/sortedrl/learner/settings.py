@@ -18,8 +18,8 @@ from sortedrl.settings.base import first_error
 
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
 AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
-TruncatedRollouts = Literal["keep", "masked", "zero", "soft_penalty"]
-OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled", "m2po"]
+TruncatedRollouts = Literal["keep", "masked", "zero"]
+OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled"]
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["constant", "token_mean", "sequence_mean"]
 
@@ -108,12 +108,6 @@ class LearnerFlags(BaseModel):
         Field(description="largest importance weight of tis, decoupled and mask"),
         _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0."),
     ] = 2.0
-    # The paper's value.
-    second_moment_limit: Annotated[
-        float,
-        Field(description="m2po drops tokens until the mean squared log-ratio of the rest is at most this"),
-        _between(0, math.inf, "it limits a mean of squares", "Use 0.04."),
-    ] = 0.04
     aggregation: Annotated[
         Aggregation, Field(description="what the sum over tokens is divided by; see docs/learner.md")
     ] = "constant"
@@ -121,16 +115,10 @@ class LearnerFlags(BaseModel):
         bool, Field(description="groups whose rewards are all equal neither train nor count in a mean")
     ] = False
     # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
-    # count in the statistics. `zero`: their reward is 0. `soft_penalty`: subtracts up to 1 from any reward over the
-    # last soft_penalty_tokens before max_response_tokens.
+    # count in the statistics. `zero`: their reward is 0.
     truncated_rollouts: Annotated[
         TruncatedRollouts, Field(description="how responses that reach max_response_tokens are trained on")
     ] = "keep"
-    soft_penalty_tokens: Annotated[
-        int | None,
-        Field(description="with soft_penalty: the last tokens before the limit, over which the penalty grows to 1"),
-        _AtLeast1,
-    ] = None
     kl_coefficient: Annotated[float, Field(description="weight of the KL penalty"), _NotNegative] = 0.0
     entropy_coefficient: Annotated[float, Field(description="weight of the entropy bonus"), _NotNegative] = 0.0
     steps_per_update: Annotated[int, Field(description="optimizer steps per update"), _AtLeast1] = 1
@@ -178,7 +166,6 @@ class LearnerSettings(LearnerFlags):
         float,
         _between(1, math.inf, "the loss is divided by it", "Use rollouts_per_update x max_response_tokens."),
     ] = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
-    max_response_tokens: Annotated[int | None, _AtLeast1] = None  # soft_penalty needs it
     # Of the engine's sampling.
     temperature: Annotated[
         float, _between(_ABOVE_0, math.inf, "log-probabilities depend on it", "Use the engine's temperature.")
@@ -205,21 +192,6 @@ class LearnerSettings(LearnerFlags):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        limit, zone = self.max_response_tokens, self.soft_penalty_tokens
-        if self.truncated_rollouts == "soft_penalty" and (zone or math.inf) > (limit or 0):
-            raise ConfigurationError(
-                "soft_penalty_tokens",
-                zone,
-                f"soft_penalty needs at most max_response_tokens = {limit}",
-                f"Use {math.ceil(limit / 5)}." if limit else "Set both, for example to 1024 and 8192.",
-            )
-        if zone is not None and self.truncated_rollouts != "soft_penalty":
-            raise ConfigurationError(
-                "soft_penalty_tokens",
-                zone,
-                f"with truncated_rollouts = {self.truncated_rollouts} there is no penalty",
-                "Set truncated_rollouts = soft_penalty too, or leave it out.",
-            )
         if self.recompute_above_tokens and not self.gradient_checkpointing:
             raise ConfigurationError(
                 "recompute_above_tokens",
@@ -253,12 +225,6 @@ def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> Lea
     return LearnerSettings(**given, **derived)
 
 
-def needs_whole_update(settings: LearnerSettings) -> bool:
-    """Whether no gradient can be computed before all rollouts of the update are known, not even with their advantages:
-    each of several optimizer steps needs a mix of all rollouts, and M2PO drops tokens by a limit on the whole."""
-    return settings.steps_per_update > 1 or settings.off_policy_correction == "m2po"
-
-
 def require_streamable(settings: LearnerSettings) -> None:
     """Raise a ValueError that names the setting because of which nothing can be streamed."""
     baseline = settings.resolved_advantage_baseline
@@ -269,13 +235,12 @@ def require_streamable(settings: LearnerSettings) -> None:
         "an advantage depends on the other rollouts of its update, so no gradient can be streamed before the update is "
         "complete: use group or previous_cohorts, or leave stream out",
     )
-    name = "steps_per_update" if settings.steps_per_update > 1 else "off_policy_correction"
     require(
-        not needs_whole_update(settings),
-        name,
-        getattr(settings, name),
-        "it needs all rollouts of the update, so no gradient can be streamed before the update is complete: use one "
-        "step per update and ppo_clip, tis, mask or decoupled, or leave stream out",
+        settings.steps_per_update == 1,
+        "steps_per_update",
+        settings.steps_per_update,
+        "each step needs a mix of all rollouts, so no gradient can be streamed before the update is complete: use one "
+        "step per update, or leave stream out",
     )
 
 

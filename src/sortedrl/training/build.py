@@ -38,7 +38,6 @@ def learner_settings_of(settings: TrainSettings) -> LearnerSettings:
         settings,
         settings.mode,
         normalizer_tokens=settings.rollouts_per_update * settings.max_response_tokens,
-        max_response_tokens=settings.max_response_tokens,
         temperature=settings.temperature,
         bf16=dtype_of(settings).itemsize == 2,
     )

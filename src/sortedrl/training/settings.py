@@ -128,8 +128,8 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
         | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing", "stream_sms"}
-        | {"ratio_level", "importance_cap", "second_moment_limit", "aggregation", "drop_zero_variance_groups"}
-        | {"truncated_rollouts", "soft_penalty_tokens", "weight_decay", "max_grad_norm"}
+        | {"ratio_level", "importance_cap", "aggregation", "drop_zero_variance_groups"}
+        | {"truncated_rollouts", "weight_decay", "max_grad_norm"}
         | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
 
@@ -200,7 +200,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
                 "out", str(self.out), f"a resumed run continues in its own folder, {self.resume}", "Leave it out."
             )
         strategy_named(self.mode).check(schedule_of(self))
-        learner_settings_from(self, self.mode, max_response_tokens=self.max_response_tokens)
+        learner_settings_from(self, self.mode)
         if self.overlap:
             _check_overlap(self)
         if self.stream:
@@ -291,8 +291,7 @@ def _check_streaming(settings: TrainSettings) -> None:
             f"Use --engine {' or '.join(SERVERS)}{share}, or leave it out.",
         )
     try:
-        limit = settings.max_response_tokens
-        require_streamable(learner_settings_from(settings, settings.mode, max_response_tokens=limit))
+        require_streamable(learner_settings_from(settings, settings.mode))
     except ValueError as error:
         raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
     compares = settings.algorithm == "reinforce++" and settings.rollouts_per_prompt > 1
@@ -329,12 +328,15 @@ def _check_shared_gpu(settings: TrainSettings) -> None:
 
 
 def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """The settings of a run, and a notice if they come from a checkpoint because config.json is damaged."""
+    """The settings of a run, and a notice if they come from a checkpoint because config.json is damaged.
+
+    Settings that no longer exist are left out: a run of an older version has them.
+    """
     path = folder / "config.json"
     try:
         settings = _read_object(path)
         if "model_type" not in settings:
-            return settings, None
+            return _known(settings), None
         damage: Exception = ValueError("it is that of a model, not of a run")
     except (OSError, ValueError) as error:
         damage = error
@@ -345,13 +347,18 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if isinstance(settings, dict):
-            return settings, f"{path} cannot be read ({plain_reason(damage)}): settings taken from {state.parent.name}"
+            notice = f"{path} cannot be read ({plain_reason(damage)}): settings taken from {state.parent.name}"
+            return _known(settings), notice
     around = next((run for run in folder.parents[:2] if (run / "checkpoints").is_dir()), None)
     fix = "Name a run folder, as in runs/NAME."
     if around is not None:
         fix = f"Name its run, {around}: it continues from its newest checkpoint (older ones: docs/reliability.md)."
     reason = f"no run can be read there ({path.name}: {plain_reason(damage)})"
     raise ConfigurationError("resume", str(folder), reason, fix)
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key in TrainSettings.model_fields}
 
 
 def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
