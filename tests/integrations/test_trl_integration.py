@@ -26,6 +26,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
@@ -629,6 +630,16 @@ def test_evaluation_samples_with_the_engine_under_the_weights_of_the_moment(toke
     assert "eval_reward" in trainer.evaluate()  # after the run, too
 
 
+def test_an_evaluation_in_batches_samples_with_new_noise_in_each(tokenizer: Any, tmp_path: Path) -> None:
+    """Noise that restarted with each batch repeated its completions: 32 of 128 differed."""
+    recorder = Recorder()
+    args = config(tmp_path, num_generations_eval=8, per_device_eval_batch_size=8, temperature=2.0)
+    trainer = trainer_for(tmp_path, tokenizer, args=args, reward_funcs=recorder, eval_dataset=questions(16))
+    trainer.evaluate()
+    completions = [completion for batch in recorder.completions for completion in batch]
+    assert len(completions) == 128 and len(set(completions)) >= 120
+
+
 @pytest.mark.slow
 def test_the_engine_sleeps_in_every_step_also_after_an_evaluation_within_an_update(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -847,6 +858,16 @@ def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(tokenizer: An
 def test_a_fraction_that_is_none_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_rejected_fraction = 50"):
         trainer_for(tmp_path, tokenizer, max_rejected_fraction=50)
+
+
+def refuse(spec: EngineSpec) -> Any:
+    raise RuntimeError(f"asked for seed {spec.seed}")
+
+
+def test_an_engine_with_noise_of_its_own_gets_the_seed_of_the_run(tokenizer: Any, tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, seed=7), engine=f"{__name__}:refuse")
+    with pytest.raises(ConfigurationError, match="asked for seed 7"):
+        trainer.train()
 
 
 # Several processes

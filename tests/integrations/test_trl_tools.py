@@ -528,7 +528,7 @@ def test_a_call_that_hangs_is_an_error_and_its_thread_is_abandoned(tmp_path: Pat
     assert log["tools/failure_frequency"] > 0
 
 
-def test_evaluation_uses_tools_and_their_time_limit(tmp_path: Path) -> None:
+def test_evaluation_uses_tools_and_their_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table: Table = {**SCRIPT, "P": call("hang"), "Q": call("hang"), call("hang"): EOS}
     shown: list[str] = []
 
@@ -542,8 +542,12 @@ def test_evaluation_uses_tools_and_their_time_limit(tmp_path: Path) -> None:
         train_dataset=questions("QQ"), eval_dataset=questions("PQ"), tool_limit_seconds=1.0,
         off_policy_correction="decoupled",
     )  # fmt: skip
+    engine, seeds = trainer._engine.ready(), []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda requests: (seeds.extend(r.seed for r in requests), submit(requests)))
     measured = trainer.evaluate()
     assert measured["eval_tools/call_frequency"] == 1.0
+    assert len(seeds) > 2 * GROUP and len(set(seeds)) == len(seeds)  # a later turn has noise of its own, too
     assert any("no result within 1 s" in text for text in shown) and "done" in shown
 
 

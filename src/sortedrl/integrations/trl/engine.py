@@ -30,6 +30,7 @@ class TrainerEngine:
         self._wanted = wanted
         self._engine: EngineBase | None = None
         self._shares_weights = wanted == "embedded" and not is_peft_model(trainer.model)
+        self._evaluated = (0, 0)  # a step, and the responses that its evaluations have sampled
 
     def ready(self) -> EngineBase:
         if self._engine is None:
@@ -53,14 +54,13 @@ class TrainerEngine:
         return (trainer.args.vllm_max_model_length if self._wanted == "vllm" else None) or _longest_context(trainer)
 
     def sampled(self, prompt_ids: Any, version: int) -> tuple[list[list[int]], list[list[float]]]:
-        """One response to each prompt, for an evaluation."""
+        """One response, or turn, to each prompt of a batch of an evaluation."""
         self.update_weights(version)
         trainer = self._trainer
-        rank, step = trainer.accelerator.process_index, trainer.state.global_step
         sampling, limit = Sampling(temperature=trainer.temperature), trainer.schedule.max_response_tokens
         requests = [
-            Request(i, Prompt(str(i), tuple(ids)), (), limit, derive_seed(trainer.args.seed, step, rank, i), sampling)
-            for i, ids in enumerate(prompt_ids)
+            Request(i, Prompt(str(i), tuple(ids)), (), limit, seed, sampling)
+            for i, (ids, seed) in enumerate(zip(prompt_ids, self._new_seeds(len(prompt_ids)), strict=True))
         ]
         context = trainer.schedule.max_context_tokens
         if context is not None:  # a later turn may have less room, or none
@@ -71,6 +71,15 @@ class TrainerEngine:
                 raise RuntimeError(f"prompt {id} of an evaluation failed: {response.failure}")
         made = [responses.get(request.id) for request in requests]
         return [r.tokens if r else [] for r in made], [r.logprobs if r else [] for r in made]
+
+    def _new_seeds(self, count: int) -> list[int]:
+        """They differ in all batches and turns of a step. A resumed run has the same ones from its next step on."""
+        trainer = self._trainer
+        step = trainer.state.global_step
+        first = self._evaluated[1] if self._evaluated[0] == step else 0
+        self._evaluated = step, first + count
+        rank = trainer.accelerator.process_index
+        return [derive_seed(trainer.args.seed, step, rank, i) for i in range(first, first + count)]
 
     def _new_engine(self) -> EngineBase:
         if not isinstance(self._wanted, str):
@@ -93,6 +102,7 @@ class TrainerEngine:
             module=_module_to_decode_with(trainer.model) if self._wanted == "embedded" else None,
             tokenizer=trainer._tokenizer,
             dtype="bfloat16" if trainer.args.bf16 and not on_cpu else str(trainer.model.dtype).removeprefix("torch."),
+            seed=trainer.schedule.seed,
             options=options,
         )
         return make_engine(self._wanted, spec)
