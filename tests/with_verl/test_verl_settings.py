@@ -6,6 +6,7 @@ import pytest
 from verl_config import compose
 
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import settings_of
 
@@ -55,6 +56,11 @@ def test_reinforce_plus_plus_needs_no_whole_groups() -> None:
         ("partial", ["+trainer.v1.sortedrl.max_rejected_fraction=2"], "trainer.v1.sortedrl.max_rejected_fraction"),
         ("on-policy", ["+trainer.v1.sortedrl.max_staleness=2"], "max_staleness"),
         ("partial", ["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs"),
+        (
+            "on-policy",
+            ["trainer.v1.sortedrl.mode=cohort-at-once", "actor_rollout_ref.rollout.calculate_log_probs=False"],
+            "calculate_log_probs",
+        ),
         ("partial", [f"{CORRECTION}.rollout_is=null"], f"Add {CORRECTION}.rollout_is=token to the command line"),
         ("partial", [f"{CORRECTION}.rollout_is_threshold=null"], f"Add {CORRECTION}.rollout_is_threshold=2.0"),
         (
@@ -90,13 +96,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(setting: str, more: list[str
     assert "\n" not in str(error.value)
 
 
-def test_verls_defaults_are_refused_by_modes_that_keep_tokens_and_fit_the_others() -> None:
+@pytest.mark.parametrize("mode", [name for name in STRATEGIES if name != "async-pool"])  # overlap: not in verl
+def test_verls_defaults_are_refused_by_modes_that_train_on_stale_tokens_and_fit_the_others(mode: str) -> None:
     """Whoever leaves the line out must not train on stale tokens as if they were on-policy."""
-    config = compose("partial", f"~{CORRECTION}.rollout_is")
+    config = compose("on-policy", f"trainer.v1.sortedrl.mode={mode}")
+    assert config.algorithm.rollout_correction.rollout_is is None
+    if STRATEGIES[mode].on_policy:
+        settings_of(config)
+        return
     with pytest.raises(ConfigurationError, match="rollout_is=token"):
         settings_of(config)
-    assert compose("on-policy").algorithm.rollout_correction.rollout_is is None
-    settings_of(compose("on-policy"))
 
 
 def test_the_ratio_against_the_sampling_policy_is_a_correction_too() -> None:

@@ -26,7 +26,7 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "score_wait_seconds": (lambda x: x >= 0, "of seconds, 0 or more"),
 }
 _SWITCHES = ("whole_groups", "count_observations", "keep_seed", "overlap")
-_HINTS = {"max_staleness": " For 0 use mode = on-policy."}
+_HINTS = {"max_staleness": " For 0 use mode = on-policy+planned."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,15 +152,17 @@ class Strategy:
             raise ConfigurationError(
                 "max_staleness",
                 schedule.max_staleness,
-                f"mode {self.name} keeps no tokens of aborted rollouts, so there is nothing to bound",
+                f"mode {self.name} trains on no stale token, so there is nothing to bound"
+                if self.on_policy
+                else f"mode {self.name} trains on a cohort in several updates, whose number is the staleness",
                 "Leave it out, or use a partial mode.",
             )
         if schedule.overlap:
             raise ConfigurationError(
                 "overlap",
                 schedule.overlap,
-                f"mode {self.name} must not train on tokens of older weights, so the engine must be idle "
-                f"while the learner steps",
+                f"mode {self.name} keeps no tokens of aborted rollouts, so those that the engine generates while the "
+                f"learner steps would be lost",
                 "Leave it out, or use a partial mode.",
             )
 

@@ -105,14 +105,8 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
-    rollout, reward_model = config.actor_rollout_ref.rollout, config.reward.reward_model
-    if strategy.keeps_tokens and not rollout.calculate_log_probs:
-        raise ConfigurationError(
-            "actor_rollout_ref.rollout.calculate_log_probs", False,
-            f"mode {strategy.name} trains on stale tokens, and the correction needs their log-probabilities",
-            "Set it to True.",
-        )  # fmt: skip
-    if strategy.keeps_tokens:
+    reward_model = config.reward.reward_model
+    if not strategy.on_policy:
         _require_correction(config, strategy)
     if reward_model.enable and not reward_model.enable_resource_pool:
         raise ConfigurationError(
@@ -187,6 +181,12 @@ def _require_correction(config: Any, strategy: Strategy) -> None:
     With bypass_mode, PPO's ratio is against the sampling policy. Without it (and with the REINFORCE loss), only the
     importance weights of rollout_is correct for staleness; verl computes them only with a threshold.
     """
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ConfigurationError(
+            "actor_rollout_ref.rollout.calculate_log_probs", False,
+            f"mode {strategy.name} trains on stale tokens, and the correction needs their log-probabilities",
+            "Set it to True.",
+        )  # fmt: skip
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode") and correction.get("loss_type", "ppo_clip") == "ppo_clip":
         return
