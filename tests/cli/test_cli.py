@@ -348,7 +348,10 @@ BAD_INPUT = {
         ["plan", "--oversubscribe", "2"],
         ["no such flag", "plan tries"],
     ),
-    "a staleness bound of 0": (["simulate", "--max-staleness", "0"], ["max_staleness = 0", "For 0 use mode = on-policy+planned."]),
+    "a staleness bound of 0": (
+        ["simulate", "--max-staleness", "0"],
+        ["max_staleness = 0", "For 0 use mode = on-policy+planned."],
+    ),
     "a cap without end": (["bench", "--modes", "partial*inf"], ["oversubscribe = inf"]),
     "a seed beyond PyTorch's": (["train", "--seed", str(2**64)], [f"seed = {2**64} (set by flag --seed)", "less than"]),
     "a seed twice": (["simulate", "--seeds", "0", "1", "0"], ["seeds = (0, 1, 0)", "one is named twice"]),

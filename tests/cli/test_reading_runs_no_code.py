@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from sortedrl.core.event_lines import written
 
 from scenarios import run as simulated
 from sortedrl.cli import main
-from sortedrl.core.event_lines import written
 from sortedrl.settings.base import as_json
 from sortedrl.training.settings import TrainSettings
 

@@ -168,7 +168,7 @@ SERVER = {"engine": "vllm-server", "engine_urls": ("http://127.0.0.1:1",)}
     [
         ({"engine": "embedded", "max_staleness": 4}, "share the device"),
         (SERVER, "--max-staleness"),
-        ({**SERVER, "max_staleness": None, "mode": "on-policy"}, "must be idle"),
+        ({**SERVER, "max_staleness": None, "mode": "on-policy"}, "would be lost"),
     ],
 )
 def test_overlap_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:

@@ -14,8 +14,8 @@ import forked
 from scenarios import Run, scenario
 from sortedrl.core import ConfigurationError, Rollout, SchedulerState, strategy_named
 from sortedrl.core.buffer import Group
+from sortedrl.core.strategies.base import StrategyError
 from sortedrl.core.strategies.paper import Partial
-from sortedrl.core.strategies.taken import StrategyError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HERE = __name__

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, EngineDied, Request, Sampling
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine import Engine, EngineDied, EngineSpec, Request, Sampling
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model

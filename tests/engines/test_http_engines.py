@@ -24,9 +24,7 @@ from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import UNCHANGED, Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, Preempted, Started, Tokens
-from sortedrl.core.engine_base import EngineBase
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine import Engine, EngineBase, EngineSpec, Preempted, Started, Tokens
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines import settings as engine_settings
 from sortedrl.engines.checked_weights import CheckedWeights

@@ -19,8 +19,7 @@ from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
-from sortedrl.core.engine import Engine, Finished, Preempted, Started
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import Engine, EngineBase, Finished, Preempted, Started
 from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 

@@ -31,9 +31,8 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
-from sortedrl.core.checked_changes import NoChanges
-from sortedrl.core.engine import Change, Engine, Finished, Started, Tokens
-from sortedrl.core.engine_base import EngineBase, EngineInfo
+from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo, Finished, Started, Tokens
+from sortedrl.core.engine_reports import NoChanges
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 from sortedrl.integrations.ray import RayEngine, RayPool, merged

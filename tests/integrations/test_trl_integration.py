@@ -26,7 +26,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine import EngineSpec
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule

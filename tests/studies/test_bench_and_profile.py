@@ -226,7 +226,7 @@ def test_a_wrong_case_is_refused(text: str, why: str) -> None:
 
 
 ENGINE_WITH_RETURNS = """
-from sortedrl.core.engine_base import EngineInfo
+from sortedrl.core.engine import EngineInfo
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import StepTime
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import toy
 from config_file import config_file
 from sortedrl.cli import main
-from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.core.engine import EngineBase, with_defaults
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.models import BUILT_IN_MODEL
 
@@ -140,7 +140,7 @@ def test_stdout_is_one_json_object_although_the_engine_prints(
 
 
 NO_METHODS = """
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import EngineBase
 class Mine(EngineBase): slots = 4
 def factory(spec): return Mine()
 """

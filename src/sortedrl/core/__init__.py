@@ -7,6 +7,7 @@ from sortedrl.core.engine import (
     Change,
     Engine,
     EngineDied,
+    EngineSpec,
     Failed,
     Finished,
     Preempted,
@@ -15,7 +16,6 @@ from sortedrl.core.engine import (
     Started,
     Tokens,
 )
-from sortedrl.core.engine_spec import EngineSpec
 from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.events import Event, EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths

@@ -32,29 +32,29 @@ from typing import Any, TypeVar
 from sortedrl.core import events
 from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
-from sortedrl.core.configuration import checked_int, checked_slots
-from sortedrl.core.engine import UNCHANGED, Engine, Request, Sampling
-from sortedrl.core.engine_base import with_defaults
+from sortedrl.core.configuration import check_optional_parts, check_parts, checked_int, checked_slots
+from sortedrl.core.engine import UNCHANGED, Engine, Request, Sampling, with_defaults
 from sortedrl.core.engine_reports import EngineReports
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.late_scores import LateScores
-from sortedrl.core.loading import PromptLoader
-from sortedrl.core.loop_parts import check_optional_parts, check_parts
-from sortedrl.core.moves import RolloutMoves
-from sortedrl.core.overlap import run_beside
+from sortedrl.core.ledger import LateScores, PromptLoader, RolloutMoves, SlotClock
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.slot_clock import SlotClock
-from sortedrl.core.strategies.base import SchedulerState, Strategy, overdue_and_unfinished
+from sortedrl.core.strategies.base import (
+    SchedulerState,
+    Strategy,
+    StrategyError,
+    batches_of,
+    overdue_and_unfinished,
+    require_loading,
+)
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.core.strategies.taken import StrategyError, batches_of, require_loading
-from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming
+from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
 from sortedrl.core.turns import Turns
 
 __all__ = ["Batch", "Controller", "StaleTokens"]

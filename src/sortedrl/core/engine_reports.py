@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 from sortedrl.core import events
-from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Change, Engine, Finished, Preempted, Started, Tokens
+from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Preempted, Started, Tokens
+from sortedrl.core.errors import UserError
 from sortedrl.core.events import EventLog
-from sortedrl.core.moves import RolloutMoves
+from sortedrl.core.ledger import RolloutMoves, SlotClock
 from sortedrl.core.rollout import Rollout, Segment, plain
-from sortedrl.core.slot_clock import SlotClock
+from sortedrl.core.wording import kind_of
 
 _log = logging.getLogger(__name__)
 
@@ -140,3 +141,34 @@ class EngineReports:
         self.ignored += 1
         if self.ignored == 1:  # one line is enough to find a broken engine
             _log.warning("%s of request %s is ignored: %s", type(change).__name__, change.id, reason)
+
+
+KINDS = frozenset(get_args(Change))
+NAMES = "Started, Tokens, Finished, Failed or Preempted"
+
+
+class NoChanges(UserError, TypeError):
+    """A method of an engine returned something other than a list of changes."""
+
+
+def checked_changes(engine: Engine, method: str, returned: Any) -> Sequence[Change]:
+    """What `method` of the engine returned, if it is a list of changes. Raises `NoChanges`."""
+    if not isinstance(returned, list | tuple) or type(returned) in KINDS:  # a change is a tuple
+        raise _error(engine, method, kind_of(returned))
+    if not KINDS.issuperset(map(type, returned)):
+        for change in returned:
+            if not isinstance(change, Change):
+                raise _error(engine, method, f"a list with {kind_of(change)} in it")
+    for change in returned:
+        if isinstance(change, Tokens) and not isinstance(change.segment, Segment):
+            raise _error(engine, method, f"Tokens with {kind_of(change.segment)} in place of a Segment")
+    return returned
+
+
+def _error(engine: Engine, method: str, what: str) -> NoChanges:
+    while isinstance(engine, ForwardingEngine):
+        engine = engine.inner
+    return NoChanges(
+        f"{type(engine).__name__}.{method} returned {what}: it must return a list of changes ({NAMES}), which is empty "
+        "if nothing changed. See docs/engine_authors.md"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
+from sortedrl.core.engine_reports import checked_changes
 from sortedrl.core.rollout import Segment, plain
 from sortedrl.core.wording import counted
 

@@ -14,17 +14,17 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sortedrl.core import events
 from sortedrl.core.events import EventLog
-from sortedrl.core.overlap import in_learner_thread
+from sortedrl.core.ledger import SlotClock
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.slot_clock import SlotClock
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 
 # A learner on the engine's GPU slows it down, so it works only while the engine drains, and only up to as many running
@@ -175,3 +175,38 @@ class Streaming:
         seconds = self._learner.result()
         ids = tuple(rollout.id for rollout in rollouts)
         self._log.append(events.Streamed(self._clock.now(), self._state.updates, seconds, ids))
+
+
+Result = TypeVar("Result")
+
+
+def run_beside(step: Callable[[], Result], generate: Callable[[], None]) -> Result:
+    """Call `generate` again and again until `step`, in its own thread, has ended; returns the result of `step`.
+
+    An error of `generate` is raised after the step has ended, with an error of the step as a note. A
+    KeyboardInterrupt is raised at once.
+    """
+    stepping = in_learner_thread(step)
+    try:
+        while not stepping.done():
+            generate()
+    except Exception as error:
+        failure = stepping.exception()  # waits for the step
+        if failure is not None:
+            error.add_note(f"The learner's step failed, too: {failure!r}")
+        raise
+    return stepping.result()
+
+
+def in_learner_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Starts `work` in a thread of its own; the future gets its result or its error."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="learner", daemon=True).start()
+    return future

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sortedrl.core.environment import Answer, Environments
-from sortedrl.core.moves import RolloutMoves
+from sortedrl.core.ledger import RolloutMoves, SlotClock
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, poll_deadline, wait_briefly
-from sortedrl.core.slot_clock import SlotClock
 
 CANNOT_BRING_BACK = "its environment cannot bring back the turns so far"
 

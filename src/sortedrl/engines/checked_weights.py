@@ -20,8 +20,7 @@ from numbers import Real
 from statistics import fmean, median
 from typing import Any
 
-from sortedrl.core.engine import Engine, Request, Sampling
-from sortedrl.core.engine_base import EngineBase, EngineInfo, ForwardingEngine, with_defaults
+from sortedrl.core.engine import Engine, EngineBase, EngineInfo, ForwardingEngine, Request, Sampling, with_defaults
 from sortedrl.core.errors import UserError
 from sortedrl.core.generate import ATTEMPTS, NotInTime, Response, generate
 from sortedrl.core.rollout import Prompt

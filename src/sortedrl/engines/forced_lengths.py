@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sortedrl.core.checked_changes import checked_changes
-from sortedrl.core.engine import Change, Engine, Finished, Request
-from sortedrl.core.engine_base import ForwardingEngine
+from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Request
+from sortedrl.core.engine_reports import checked_changes
 
 
 class ForcedLengths(ForwardingEngine):

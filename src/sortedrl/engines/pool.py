@@ -30,18 +30,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import (
     Change,
     Engine,
+    EngineBase,
     EngineDied,
     Finished,
     Preempted,
     Request,
     Started,
     Tokens,
+    with_defaults,
 )
-from sortedrl.core.engine_base import EngineBase, with_defaults
+from sortedrl.core.engine_reports import checked_changes
 from sortedrl.core.rollout import Segment
 from sortedrl.core.scoring import reason_of
 from sortedrl.core.wording import counted

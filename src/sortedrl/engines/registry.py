@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, missing_members
-from sortedrl.core.engine_base import EngineBase, with_defaults
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine import Engine, EngineBase, EngineSpec, missing_members, with_defaults
 from sortedrl.core.errors import UserError
 from sortedrl.core.import_path import fault_in_your_code, import_object
 from sortedrl.settings.install_hint import install_hint

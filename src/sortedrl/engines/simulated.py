@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
-from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import Change, EngineBase, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.scoring import Scored
 from sortedrl.engines.step_time import StepTime

@@ -30,8 +30,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started, Tokens
-from sortedrl.core.engine_base import EngineBase, EngineInfo
+from sortedrl.core.engine import (
+    Change,
+    EngineBase,
+    EngineDied,
+    EngineInfo,
+    Failed,
+    Finished,
+    Preempted,
+    Request,
+    Started,
+    Tokens,
+)
 from sortedrl.core.rollout import Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse

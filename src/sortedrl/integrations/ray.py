@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine_base import EngineBase, EngineInfo, with_defaults
+from sortedrl.core.engine import EngineBase, EngineInfo, with_defaults
 from sortedrl.settings.install_hint import install_hint
 
 try:
@@ -29,8 +29,8 @@ try:
 except ImportError:
     raise ConfigurationError("ray", None, "Ray is not installed", f"{install_hint('ray')}.") from None
 
-from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
+from sortedrl.core.engine_reports import checked_changes
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 

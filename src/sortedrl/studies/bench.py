@@ -19,8 +19,7 @@ from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Controller
-from sortedrl.core.engine import UNCHANGED, Engine, Request
-from sortedrl.core.engine_base import with_defaults
+from sortedrl.core.engine import UNCHANGED, Engine, Request, with_defaults
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt

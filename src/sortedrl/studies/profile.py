@@ -19,8 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, Failed, Finished, Request
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import Engine, EngineBase, Failed, Finished, Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.engines.forced_lengths import ForcedLengths

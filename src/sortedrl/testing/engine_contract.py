@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from sortedrl.core.checked_changes import checked_changes
 from sortedrl.core.engine import (
     Change,
     Engine,
+    EngineSpec,
     Failed,
     Finished,
     Preempted,
@@ -33,7 +33,7 @@ from sortedrl.core.engine import (
     Tokens,
     missing_members,
 )
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine_reports import checked_changes
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.models import BUILT_IN_MODEL
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine
-from sortedrl.core.engine_base import EngineBase, ForwardingEngine
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine import Engine, EngineBase, EngineSpec, ForwardingEngine
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf
 from sortedrl.engines.registry import ENGINES, make_engine

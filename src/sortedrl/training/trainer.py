@@ -11,8 +11,7 @@ import torch
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.engine import EngineDied, Sampling
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import EngineBase, EngineDied, Sampling
 from sortedrl.core.errors import UserError
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected

@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.configuration import checked_slots
-from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Request, Started, Tokens
-from sortedrl.core.engine_base import EngineBase, EngineInfo
+from sortedrl.core.engine import Change, EngineBase, EngineDied, EngineInfo, Failed, Finished, Request, Started, Tokens
 from sortedrl.core.errors import first_sentences
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder

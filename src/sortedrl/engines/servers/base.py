@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError, checked_slots
-from sortedrl.core.engine import Change, EngineDied, Request
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import Change, EngineBase, EngineDied, Request
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool

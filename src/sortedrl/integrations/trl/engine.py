@@ -9,9 +9,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, Request, Sampling
-from sortedrl.core.engine_base import EngineBase, with_defaults
-from sortedrl.core.engine_spec import EngineSpec
+from sortedrl.core.engine import Engine, EngineBase, EngineSpec, Request, Sampling, with_defaults
 from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import ray
 
 from sortedrl.core import engine as core
-from sortedrl.core.engine import Change, EngineDied, Request
-from sortedrl.core.engine_base import EngineBase
+from sortedrl.core.engine import Change, EngineBase, EngineDied, Request
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.integrations.verl import exchange as reports
 from sortedrl.integrations.verl.scores import VerlScores

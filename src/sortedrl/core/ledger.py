@@ -1,0 +1,381 @@
+"""The ledger: every move of a rollout, made in the buffer and recorded in the event log by one call.
+
+SlotClock      stamps events, numbers slots, counts the tokens that a request made
+Ledger         moves rollouts between states
+PromptLoader   turns prompts into waiting rollouts
+LateScores     gives up on missing scores when they alone keep a harvest from ending
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sortedrl.core import events
+from sortedrl.core.batch import Batch
+from sortedrl.core.buffer import RUNNING, Group, Key
+from sortedrl.core.engine import Engine
+from sortedrl.core.events import EventLog
+from sortedrl.core.rejections import NO_REWARD
+from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.scoring import Scored, as_reward
+from sortedrl.core.seeds import mixing
+from sortedrl.core.strategies.base import SchedulerState, Strategy, is_overdue
+from sortedrl.core.wording import counted
+
+
+class SlotClock:
+    """Stamps events with the engine's time, numbers its slots, and counts tokens since submission.
+
+    Invariants: stamps never go back, even if an engine reports late or a run is resumed. A slot number belongs to at
+    most one rollout, and the lowest free number is given out first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._offset = 0.0
+        self._last_stamp = -math.inf
+        self._free_slots = list(range(engine.slots))
+        self._slot_of: dict[int, int] = {}  # by rollout id
+        self._submitted_length: dict[int, int] = {}  # by rollout id
+
+    def now(self) -> float:
+        return self.stamp(self._engine.now())
+
+    def stamp(self, at: float) -> float:
+        """The time of an event that happened at `at` on the engine's clock."""
+        at += self._offset
+        if at > self._last_stamp:
+            self._last_stamp = at
+        return self._last_stamp
+
+    def continue_from(self, last_time: float) -> None:
+        """Stamp the next event at `last_time` or later: a resumed run continues the clock of its log."""
+        self._offset = last_time - self._engine.now()
+        self._last_stamp = last_time  # rounding of the offset must not move the clock back
+
+    def submit(self, rollout: Rollout) -> None:
+        self._submitted_length[rollout.id] = rollout.length
+
+    def slot_of(self, rollout: Rollout) -> int | None:
+        return self._slot_of.get(rollout.id)
+
+    def take_slot(self, rollout: Rollout) -> int | None:
+        """The slot number that the rollout gets; None if all slots are taken."""
+        if not self._free_slots:
+            return None
+        slot = self._slot_of[rollout.id] = heapq.heappop(self._free_slots)
+        return slot
+
+    def free_slot(self, rollout: Rollout) -> None:
+        """Free the rollout's slot, if it has one."""
+        slot = self._slot_of.pop(rollout.id, None)
+        if slot is not None:
+            heapq.heappush(self._free_slots, slot)
+
+    def leave(self, rollout: Rollout) -> int:
+        """The rollout leaves the engine; returns how many tokens it made since it was submitted."""
+        self.free_slot(rollout)
+        return rollout.length - self._submitted_length.pop(rollout.id)
+
+
+class RolloutMoves:
+    """Invariant: the buffer, the slot clock and the event log agree after every call.
+
+    `release(rollout id)` is called when a rollout needs its environment no longer: it has a reward, its tokens were
+    dropped, or it was rejected.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        strategy: Strategy,
+        clock: SlotClock,
+        log: EventLog,
+        release: Callable[[int], None] | None = None,
+    ) -> None:
+        self.state = state
+        self._strategy = strategy
+        self._clock = clock
+        self._log = log
+        self._release = release
+
+    def key(self, rollout: Rollout) -> Key:
+        """The rollout's place in the queue of waiting rollouts."""
+        return self._strategy.key(rollout, self.state)
+
+    # Into the engine and out of it
+
+    def start(self) -> Rollout:
+        """The first waiting rollout goes to the engine."""
+        s = self.state
+        rollout, key = s.buffer.start()
+        self._strategy.started(rollout, key, s)
+        return self._submit(rollout)
+
+    def resume(self) -> Rollout:
+        """The rollout whose environment answered first goes back to the engine. No strategy decides on it."""
+        return self._submit(self.state.buffer.resume())
+
+    def _submit(self, rollout: Rollout) -> Rollout:
+        rollout.expected = float(self.state.expected(rollout))  # an expectation may return any kind of number
+        self._clock.submit(rollout)
+        self._log.append(
+            events.Submitted(
+                self._clock.now(),
+                rollout.id,
+                rollout.attempt,
+                len(rollout.prompt.tokens),
+                rollout.length,
+                rollout.expected,
+            )
+        )
+        return rollout
+
+    def end_turn(self, rollout: Rollout, at: float) -> None:
+        """It leaves its slot and goes to its environment."""
+        made = self._clock.leave(rollout)
+        self.state.buffer.end_turn(rollout)
+        self._log.append(events.TurnEnded(at, rollout.id, made, rollout.length))
+
+    def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
+        """It ended in the engine, or in its environment."""
+        made = self._clock.leave(rollout) if rollout.state is RUNNING else 0
+        self.state.buffer.finish(rollout, truncated=truncated)
+        self._log.append(events.Finished(at, rollout.id, made, rollout.length, truncated))
+        self.state.expectation.observe(rollout)
+
+    def abort(self, rollout: Rollout, at: float) -> None:
+        """The engine stopped it: it waits again, with its tokens if the mode keeps them."""
+        made, length = self._clock.leave(rollout), rollout.length
+        dropped = self.state.buffer.put_back(rollout, keep=self._strategy.keeps_tokens, key=self.key)
+        self._log.append(events.Aborted(at, rollout.id, made, length, dropped))
+        if dropped:
+            self._release_environment(rollout)
+
+    def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool = True) -> None:
+        """The engine lost it: it waits again, or is rejected after `max_retries`. `keep`: its tokens are valid."""
+        schedule = self.state.schedule
+        made = self._clock.leave(rollout)
+        rollout.failures += 1
+        can_resume = keep and self._strategy.keeps_tokens and schedule.room_for(rollout) > 0
+        dropped = self.state.buffer.put_back(rollout, keep=can_resume, key=self.key)
+        self._log.append(events.Failed(at, rollout.id, made, dropped, reason))
+        if dropped:
+            self._release_environment(rollout)
+        if rollout.failures > schedule.max_retries:
+            self.reject(rollout, f"failed {counted(rollout.failures, 'time')}, last: {reason}")
+
+    # In its environment
+
+    def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
+        """Its environment answered: it waits for a slot."""
+        self.state.buffer.observe(rollout, tokens)
+        self._log.append(events.Observed(self._clock.now(), rollout.id, len(tokens), rollout.length))
+
+    def fail_environment(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
+        """Its environment failed. Whether it may be asked again: after `max_retries` failures it is rejected."""
+        rollout.failures += counts
+        self._log.append(events.EnvironmentFailed(self._clock.now(), rollout.id, reason))
+        self._release_environment(rollout)
+        if rollout.failures <= self.state.schedule.max_retries:
+            return True
+        self.reject(rollout, f"failed {counted(rollout.failures, 'time')}, last: {reason}")
+        return False
+
+    def _release_environment(self, rollout: Rollout) -> None:
+        if self._release is not None:
+            self._release(rollout.id)
+
+    # After the engine
+
+    def score(self, scored: Scored) -> None:
+        """Take in a score. Without a usable reward the rollout is rejected; the score of an old attempt is ignored."""
+        buffer = self.state.buffer
+        rollout = buffer.awaiting_score(scored.rollout_id, scored.attempt)
+        if rollout is None:
+            return
+        try:
+            reward, error = as_reward(scored.reward), scored.error
+        except (TypeError, ValueError) as unfit:
+            reward, error = 0.0, scored.error or str(unfit)
+        if error is not None:
+            self.reject(rollout, f"{NO_REWARD}{error}")
+            return
+        group = buffer.score(rollout, reward, scored.detail)
+        self._log.append(events.Scored(self._clock.now(), rollout.id, reward))
+        self._release_environment(rollout)
+        self._note_if_complete(group)
+
+    def regenerate(self, rollout: Rollout, reason: str) -> None:
+        """Drop the tokens of a rollout that is not in the engine; it waits again."""
+        dropped = self.state.buffer.regenerate(rollout, self.key)
+        self._log.append(events.Regenerated(self._clock.now(), rollout.id, dropped, reason))
+        self._release_environment(rollout)
+
+    def reject(self, rollout: Rollout, reason: str) -> None:
+        """For good."""
+        group = self.state.buffer.group_of(rollout)
+        dropped = self.state.buffer.reject(rollout)
+        self._log.append(events.Rejected(self._clock.now(), rollout.id, dropped, reason))
+        self._release_environment(rollout)
+        self._note_if_complete(group)
+
+    def train(self, batch: Batch, groups: Sequence[Group]) -> None:
+        """`groups` go to the learner as `batch`."""
+        rollouts = batch.rollouts
+        self._log.append(
+            events.Updated(
+                at=self._clock.now(),
+                update=batch.update,
+                harvest=batch.harvest,
+                version=batch.version,
+                rollouts=tuple([r.id for r in rollouts]),
+                lengths=tuple([r.length for r in rollouts]),
+                rewards=tuple([r.reward or 0.0 for r in rollouts]),
+                segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in rollouts]),
+                waited=tuple([batch.update - r.loaded_at_update for r in rollouts]),
+            )
+        )
+        for group in groups:
+            self.state.buffer.train(group)
+        self._forget_expectations(batch)
+
+    def _forget_expectations(self, batch: Batch) -> None:
+        """Of prompts that are not loaded again."""
+        s, per_prompt = self.state, self.state.schedule.rollouts_per_prompt
+        if per_prompt == 1 or s.schedule.whole_groups:
+            for rollout in batch:
+                if s.prompts.is_in_last_epoch(rollout.id // per_prompt):
+                    s.expectation.forget(rollout.prompt.id)
+
+    def _note_if_complete(self, group: Group) -> None:
+        if not group.missing:
+            self.state.must_finish.discard(group.id)
+
+
+class PromptLoader:
+    """Loads as many prompts as the strategy asks for. Rollout ids count from 0 in load order."""
+
+    def __init__(self, moves: RolloutMoves, strategy: Strategy, clock: SlotClock, log: EventLog) -> None:
+        self._moves = moves
+        self._state = moves.state
+        self._strategy = strategy
+        self._clock = clock
+        self._log = log
+        self._seed_state = mixing(0, moves.state.schedule.seed)
+        self._next_id = 0
+        self._prompts_loaded = 0
+        self._cohorts_loaded = 0
+
+    def load(self) -> bool:
+        """Whether anything was loaded."""
+        s = self._state
+        count = self._strategy.to_load(s) if s.prompts.remaining else 0
+        if count <= 0:
+            return False
+        prompts = s.prompts.take(count, within_epoch=self._strategy.gated)
+        cohort = self._cohorts_loaded if self._strategy.gated else self._nominal_cohort()
+        self._cohorts_loaded += 1
+        self._prompts_loaded += len(prompts)
+        rollouts = len(prompts) * s.schedule.rollouts_per_prompt
+        ids = tuple([prompt.id for prompt in prompts])
+        self._log.append(events.Loaded(self._clock.now(), cohort, self._next_id, rollouts, ids))
+        for prompt in prompts:
+            self._load_group(prompt, cohort)
+        return True
+
+    def _nominal_cohort(self) -> int:
+        """Without a gate, prompts are numbered into cohorts in load order, for statistics over cohorts."""
+        return self._prompts_loaded // self._state.prompts_per_cohort
+
+    def _load_group(self, prompt: Prompt, cohort: int) -> None:
+        s, schedule = self._state, self._state.schedule
+        ids = range(self._next_id, self._next_id + schedule.rollouts_per_prompt)
+        members = [
+            Rollout(id, prompt, index, cohort, mixing(self._seed_state, id) >> 1, s.updates)
+            for index, id in enumerate(ids)
+        ]
+        self._next_id += len(members)
+        gate = cohort if self._strategy.gated else 0
+        s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._moves.key)
+        limit = self._limit_exceeded_by(len(prompt.tokens))
+        if limit:
+            for rollout in list(members):  # a copy: the group's own list shrinks with each rejection
+                self._moves.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, {limit}")
+
+    def _limit_exceeded_by(self, prompt_tokens: int) -> str:
+        """Empty if the prompt is short enough."""
+        longest, context = self._state.schedule.max_prompt_tokens, self._state.schedule.max_context_tokens
+        if longest is not None and prompt_tokens > longest:
+            return f"max_prompt_tokens is {longest}"
+        if context is not None and prompt_tokens >= context:
+            return f"max_context_tokens is {context}, for prompt and response together"
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "next_id": self._next_id,
+            "prompts_loaded": self._prompts_loaded,
+            "cohorts_loaded": self._cohorts_loaded,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._next_id = state["next_id"]
+        self._prompts_loaded = state["prompts_loaded"]
+        self._cohorts_loaded = state["cohorts_loaded"]
+
+
+class LateScores:
+    """The last resort of a harvest that can only wait for scores, because nothing runs, or because only rollouts that
+    the staleness bound requires in this update are missing.
+
+    If none of these scores arrives within `score_wait_seconds`, the rollouts are regenerated. A rollout that was
+    regenerated for this reason before is rejected.
+    """
+
+    def __init__(self, moves: RolloutMoves, strategy: Strategy, clock: SlotClock) -> None:
+        self._moves = moves
+        self._strategy = strategy
+        self._state = moves.state
+        self._clock = clock
+        self._late: list[int] = []  # ids of the rollouts whose scores the harvest waits for
+        self._since = 0.0
+
+    def give_up(self) -> bool:
+        """Whether the wait is over and the late rollouts were regenerated or rejected."""
+        s = self._state
+        if not (s.buffer.finished or self._late):
+            return False
+        late = self._holding_up()
+        ids = [rollout.id for rollout in late]
+        if ids != self._late:
+            self._late, self._since = ids, self._clock.now()
+        if not late or self._clock.now() < self._since + s.schedule.score_wait_seconds:
+            return False
+        for rollout in late:
+            self._regenerate_or_reject(rollout)
+        s.buffer.rekey(self._moves.key)
+        return True
+
+    def _holding_up(self) -> list[Rollout]:
+        """Finished rollouts whose scores alone the harvest waits for."""
+        s, buffer = self._state, self._state.buffer
+        if s.ready >= self._strategy.wanted(s):
+            return [r for r in buffer.unscored() if buffer.group_of(r).id in s.must_finish]
+        if not (buffer.running or buffer.in_environment):
+            return [r for r in buffer.unscored() if buffer.group_of(r).gate == buffer.gate]
+        return []
+
+    def _regenerate_or_reject(self, rollout: Rollout) -> None:
+        s = self._state
+        if rollout.forced_regenerations:
+            self._moves.reject(rollout, "no score in time, twice")
+            return
+        group = s.buffer.group_of(rollout)
+        rollout.forced_regenerations += 1
+        self._moves.regenerate(rollout, "no score in time, and the harvest cannot end without it")
+        if not is_overdue(group, s):
+            s.must_finish.discard(group.id)
