@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,7 @@ from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.conduct import conduct
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY
 from sortedrl.studies.compare.page import difference_charts
-from sortedrl.studies.compare.results import append, packages_of, problems_in, read_results
+from sortedrl.studies.compare.results import append, packages_of, problems_in, read_results, record_plan
 from sortedrl.studies.compare.runs import runs_of
 from sortedrl.studies.compare.study import parsed_study, read_study
 
@@ -252,7 +253,7 @@ def test_a_line_has_the_versions_of_what_its_run_uses(settings: dict[str, Any], 
 def test_the_stored_study_whose_machines_differed_in_an_unused_vllm_has_no_notice() -> None:
     study, results = (STUDIES / f"correction_and_rate.{suffix}" for suffix in ("toml", "jsonl"))
     lines = read_results(results)
-    assert len({"vllm" in line["versions"] for line in lines.values()}) == 2
+    assert len({"vllm" in line["versions"] for line in lines.runs.values()}) == 2
     found = compare(read_study(study), lines)
     assert not any("different versions" in notice for notice in found.notices)
 
@@ -345,21 +346,18 @@ def test_results_are_shown_without_training(folder: Path, capsys: pytest.Capture
 
 
 def test_the_tables_fit_a_wide_terminal(folder: Path) -> None:
-    console = Console(width=160, record=True)
-    for part in text.parts(compared(folder)):
-        console.print(part)
-    shown = console.export_text()
-    assert "not reached" in shown and "primary" in shown
-    assert max(map(len, shown.splitlines())) <= 160
+    printed = shown(compared(folder), width=160)
+    assert "not reached" in printed and "primary" in printed
+    assert max(map(len, printed.splitlines())) <= 160
 
 
 def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
     path = folder / "results.jsonl"
     with path.open("a") as file:
         file.write('{"arm": "slow", "se')
-    assert len(read_results(path)) == 3 * SEEDS
+    assert len(read_results(path).runs) == 3 * SEEDS
     append(path, line("slow", 0))
-    assert len(read_results(path)) == 3 * SEEDS
+    assert len(read_results(path).runs) == 3 * SEEDS
 
 
 def test_results_of_an_older_version_may_lack_a_metric(folder: Path) -> None:
@@ -375,9 +373,9 @@ def test_results_from_an_editor_lose_no_run(folder: Path) -> None:
     """Merged from several files, with an empty line and without a line feed at the end."""
     path = folder / "results.jsonl"
     path.write_text(path.read_text().replace("\n", "\n\n", 1).removesuffix("\n"))
-    assert len(read_results(path)) == 3 * SEEDS
+    assert len(read_results(path).runs) == 3 * SEEDS
     append(path, line("slow", 0))
-    assert len(read_results(path)) == 3 * SEEDS
+    assert len(read_results(path).runs) == 3 * SEEDS
 
 
 @pytest.mark.parametrize(
@@ -426,6 +424,77 @@ def test_a_dry_run_of_stored_results_writes_nothing(folder: Path, capsys: pytest
     assert main(["compare", "--from", str(folder), "--dry-run"]) == 0
     assert "# 3 arms x 8 seeds = 24 runs" in capsys.readouterr().out
     assert sorted(folder.iterdir()) == before
+
+
+def shown(comparison: Comparison, width: int = 1000) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    for part in text.parts(comparison):
+        console.print(part)
+    return console.export_text()
+
+
+def continued(folder: Path, study_text: str) -> Comparison:
+    """The study is run again; all of its runs have a result."""
+    return conduct(parsed_study(study_text, "x"), folder, 1, lambda settings: None, io.StringIO(), "1")
+
+
+def planned(folder: Path, *studies: str) -> Path:
+    """The same results, after these plans."""
+    results = folder / "results.jsonl"
+    lines = results.read_text()
+    results.unlink()
+    for one in studies:
+        record_plan(results, parsed_study(one, "x"))
+    results.write_text(results.read_text() + lines)
+    return results
+
+
+def test_a_study_that_stays_as_it_was_planned_says_so(folder: Path) -> None:
+    results = planned(folder, STUDY.replace("threshold = 0.7", "threshold = 0.6"), STUDY)  # before any result
+    before = results.read_text()
+    found = continued(folder, STUDY)
+    assert f"Study {parsed_study(STUDY, 'x').digest}: as planned before the first result." in shown(found)
+    assert as_json(found, "1")["study_changes"] == []
+    assert results.read_text() == before, "the same plan is recorded once"
+
+
+CHANGED_PLANS = {
+    "seeds": (STUDY.replace("seeds = 8", "seeds = 6"), "seeds 0 to 7 -> 0 to 5"),
+    "threshold": (STUDY.replace("threshold = 0.7", "threshold = 0.5"), "threshold 0.7 -> 0.5"),
+    "primary": (
+        STUDY.replace("primary = true\n", "").replace('"curve_area"', '"curve_area"\nprimary = true'),
+        "primary fast minus slow, samples_to_threshold -> never minus slow, curve_area",
+    ),
+    "arms": (STUDY.replace("[arms.never]", "[arms.none]\nslots = 8\n[arms.never]"), "arms slow, fast, never -> slow, "),
+}
+
+
+@pytest.mark.parametrize("key", CHANGED_PLANS)
+def test_a_study_that_changed_after_results_were_known_is_reported(folder: Path, key: str) -> None:
+    """In the terminal, on the page and in compare.json."""
+    changed, said = CHANGED_PLANS[key]
+    before = planned(folder, STUDY).read_text()
+    (folder / "study.toml").write_text(changed)
+    assert main(["compare", "--from", str(folder)]) == 0
+    assert f"changed after 24 results were known: {said}" in unescape((folder / "compare.html").read_text())
+    (change,) = json.loads((folder / "compare.json").read_text())["study_changes"]
+    assert (change["key"], change["after_results"]) == (key, 3 * SEEDS)
+    assert (folder / "results.jsonl").read_text() == before, "results that are only read stay as they are"
+
+
+def test_a_study_that_is_continued_records_its_changes_for_good(folder: Path) -> None:
+    planned(folder, STUDY)
+    changed, said = CHANGED_PLANS["threshold"]
+    assert said in shown(continued(folder, changed))
+    back = shown(continued(folder, STUDY))
+    assert said in back and "threshold 0.5 -> 0.7" in back
+
+
+def test_results_of_an_older_version_have_no_plan_but_their_threshold(folder: Path) -> None:
+    assert "these results have no record of the study as planned" in shown(compared(folder))
+    found = compare(read_study(STUDIES / "headline_smollm.toml"), read_results(STUDIES / "headline_smollm.jsonl"))
+    assert "threshold 0.4 -> 0.7" in shown(found)
+    assert "first recorded after 24 results were known" in shown(continued(folder, STUDY))
 
 
 @pytest.fixture(scope="module")

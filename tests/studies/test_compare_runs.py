@@ -91,7 +91,8 @@ def compare(*words: str | Path) -> Done:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
+    found = [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
+    return [line for line in found if "plan" not in line]
 
 
 def without_time(line: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -24,7 +25,7 @@ from sortedrl.studies.compare.paired import (
     median_time,
     threshold_difference,
 )
-from sortedrl.studies.compare.results import Key, Line, problems_used, versions_used
+from sortedrl.studies.compare.results import Key, Line, Plan, Results, problems_used, versions_used
 from sortedrl.studies.compare.study import Contrast, Study
 
 EQUAL_ROLLOUTS = 1.1  # arms whose numbers of trained rollouts differ by a larger factor get a notice
@@ -80,8 +81,20 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Of the study, after results were known."""
+
+    after_results: int
+    key: str  # of `Study.plan`
+    before: Any
+    now: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     study: Study
+    planned_after: int | None  # results that were known when the study was first recorded; None: it never was
+    changes: tuple[Change, ...]
     finished: tuple[Finished, ...]
     failures: tuple[Failure, ...]
     not_run: tuple[Key, ...]
@@ -98,7 +111,8 @@ class Comparison:
         return [run for run in self.finished if run.arm == arm]
 
 
-def compare(study: Study, results: Mapping[Key, Line]) -> Comparison:
+def compare(study: Study, found: Results) -> Comparison:
+    results = found.runs
     wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
     finished = [_finished(results[key], study) for key in wanted if key in results and "error" not in results[key]]
     by_key = {(run.arm, run.seed): run for run in finished}
@@ -113,6 +127,8 @@ def compare(study: Study, results: Mapping[Key, Line]) -> Comparison:
     ]
     return Comparison(
         study=study,
+        planned_after=found.plans[0].results_known if found.plans else None,
+        changes=tuple(_changes(study, found)),
         finished=tuple(finished),
         failures=tuple(Failure(*key, results[key]["error"]) for key in wanted if "error" in results.get(key, {})),
         not_run=tuple(key for key in wanted if key not in results),
@@ -121,6 +137,16 @@ def compare(study: Study, results: Mapping[Key, Line]) -> Comparison:
         summaries={arm: _summaries(study, [run for run in finished if run.arm == arm]) for arm in study.arms},
         notices=tuple(_notices(study, finished, results)),
     )
+
+
+def _changes(study: Study, results: Results) -> Iterator[Change]:
+    """Between the plans recorded, and up to this study. Lines of runs have their threshold, also without any plan."""
+    thresholds = [line["threshold"] for line in results.runs.values() if "threshold" in line]
+    plans = [Plan("", {"threshold": thresholds[0]} if thresholds else {}, 0), *results.plans]
+    for before, now in pairwise([*plans, Plan(study.digest, study.plan, results.finished)]):
+        for key, value in now.values.items() if now.results_known else ():
+            if before.values.get(key, value) != value:
+                yield Change(now.results_known, key, before.values[key], value)
 
 
 def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
@@ -133,6 +159,9 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
         "seeds": list(study.seeds),
         "threshold": study.threshold,
         "settings": study.settings,
+        "study_digest": study.digest,
+        "study_planned_after_results": comparison.planned_after,
+        "study_changes": [asdict(change) for change in comparison.changes],
         "arms": {
             arm: {"settings": own, "outcomes": {name: asdict(one) for name, one in comparison.summaries[arm].items()}}
             for arm, own in study.arms.items()

@@ -17,7 +17,16 @@ from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
 from sortedrl.studies.compare.progress import StudyProgress
-from sortedrl.studies.compare.results import Key, Line, append, failed_line, finished_line, read_results
+from sortedrl.studies.compare.results import (
+    Key,
+    Line,
+    Results,
+    append,
+    failed_line,
+    finished_line,
+    read_results,
+    record_plan,
+)
 from sortedrl.studies.compare.runs import (
     NEW_PLACE,
     Ended,
@@ -51,7 +60,7 @@ def conduct(study: Study, folder: Path, jobs: int, validate: Validate, stream: T
 def check_runs(study: Study, folder: Path, check: Validate) -> None:
     """Check that runs in the folder have the settings of the study, and the arms that have runs to start; nothing is
     written."""
-    known = read_results(folder / RESULTS) if (folder / RESULTS).exists() else {}
+    known = _results_so_far(folder).runs
     runs = runs_of(study, folder)
     _refuse_changed_results(study, known, NEW_PLACE)
     refuse_changed_settings(runs)
@@ -76,11 +85,12 @@ class _Conducted:
         return self.folder / RESULTS
 
     def run(self, jobs: int, stream: TextIO) -> Comparison:
-        known = read_results(self.results) if self.results.exists() else {}
+        known = _results_so_far(self.folder).runs
         _refuse_changed_results(self.study, known, NEW_PLACE)
         refuse_changed_settings(self.runs)
         wait_for_earlier_runs(self.runs, self.log)
         write_atomically(self.folder / STUDY, self.study.text)
+        record_plan(self.results, self.study)
         for run in self.runs:
             before = known.get((run.arm, run.seed))
             if run.is_finished and _lacks_results(self.study, before):
@@ -94,7 +104,7 @@ class _Conducted:
             runner.run_all(waiting)
         finally:
             progress.close()
-            comparison = compare(self.study, read_results(self.results) if self.results.exists() else {})
+            comparison = compare(self.study, _results_so_far(self.folder))
             write_outputs(comparison, self.folder / PAGE, self.folder / JSON, self.version, self.log)
         return comparison
 
@@ -125,6 +135,10 @@ class _Conducted:
                 shutil.rmtree(run.folder / name, ignore_errors=True)
 
 
+def _results_so_far(folder: Path) -> Results:
+    return read_results(folder / RESULTS) if (folder / RESULTS).exists() else Results({}, ())
+
+
 def results_in(source: Path) -> Path:
     return source / RESULTS if source.is_dir() else source
 
@@ -138,7 +152,7 @@ def rebuild(source: Path, study_file: Path | None, out: Path | None, log: Log, v
     """Page and numbers from results alone. `source` is the folder of a study or its results.jsonl."""
     results = results_in(source)
     study, known = study_of(source, study_file), read_results(results)
-    _refuse_changed_results(study, known, "Name the study of these results.")
+    _refuse_changed_results(study, known.runs, "Name the study of these results.")
     comparison = compare(study, known)
     folder = out or results.parent
     name = Path(PAGE).stem if results.name == RESULTS else results.stem

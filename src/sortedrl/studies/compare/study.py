@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -58,6 +60,18 @@ class Study:
         known = [name for name in OUTCOMES if self.threshold is not None or name not in NEEDS_THRESHOLD]
         return (*known, *self.metrics)
 
+    @property
+    def plan(self) -> Settings:
+        """What could be chosen to suit the results, once they are known."""
+        primary = self.primary
+        named = f"{primary.arm} minus {primary.minus}, {primary.outcome}"
+        return {"seeds": list(self.seeds), "threshold": self.threshold, "primary": named, "arms": list(self.arms)}
+
+    @property
+    def digest(self) -> str:
+        """Of the plan and of all settings."""
+        return digest_of([self.plan, [self.settings_of(arm) for arm in self.arms]])
+
     def settings_of(self, arm: str) -> Settings:
         """As the file has them: common settings and those of the arm, without what the study sets for each run."""
         return {"threads": 1, **self.settings, **self.arms[arm]}
@@ -66,6 +80,10 @@ class Study:
         """Rollouts that are loaded together."""
         fields, settings = TrainSettings.model_fields, self.settings_of(arm)
         return math.prod(int(settings.get(name, fields[name].default)) for name in COHORT)
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def read_study(path: Path) -> Study:

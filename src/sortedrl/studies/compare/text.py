@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -69,6 +71,7 @@ def answer(compared: Compared) -> str:
 
 def caveats(comparison: Comparison) -> Iterator[str]:
     """Limits of the answer that a reader must know."""
+    yield study_as_planned(comparison)
     primary = comparison.primary
     found, outcome = primary.difference, primary.contrast.outcome
     if found is not None and found.smallest_visible is not None:
@@ -87,6 +90,32 @@ def caveats(comparison: Comparison) -> Iterator[str]:
     if comparison.not_run:
         yield f"Not finished: {counted(len(comparison.not_run), 'run')}. Run the study again to continue."
     yield from (f"{notice[0].upper()}{notice[1:]}." for notice in comparison.notices)
+
+
+def study_as_planned(comparison: Comparison) -> str:
+    """Whether the study is the one that was planned before its results were known."""
+    known = comparison.planned_after
+    if known:
+        state = f"first recorded after {counted(known, 'result')} were known"
+    else:
+        state = "these results have no record of the study as planned" if known is None else ""
+    changes = [
+        f"changed after {counted(one.after_results, 'result')} were known: {one.key} {_said(one.before)} -> "
+        f"{_said(one.now)}"
+        for one in comparison.changes
+    ]
+    if changes:
+        changes.append("what was not planned is exploratory")
+    elif known == 0:
+        state = "as planned before the first result"
+    return f"Study {comparison.study.digest}: {'; '.join([state] * bool(state) + changes)}."
+
+
+def _said(value: Any) -> str:
+    if not isinstance(value, list):
+        return "none" if value is None else str(value)
+    is_range = len(value) > 1 and all(type(b) is int and b - a == 1 for a, b in pairwise(value))
+    return f"{value[0]} to {value[-1]}" if is_range else ", ".join(map(str, value))
 
 
 def censoring(compared: Compared) -> str:
