@@ -38,7 +38,7 @@ from sortedrl.core.engine_reports import EngineReports
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.ledger import LateScores, PromptLoader, RolloutMoves, SlotClock
+from sortedrl.core.ledger import LateScores, Ledger, PromptLoader, SlotClock
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
@@ -101,14 +101,14 @@ class Controller:
         )
         self._clock = SlotClock(engine)
         release = environments.cancel if environments is not None else None
-        self._moves = RolloutMoves(self._state, self.strategy, self._clock, self.log, release)
-        self._loader = PromptLoader(self._moves, self.strategy, self._clock, self.log)
-        self._reports = EngineReports(engine, self._moves, self._clock, self.log, ended=self._response_ended)
+        self._ledger = Ledger(self._state, self.strategy, self._clock, self.log, release)
+        self._loader = PromptLoader(self._ledger)
+        self._reports = EngineReports(engine, self._ledger, ended=self._response_ended)
         self._turns: Turns | None = None
         if environments is not None:
-            self._turns = Turns(environments, self._moves, self._clock, engine.now, self._submit_for_scoring)
-        self._late_scores = LateScores(self._moves, self.strategy, self._clock)
-        self._streaming = Streaming(stream_to, self.strategy, self._state, self._clock, self.log)
+            self._turns = Turns(environments, self._ledger, engine.now, self._submit_for_scoring)
+        self._late_scores = LateScores(self._ledger)
+        self._streaming = Streaming(stream_to, self._ledger)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._published_after = 0  # updates that were handed out at the last `publish`
         self._unpublished = 0  # batches handed out since the last `publish`, or the start of this object
@@ -317,7 +317,7 @@ class Controller:
         s.learning = False
         s.must_finish = overdue_and_unfinished(s)
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
-            s.buffer.rekey(self._moves.key)
+            s.buffer.rekey(self._ledger.key)
 
     def _fill(self) -> None:
         """Start waiting rollouts in the strategy's order until no slot is free."""
@@ -325,7 +325,7 @@ class Controller:
         gate = OPEN
         while len(self.buffer.running) < self._state.slots:
             if self.buffer.returning:
-                requests.append(self._request(self._moves.resume()))
+                requests.append(self._request(self._ledger.resume()))
                 continue
             loaded = self._loader.load()
             head = self.buffer.head()
@@ -337,7 +337,7 @@ class Controller:
             if not self.strategy.may_start(head, self._state):
                 gate = HELD_BACK
                 break
-            requests.append(self._request(self._moves.start()))
+            requests.append(self._request(self._ledger.start()))
         if gate != self._gate:
             self._set_gate(gate)  # before the engine's clock moves: a slot in prefill is not empty
         if requests:
@@ -375,14 +375,16 @@ class Controller:
         has_nothing = not rollout.segments
         if has_nothing or not (truncated or rollout.ends_with_policy_token):
             # A learner cannot train on nothing, and an environment has nothing to answer.
-            self._moves.fail(rollout, at, f"the engine ended a {'response' if has_nothing else 'turn'} without a token")
+            self._ledger.fail(
+                rollout, at, f"the engine ended a {'response' if has_nothing else 'turn'} without a token"
+            )
             return
         if self._turns is not None and not truncated:
             self._turns.end_turn(rollout, at)
             return
         if truncated:
             rollout.ended_by = self.schedule.limit_of_cut(rollout)
-        self._moves.finish(rollout, at, truncated=truncated)
+        self._ledger.finish(rollout, at, truncated=truncated)
         self._submit_for_scoring(rollout)
 
     def _collect(self) -> None:
@@ -396,7 +398,7 @@ class Controller:
 
     def _collect_scores(self) -> None:
         for scored in self.scorer.collect():
-            self._moves.score(scored)
+            self._ledger.score(scored)
 
     def _abort_running(self) -> None:
         """Abort all that run. Modes that keep no tokens drop rollouts between two turns as well."""
@@ -404,7 +406,7 @@ class Controller:
             self._reports.abort(list(self.buffer.running))
             now = self._clock.now()
             for rollout in list(self.buffer.running.values()):
-                self._moves.abort(rollout, now)
+                self._ledger.abort(rollout, now)
         if self._turns is not None and not self.strategy.keeps_tokens:
             self._turns.drop()
 
@@ -423,7 +425,7 @@ class Controller:
                 wait_briefly(self.scorer, deadline - self._clock.now())
                 self._collect_scores()
             for rollout in self.buffer.unscored():
-                self._moves.regenerate(rollout, "no score in time")
+                self._ledger.regenerate(rollout, "no score in time")
         if self.schedule.whole_groups:
             self._regenerate_incomplete_groups()
 
@@ -432,7 +434,7 @@ class Controller:
             if group.missing:
                 for rollout in group.members:
                     if rollout.reward is not None:
-                        self._moves.regenerate(rollout, "unfinished members of its group")
+                        self._ledger.regenerate(rollout, "unfinished members of its group")
 
     def _hand_out(self, groups: list[Group]) -> Batch:
         s = self._state
@@ -447,7 +449,7 @@ class Controller:
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
         batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts))
-        self._moves.train(batch, groups)
+        self._ledger.train(batch, groups)
         s.updates += 1
         s.learning = True
         self.mark_phase("harvest" if self.schedule.overlap else "learner")
@@ -505,7 +507,7 @@ class Controller:
         self.log.count = state["events"]
         self._has_started = True
         self._loader.restore(state)
-        self._state.restore(state, self._moves.key)
+        self._state.restore(state, self._ledger.key)
         if self._turns is not None:
             self._turns.restore(state["environments"])
         if state.get("slots", slots := self._state.slots) != slots:  # older checkpoints do not have it

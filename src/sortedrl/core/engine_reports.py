@@ -10,8 +10,7 @@ from sortedrl.core import events
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Preempted, Started, Tokens
 from sortedrl.core.errors import UserError
-from sortedrl.core.events import EventLog
-from sortedrl.core.ledger import RolloutMoves, SlotClock
+from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout, Segment, plain
 from sortedrl.core.wording import kind_of
 
@@ -29,18 +28,15 @@ class EngineReports:
     def __init__(
         self,
         engine: Engine,
-        moves: RolloutMoves,
-        clock: SlotClock,
-        log: EventLog,
+        ledger: Ledger,
         ended: Callable[[Rollout, float, bool], None],
     ) -> None:
         self._engine = engine
-        self._moves = moves
-        self._clock = clock
-        self._event_log = log
+        self._ledger = ledger
+        self._clock = ledger.clock
         self._ended = ended
-        self._running = moves.state.buffer.running
-        self._max_tokens = moves.state.schedule.max_response_tokens
+        self._running = ledger.state.buffer.running
+        self._max_tokens = ledger.state.schedule.max_response_tokens
         self.ignored = 0
         self.restored_version = 0  # of the checkpoint: no new token is older
         self.engine_version = 0  # of the last weight update, which found nothing submitted: no new token is older
@@ -66,7 +62,7 @@ class EngineReports:
         later = checked_changes(self._engine, "abort", self._engine.abort(list(broken)))
         self.apply([change for change in later if change.id not in broken])
         for id, fault in broken.items():
-            self._moves.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)
+            self._ledger.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)
 
     def _apply_one(self, rollout: Rollout, change: Change) -> str | None:
         """Returns what is wrong with the change; None: it was applied or ignored."""
@@ -85,9 +81,9 @@ class EngineReports:
                 self._ignore(change, "it has no slot")
                 return None
             self._clock.free_slot(rollout)
-            self._event_log.append(events.Preempted(at, rollout.id, change.recompute))
+            self._ledger.log.append(events.Preempted(at, rollout.id, change.recompute))
         else:
-            self._moves.fail(rollout, at, change.reason)
+            self._ledger.fail(rollout, at, change.reason)
         return None
 
     def _append(self, rollout: Rollout, reported: Segment) -> str | None:
@@ -109,7 +105,7 @@ class EngineReports:
         slot = self._clock.take_slot(rollout)
         if slot is None:
             return f"a start, and all {self._engine.slots} slots are taken"
-        self._event_log.append(events.Started(at, rollout.id, slot))
+        self._ledger.log.append(events.Started(at, rollout.id, slot))
         return None
 
     def _old_weights(self, version: int) -> ConfigurationError:
@@ -127,8 +123,8 @@ class EngineReports:
             return f"{length} tokens, and max_response_tokens is {self._max_tokens}"
         if segment.version < 0:
             return f"tokens of version {segment.version}, and versions count from 0"
-        if segment.version > self._moves.state.version:
-            return f"tokens of version {segment.version}, and the newest is {self._moves.state.version}"
+        if segment.version > self._ledger.state.version:
+            return f"tokens of version {segment.version}, and the newest is {self._ledger.state.version}"
         if segment.version < self.engine_version:
             now = self.engine_version
             return f"tokens of version {segment.version}, and the last update_weights was to version {now}"

@@ -81,7 +81,7 @@ class SlotClock:
         return rollout.length - self._submitted_length.pop(rollout.id)
 
 
-class RolloutMoves:
+class Ledger:
     """Invariant: the buffer, the slot clock and the event log agree after every call.
 
     `release(rollout id)` is called when a rollout needs its environment no longer: it has a reward, its tokens were
@@ -97,14 +97,14 @@ class RolloutMoves:
         release: Callable[[int], None] | None = None,
     ) -> None:
         self.state = state
-        self._strategy = strategy
-        self._clock = clock
-        self._log = log
+        self.strategy = strategy
+        self.clock = clock
+        self.log = log
         self._release = release
 
     def key(self, rollout: Rollout) -> Key:
         """The rollout's place in the queue of waiting rollouts."""
-        return self._strategy.key(rollout, self.state)
+        return self.strategy.key(rollout, self.state)
 
     # Into the engine and out of it
 
@@ -112,7 +112,7 @@ class RolloutMoves:
         """The first waiting rollout goes to the engine."""
         s = self.state
         rollout, key = s.buffer.start()
-        self._strategy.started(rollout, key, s)
+        self.strategy.started(rollout, key, s)
         return self._submit(rollout)
 
     def resume(self) -> Rollout:
@@ -121,10 +121,10 @@ class RolloutMoves:
 
     def _submit(self, rollout: Rollout) -> Rollout:
         rollout.expected = float(self.state.expected(rollout))  # an expectation may return any kind of number
-        self._clock.submit(rollout)
-        self._log.append(
+        self.clock.submit(rollout)
+        self.log.append(
             events.Submitted(
-                self._clock.now(),
+                self.clock.now(),
                 rollout.id,
                 rollout.attempt,
                 len(rollout.prompt.tokens),
@@ -136,33 +136,33 @@ class RolloutMoves:
 
     def end_turn(self, rollout: Rollout, at: float) -> None:
         """It leaves its slot and goes to its environment."""
-        made = self._clock.leave(rollout)
+        made = self.clock.leave(rollout)
         self.state.buffer.end_turn(rollout)
-        self._log.append(events.TurnEnded(at, rollout.id, made, rollout.length))
+        self.log.append(events.TurnEnded(at, rollout.id, made, rollout.length))
 
     def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
         """It ended in the engine, or in its environment."""
-        made = self._clock.leave(rollout) if rollout.state is RUNNING else 0
+        made = self.clock.leave(rollout) if rollout.state is RUNNING else 0
         self.state.buffer.finish(rollout, truncated=truncated)
-        self._log.append(events.Finished(at, rollout.id, made, rollout.length, truncated))
+        self.log.append(events.Finished(at, rollout.id, made, rollout.length, truncated))
         self.state.expectation.observe(rollout)
 
     def abort(self, rollout: Rollout, at: float) -> None:
         """The engine stopped it: it waits again, with its tokens if the mode keeps them."""
-        made, length = self._clock.leave(rollout), rollout.length
-        dropped = self.state.buffer.put_back(rollout, keep=self._strategy.keeps_tokens, key=self.key)
-        self._log.append(events.Aborted(at, rollout.id, made, length, dropped))
+        made, length = self.clock.leave(rollout), rollout.length
+        dropped = self.state.buffer.put_back(rollout, keep=self.strategy.keeps_tokens, key=self.key)
+        self.log.append(events.Aborted(at, rollout.id, made, length, dropped))
         if dropped:
             self._release_environment(rollout)
 
     def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool = True) -> None:
         """The engine lost it: it waits again, or is rejected after `max_retries`. `keep`: its tokens are valid."""
         schedule = self.state.schedule
-        made = self._clock.leave(rollout)
+        made = self.clock.leave(rollout)
         rollout.failures += 1
-        can_resume = keep and self._strategy.keeps_tokens and schedule.room_for(rollout) > 0
+        can_resume = keep and self.strategy.keeps_tokens and schedule.room_for(rollout) > 0
         dropped = self.state.buffer.put_back(rollout, keep=can_resume, key=self.key)
-        self._log.append(events.Failed(at, rollout.id, made, dropped, reason))
+        self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
         if dropped:
             self._release_environment(rollout)
         if rollout.failures > schedule.max_retries:
@@ -173,12 +173,12 @@ class RolloutMoves:
     def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
         """Its environment answered: it waits for a slot."""
         self.state.buffer.observe(rollout, tokens)
-        self._log.append(events.Observed(self._clock.now(), rollout.id, len(tokens), rollout.length))
+        self.log.append(events.Observed(self.clock.now(), rollout.id, len(tokens), rollout.length))
 
     def fail_environment(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
         """Its environment failed. Whether it may be asked again: after `max_retries` failures it is rejected."""
         rollout.failures += counts
-        self._log.append(events.EnvironmentFailed(self._clock.now(), rollout.id, reason))
+        self.log.append(events.EnvironmentFailed(self.clock.now(), rollout.id, reason))
         self._release_environment(rollout)
         if rollout.failures <= self.state.schedule.max_retries:
             return True
@@ -205,30 +205,30 @@ class RolloutMoves:
             self.reject(rollout, f"{NO_REWARD}{error}")
             return
         group = buffer.score(rollout, reward, scored.detail)
-        self._log.append(events.Scored(self._clock.now(), rollout.id, reward))
+        self.log.append(events.Scored(self.clock.now(), rollout.id, reward))
         self._release_environment(rollout)
         self._note_if_complete(group)
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:
         """Drop the tokens of a rollout that is not in the engine; it waits again."""
         dropped = self.state.buffer.regenerate(rollout, self.key)
-        self._log.append(events.Regenerated(self._clock.now(), rollout.id, dropped, reason))
+        self.log.append(events.Regenerated(self.clock.now(), rollout.id, dropped, reason))
         self._release_environment(rollout)
 
     def reject(self, rollout: Rollout, reason: str) -> None:
         """For good."""
         group = self.state.buffer.group_of(rollout)
         dropped = self.state.buffer.reject(rollout)
-        self._log.append(events.Rejected(self._clock.now(), rollout.id, dropped, reason))
+        self.log.append(events.Rejected(self.clock.now(), rollout.id, dropped, reason))
         self._release_environment(rollout)
         self._note_if_complete(group)
 
     def train(self, batch: Batch, groups: Sequence[Group]) -> None:
         """`groups` go to the learner as `batch`."""
         rollouts = batch.rollouts
-        self._log.append(
+        self.log.append(
             events.Updated(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 update=batch.update,
                 harvest=batch.harvest,
                 version=batch.version,
@@ -259,13 +259,10 @@ class RolloutMoves:
 class PromptLoader:
     """Loads as many prompts as the strategy asks for. Rollout ids count from 0 in load order."""
 
-    def __init__(self, moves: RolloutMoves, strategy: Strategy, clock: SlotClock, log: EventLog) -> None:
-        self._moves = moves
-        self._state = moves.state
-        self._strategy = strategy
-        self._clock = clock
-        self._log = log
-        self._seed_state = mixing(0, moves.state.schedule.seed)
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._state = ledger.state
+        self._seed_state = mixing(0, ledger.state.schedule.seed)
         self._next_id = 0
         self._prompts_loaded = 0
         self._cohorts_loaded = 0
@@ -273,16 +270,16 @@ class PromptLoader:
     def load(self) -> bool:
         """Whether anything was loaded."""
         s = self._state
-        count = self._strategy.to_load(s) if s.prompts.remaining else 0
+        count = self._ledger.strategy.to_load(s) if s.prompts.remaining else 0
         if count <= 0:
             return False
-        prompts = s.prompts.take(count, within_epoch=self._strategy.gated)
-        cohort = self._cohorts_loaded if self._strategy.gated else self._nominal_cohort()
+        prompts = s.prompts.take(count, within_epoch=self._ledger.strategy.gated)
+        cohort = self._cohorts_loaded if self._ledger.strategy.gated else self._nominal_cohort()
         self._cohorts_loaded += 1
         self._prompts_loaded += len(prompts)
         rollouts = len(prompts) * s.schedule.rollouts_per_prompt
         ids = tuple([prompt.id for prompt in prompts])
-        self._log.append(events.Loaded(self._clock.now(), cohort, self._next_id, rollouts, ids))
+        self._ledger.log.append(events.Loaded(self._ledger.clock.now(), cohort, self._next_id, rollouts, ids))
         for prompt in prompts:
             self._load_group(prompt, cohort)
         return True
@@ -299,12 +296,12 @@ class PromptLoader:
             for index, id in enumerate(ids)
         ]
         self._next_id += len(members)
-        gate = cohort if self._strategy.gated else 0
-        s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._moves.key)
+        gate = cohort if self._ledger.strategy.gated else 0
+        s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._ledger.key)
         limit = self._limit_exceeded_by(len(prompt.tokens))
         if limit:
             for rollout in list(members):  # a copy: the group's own list shrinks with each rejection
-                self._moves.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, {limit}")
+                self._ledger.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, {limit}")
 
     def _limit_exceeded_by(self, prompt_tokens: int) -> str:
         """Empty if the prompt is short enough."""
@@ -336,11 +333,9 @@ class LateScores:
     regenerated for this reason before is rejected.
     """
 
-    def __init__(self, moves: RolloutMoves, strategy: Strategy, clock: SlotClock) -> None:
-        self._moves = moves
-        self._strategy = strategy
-        self._state = moves.state
-        self._clock = clock
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._state = ledger.state
         self._late: list[int] = []  # ids of the rollouts whose scores the harvest waits for
         self._since = 0.0
 
@@ -352,18 +347,18 @@ class LateScores:
         late = self._holding_up()
         ids = [rollout.id for rollout in late]
         if ids != self._late:
-            self._late, self._since = ids, self._clock.now()
-        if not late or self._clock.now() < self._since + s.schedule.score_wait_seconds:
+            self._late, self._since = ids, self._ledger.clock.now()
+        if not late or self._ledger.clock.now() < self._since + s.schedule.score_wait_seconds:
             return False
         for rollout in late:
             self._regenerate_or_reject(rollout)
-        s.buffer.rekey(self._moves.key)
+        s.buffer.rekey(self._ledger.key)
         return True
 
     def _holding_up(self) -> list[Rollout]:
         """Finished rollouts whose scores alone the harvest waits for."""
         s, buffer = self._state, self._state.buffer
-        if s.ready >= self._strategy.wanted(s):
+        if s.ready >= self._ledger.strategy.wanted(s):
             return [r for r in buffer.unscored() if buffer.group_of(r).id in s.must_finish]
         if not (buffer.running or buffer.in_environment):
             return [r for r in buffer.unscored() if buffer.group_of(r).gate == buffer.gate]
@@ -372,10 +367,10 @@ class LateScores:
     def _regenerate_or_reject(self, rollout: Rollout) -> None:
         s = self._state
         if rollout.forced_regenerations:
-            self._moves.reject(rollout, "no score in time, twice")
+            self._ledger.reject(rollout, "no score in time, twice")
             return
         group = s.buffer.group_of(rollout)
         rollout.forced_regenerations += 1
-        self._moves.regenerate(rollout, "no score in time, and the harvest cannot end without it")
+        self._ledger.regenerate(rollout, "no score in time, and the harvest cannot end without it")
         if not is_overdue(group, s):
             s.must_finish.discard(group.id)

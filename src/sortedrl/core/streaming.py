@@ -22,10 +22,8 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from sortedrl.core import events
-from sortedrl.core.events import EventLog
-from sortedrl.core.ledger import SlotClock
+from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategies.base import SchedulerState, Strategy
 
 # A learner on the engine's GPU slows it down, so it works only while the engine drains, and only up to as many running
 # rollouts as the two speeds were measured with (docs/results.md).
@@ -102,23 +100,14 @@ class Streaming:
     KeyboardInterrupt does not wait.
     """
 
-    def __init__(
-        self,
-        learner: Accumulate | StreamedLearner | None,
-        strategy: Strategy,
-        state: SchedulerState,
-        clock: SlotClock,
-        log: EventLog,
-    ) -> None:
+    def __init__(self, learner: Accumulate | StreamedLearner | None, ledger: Ledger) -> None:
         self._learner = LearnerThread(learner) if callable(learner) else learner
-        self._strategy = strategy
-        self._state = state
-        self._clock = clock
-        self._log = log
+        self._ledger = ledger
+        self._state = ledger.state
         self._handed_over: set[int] = set()  # ids of groups, in this harvest
         self._in_work: tuple[Rollout, ...] = ()
         if learner is not None:
-            strategy.check_streaming()
+            ledger.strategy.check_streaming()
 
     def __enter__(self) -> None:
         self._handed_over.clear()
@@ -145,7 +134,7 @@ class Streaming:
             return
         if not self._learner.takes_part(len(self._state.buffer.running), self._state.slots):
             return
-        groups = [group for group in self._strategy.certain(self._state) if group.id not in self._handed_over]
+        groups = [group for group in self._ledger.strategy.certain(self._state) if group.id not in self._handed_over]
         if groups:
             self._handed_over.update(group.id for group in groups)
             self._in_work = tuple(member for group in groups for member in group.members)
@@ -174,7 +163,7 @@ class Streaming:
         rollouts, self._in_work = self._in_work, ()
         seconds = self._learner.result()
         ids = tuple(rollout.id for rollout in rollouts)
-        self._log.append(events.Streamed(self._clock.now(), self._state.updates, seconds, ids))
+        self._ledger.log.append(events.Streamed(self._ledger.clock.now(), self._state.updates, seconds, ids))
 
 
 Result = TypeVar("Result")

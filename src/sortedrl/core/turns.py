@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sortedrl.core.environment import Answer, Environments
-from sortedrl.core.ledger import RolloutMoves, SlotClock
+from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, poll_deadline, wait_briefly
 
@@ -39,16 +39,15 @@ class Turns:
     def __init__(
         self,
         environments: Environments,
-        moves: RolloutMoves,
-        clock: SlotClock,
+        ledger: Ledger,
         now: Callable[[], float],
         score: Callable[[Rollout], None],
     ) -> None:
         self._environments = environments
-        self._moves = moves
-        self._buffer = moves.state.buffer
-        self._schedule = moves.state.schedule
-        self._clock = clock
+        self._ledger = ledger
+        self._buffer = ledger.state.buffer
+        self._schedule = ledger.state.schedule
+        self._clock = ledger.clock
         self._now = now
         self._score = score
         self._calls: dict[int, _Call] = {}  # by rollout id; earliest deadline first, because all have the same time
@@ -56,7 +55,7 @@ class Turns:
         self._lost: list[Rollout] = []  # after `restore`: rollouts whose turns cannot be brought back
 
     def end_turn(self, rollout: Rollout, at: float) -> None:
-        self._moves.end_turn(rollout, at)
+        self._ledger.end_turn(rollout, at)
         self._submit(rollout)
 
     def _submit(self, rollout: Rollout, *, is_retry: bool = False) -> None:
@@ -97,8 +96,8 @@ class Turns:
     def _take(self, answer: Answer, rollout: Rollout, call: _Call) -> None:
         fault = answer.error or fault_of(answer)
         if answer.is_lost:
-            if self._moves.fail_environment(rollout, CANNOT_BRING_BACK, counts=not call.is_retry):
-                self._moves.regenerate(rollout, CANNOT_BRING_BACK)
+            if self._ledger.fail_environment(rollout, CANNOT_BRING_BACK, counts=not call.is_retry):
+                self._ledger.regenerate(rollout, CANNOT_BRING_BACK)
         elif fault is not None:
             self._fail(rollout, f"its environment: {fault}")
         elif answer.observation is None:
@@ -107,21 +106,21 @@ class Turns:
             limit = self._schedule.limit_reached(rollout, len(answer.observation))
             if limit:
                 rollout.ended_by = limit
-                self._moves.finish(rollout, self._clock.now(), truncated=True)
+                self._ledger.finish(rollout, self._clock.now(), truncated=True)
                 self._score(rollout)
             else:
-                self._moves.observe(rollout, answer.observation)
+                self._ledger.observe(rollout, answer.observation)
 
     def _fail(self, rollout: Rollout, reason: str) -> None:
-        if self._moves.fail_environment(rollout, reason):
+        if self._ledger.fail_environment(rollout, reason):
             self._submit(rollout, is_retry=True)
 
     def _end(self, rollout: Rollout, answer: Answer) -> None:
-        self._moves.finish(rollout, self._clock.now(), truncated=False)
+        self._ledger.finish(rollout, self._clock.now(), truncated=False)
         if answer.reward is None:
             self._score(rollout)
         else:
-            self._moves.score(Scored(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
+            self._ledger.score(Scored(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
 
     # Harvests and checkpoints
 
@@ -129,7 +128,7 @@ class Turns:
         """Regenerate every rollout between two turns: the weights change, and the mode keeps no tokens."""
         self._calls.clear()
         for rollout in [*self._buffer.in_environment.values(), *self._buffer.returning.values()]:
-            self._moves.regenerate(rollout, "between two turns at the harvest")
+            self._ledger.regenerate(rollout, "between two turns at the harvest")
 
     def state(self) -> dict[str, Any]:
         """The instances that a resumed run needs, by rollout id; JSON-ready."""
@@ -156,7 +155,7 @@ class Turns:
         """Submit the rollouts that a checkpoint found in their environments, and regenerate what cannot be brought
         back."""
         for rollout in self._lost:
-            self._moves.regenerate(rollout, CANNOT_BRING_BACK)
+            self._ledger.regenerate(rollout, CANNOT_BRING_BACK)
         self._lost.clear()
         for id, rollout in self._buffer.in_environment.items():
             if id not in self._calls:
