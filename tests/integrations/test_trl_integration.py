@@ -428,7 +428,10 @@ def test_trace_reads_the_log_of_a_trl_run(tokenizer: Any, tmp_path: Path) -> Non
 
 
 def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp_path: Path) -> None:
-    """Same rollouts, same weights after the step: sampling and order are all that differs."""
+    """Same rollouts, same weights after the step and same means over tokens: sampling and order are all that differs.
+
+    GRPOTrainer makes one micro-batch of them. Ours makes two, of short and of long responses.
+    """
     seen: list[tuple[list[int], list[int]]] = []  # number of the prompt, tokens
 
     class Watched(SortedGRPOTrainer):
@@ -441,12 +444,16 @@ def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp
         def _generate_single_turn(self, *arguments: Any) -> Any:
             return [tokens for _, tokens in seen], None
 
-    args = {"max_steps": 1, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1, "shuffle_dataset": False}
+    args = {
+        "max_steps": 2, "num_iterations": 2, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1,
+        "lr_scheduler_type": "constant", "shuffle_dataset": False, "beta": 0.01,
+    }  # fmt: skip
+    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     ours = trainer_for(tmp_path / "ours", tokenizer, Watched, args=config(tmp_path / "ours", **args))
     ours.train()
     rows = questions().select([number for number, _ in seen][::GROUP])
     theirs = trainer_for(
-        tmp_path / "theirs", tokenizer, Replayed, args=config(tmp_path / "theirs", **args), train_dataset=rows
+        tmp_path / "theirs", tokenizer, Replayed, args=config(tmp_path / "theirs", **args, **whole), train_dataset=rows
     )
     start = weights_of(theirs)
     theirs.train()
@@ -454,6 +461,11 @@ def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
     for name, value in weights_of(ours).items():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
+    lengths = [len(tokens) for _, tokens in seen]
+    assert max(lengths) > 1.5 * min(lengths)
+    for name in ("entropy", "kl", "clip_ratio/region_mean"):
+        logged, expected_mean = (kind.state.log_history[1][name] for kind in (ours, theirs))
+        assert expected_mean > 0 and logged == pytest.approx(expected_mean, rel=1e-3), name
 
 
 def test_the_loss_compares_with_what_the_engine_sampled_with(tokenizer: Any, tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ def micro_batches(
     return [_trimmed(part) for part in parts] if trim else parts
 
 
+def token_weights(tokens: Tensor, optimizer_steps: int) -> Tensor:
+    """What the mean of each micro-batch counts in the mean over its optimizer step: its share of the tokens, 1 for the
+    average micro-batch. `tokens`: of each micro-batch, in all processes."""
+    per_step = tokens.view(optimizer_steps, -1).float()
+    return (per_step / per_step.mean(dim=1, keepdim=True).clamp(min=1.0)).flatten()
+
+
 def _trimmed(part: dict[str, Tensor]) -> dict[str, Tensor]:
     width = part["completion_mask"].shape[1]
     response = max(1, int(part["completion_mask"].sum(dim=1).max()))

@@ -69,11 +69,17 @@ from sortedrl.integrations.trl.rows import (
     rows_in_groups,
     rows_needed,
     token_staleness,
+    token_weights,
 )
 from sortedrl.integrations.trl.run import ScheduledRun, write_state
 from sortedrl.integrations.trl.tool_use import ToolUse
 
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
+
+# Metrics that `_compute_loss` appends per micro-batch, as means over its tokens. The second ones are means over its
+# responses if the ratio of the loss is per response.
+MEANS_OVER_TOKENS = ("entropy", "kl")
+MEANS_OF_RATIOS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
 class HookNeverFired(RuntimeError):
@@ -221,12 +227,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             if self.run.has_batch_in_hand:
                 raise self._never_fired(["on_step_end"])
             scored = self._generate_and_score_completions(self._next_update())
-            self._buffered_inputs = micro_batches(
-                scored,
-                steps,
-                optimizer_steps=steps // self.args.gradient_accumulation_steps,
-                trim=self.pad_to_multiple_of is None,
-            )
+            optimizer_steps = steps // self.args.gradient_accumulation_steps
+            parts = micro_batches(scored, steps, optimizer_steps=optimizer_steps, trim=self.pad_to_multiple_of is None)
+            tokens = gather(torch.stack([loss_mask(part).sum() for part in parts])).view(-1, steps).sum(dim=0)
+            weights = token_weights(tokens, optimizer_steps)
+            self._buffered_inputs = [part | {"token_weight": weights[i]} for i, part in enumerate(parts)]
         self._engine.ready().sleep_until_update()  # an evaluation within an update has woken it
         return self._buffered_inputs[self._step % steps]
 
@@ -328,9 +333,19 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         )
         self._loss_inputs = inputs if weights_are_new else None
         try:
-            return super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs = None
+        self._weight_means(inputs["token_weight"].item())
+        return loss
+
+    def _weight_means(self, weight: float) -> None:
+        """TRL logs the mean over micro-batches. Cut by length, those of long responses have most of the tokens: each
+        counts by its tokens here."""
+        has_ratio_per_sequence = self.importance_sampling_level == "sequence"
+        for name in MEANS_OVER_TOKENS if has_ratio_per_sequence else MEANS_OVER_TOKENS + MEANS_OF_RATIOS:
+            if name in self._metrics["train"]:
+                self._metrics["train"][name][-1] *= weight
 
     def _get_per_token_logps_and_entropies(self, *positional: Any, **named: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*positional, **named)
