@@ -267,12 +267,20 @@ def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
         ("--stream --engine my:engine", ["an engine of your own cannot share"]),
         ("--stream --engine vllm", ["device is cpu"]),
         ("--stream --engine vllm --engine-options enable_sleep_mode True", ["cannot sleep"]),
+        ("--stream --engine vllm --mode partial+elevator", ["mode partial+elevator keeps all slots busy"]),
+        ("--stream --engine vllm --mode april", ["mode april keeps all slots busy"]),
     ],
 )
 def test_a_shared_gpu_is_refused_where_it_cannot_be_shared(tmp_path: Path, flags: str, words: list[str]) -> None:
-    device = "auto" if "sleep" in flags else "cpu"
+    device = "auto" if "sleep" in flags or "mode" in flags else "cpu"
     done = sortedrl("train", "--dry-run", *flags.split(), *config_file(tmp_path, stream_sms=96, device=device))
     assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
+
+
+def test_streaming_parts_of_groups_that_may_be_dropped_is_refused(tmp_path: Path) -> None:
+    """Whether a group is dropped is known with its last member: every gradient of a part would be computed again."""
+    done = sortedrl(*STREAMED, "--algorithm", "ppo", *config_file(tmp_path, drop_zero_variance_groups=True))
+    assert done.returncode == 2 and "8 rollouts per prompt are not trained on as whole groups" in done.stderr
 
 
 STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]

@@ -294,14 +294,15 @@ def _check_streaming(settings: TrainSettings) -> None:
         require_streamable(learner_settings_from(settings, settings.mode))
     except ValueError as error:
         raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
-    compares = settings.algorithm == "reinforce++" and settings.rollouts_per_prompt > 1
-    if compares and not settings.wants_whole_groups():
+    compares = settings.algorithm == "reinforce++" or settings.drop_zero_variance_groups
+    if compares and settings.rollouts_per_prompt > 1 and not settings.wants_whole_groups():
         raise ConfigurationError(
             "stream",
             True,
             f"{settings.rollouts_per_prompt} rollouts per prompt are not trained on as whole groups, so a rollout may "
-            f"be streamed before others that it is compared with in the first cohort",
-            "Use --advantage-baseline group, --rollouts-per-prompt 1, or leave stream out.",
+            f"be streamed before others that it is compared with, and its gradient would be computed again",
+            f"Use --{'algorithm grpo' if settings.algorithm == 'ppo' else 'advantage-baseline group'}, "
+            "--rollouts-per-prompt 1, or leave stream out.",
         )
 
 
@@ -323,8 +324,18 @@ def _check_shared_gpu(settings: TrainSettings) -> None:
     elif settings.resolved_engine_options().get("enable_sleep_mode"):
         reason = "engine and learner work at the same time, so the engine cannot sleep (engine_options)"
         fix = "Leave enable_sleep_mode or stream_sms out."
+    elif _keeps_all_slots_busy(settings):
+        reason = (
+            f"mode {settings.mode} keeps all slots busy, and on the engine's GPU the learner works only while it drains"
+        )
+        fix = "Leave stream and stream_sms out, or use a mode with a cohort gate, such as baseline or partial."
     if reason is not None:
         raise ConfigurationError("stream_sms", settings.stream_sms, reason, fix)
+
+
+def _keeps_all_slots_busy(settings: TrainSettings) -> bool:
+    strategy = strategy_named(settings.mode)
+    return strategy.keeps_tokens and not strategy.gated and settings.oversubscribe is None
 
 
 def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
