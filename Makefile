@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 
 .PHONY: setup test quick-tests test-slow test-vllm test-sglang test-verl test-verifiers test-ray simulate train docs lint \
-	style types clean
+	style types size clean
 
 setup: $(STAMP)
 
@@ -98,6 +98,10 @@ simulate: setup
 
 train: setup
 	$(BIN)/sortedrl train
+
+# Lines and words, with the bounds that tests/test_project.py keeps.
+size:
+	$(PYTHON) scripts/size.py
 
 # The site, in build/site. A broken link or an unlisted page is an error (but not with --quiet, which hides warnings).
 docs: setup

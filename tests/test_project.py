@@ -106,6 +106,11 @@ def test_the_loop_is_100_lines_without_our_abstractions() -> None:
     assert "import sortedrl" not in text and "from sortedrl" not in text
 
 
+def test_the_project_keeps_its_bounds() -> None:
+    size = runpy.run_path(str(ROOT / "scripts" / "size.py"))
+    assert {what: lines for what, lines in size["sizes"]().items() if lines > size["BOUNDS"][what]} == {}
+
+
 def readme_commands(first_words: str) -> list[list[str]]:
     """The README's commands that begin with these words, comments cut off."""
     lines = (ROOT / "README.md").read_text().splitlines()
@@ -162,14 +167,23 @@ def test_a_wheel_is_built_installed_and_works(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path / "dist"), str(ROOT))
+    run(sys.executable, "-m", "build", "--outdir", str(tmp_path / "dist"), str(ROOT))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
+    (source,) = (tmp_path / "dist").glob("*.tar.gz")
+    assert source.stat().st_size < 6e6, "no measured data"
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
     bin = tmp_path / "venv" / "bin"
     run(str(bin / "pip"), "install", "--quiet", str(wheel))
     assert run(str(bin / "sortedrl"), "--version").startswith("sortedrl 0.")
     printed = run(str(bin / "sortedrl"), "simulate", "--cohorts", "1", "--modes", "baseline", "partial")
     assert "partial" in printed
+    assert run(str(bin / "sortedrl"), "plan", "--cohorts", "1")
+    run(
+        str(bin / "python"),
+        "-c",
+        "import sortedrl, importlib.resources as r; r.files(sortedrl).joinpath('py.typed').read_text()",
+    )
+    assert "update" in run(str(bin / "python"), str(ROOT / "examples" / "bring_your_own_engine.py"))
     missing = subprocess.run([str(bin / "sortedrl"), "train"], capture_output=True, text=True, cwd=tmp_path)
     assert missing.returncode == 2
     assert "pip install '.[train]'" in missing.stderr

@@ -2,5 +2,5 @@
 
 from sortedrl.core import Batch, Controller, Prompt, Prompts, Rollout, Schedule
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Batch", "Controller", "Prompt", "Prompts", "Rollout", "Schedule", "__version__"]
