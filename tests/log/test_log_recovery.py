@@ -13,8 +13,8 @@ from sortedrl.core.events import Event, Lost, RolledBack, RunBegan
 from sortedrl.log.lines import written
 from sortedrl.log.reading import read_events, read_intact
 from sortedrl.log.recovery import CheckpointMark, recover
+from sortedrl.log.repair import consistent
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import RunState
 
 FIRST = RunBegan(0.0, 8, "partial", {})

@@ -28,6 +28,7 @@ from sortedrl.core.events import Event, RunBegan, SlotsChanged
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.log.lines import JsonLines, written
 from sortedrl.log.reading import read_events, read_intact
+from sortedrl.log.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
@@ -40,7 +41,6 @@ from sortedrl.observe.report.folds import (
     staleness_floor,
     update_points,
 )
-from sortedrl.observe.report.repair import UNKNOWN_MODE, repaired
 from sortedrl.observe.report.runs import read_runs
 from sortedrl.observe.report.series import Series, series_of
 from sortedrl.observe.report.text import timeline_lead

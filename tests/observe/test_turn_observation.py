@@ -25,8 +25,8 @@ from sortedrl.core.events import (
     TurnEnded,
     Updated,
 )
+from sortedrl.log.repair import repaired
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.timeline import Visit, slices, visits
 from trace_rules import assert_valid_trace, written_trace
 

@@ -17,7 +17,7 @@ from sortedrl.core.wording import counted
 from sortedrl.log.atomic_write import atomic_writer
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import read_intact
-from sortedrl.observe.report.repair import repaired
+from sortedrl.log.repair import repaired
 from sortedrl.observe.trace import write_trace
 from sortedrl.observe.watch import newest_run
 from sortedrl.settings.base import Settings, as_json

@@ -29,9 +29,9 @@ from sortedrl.log.lines import Damage
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, VoidTime, last_run, require_known_format, without_rolled_back
+from sortedrl.log.repair import consistent
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import is_metrics_line, is_update
 from sortedrl.observe.wall_clock import bottleneck_line
 

@@ -13,9 +13,9 @@ from sortedrl.core.events import Batched, EventLog, RunBegan
 from sortedrl.core.wording import counted
 from sortedrl.log.file import EventFile
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog
+from sortedrl.log.repair import consistent
 from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report.repair import consistent
 from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers
 from sortedrl.observe.watch import kept_readable

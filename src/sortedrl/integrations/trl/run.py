@@ -35,8 +35,8 @@ from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.file import EventFile, recover_file
 from sortedrl.log.process_lock import lock_of_log, process_is_there
 from sortedrl.log.recovery import CheckpointMark
+from sortedrl.log.repair import consistent
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report.repair import consistent
 from sortedrl.tasks.problem_digests import why_changed
 
 _logger = logging.getLogger(__name__)

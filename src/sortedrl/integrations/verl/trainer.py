@@ -48,8 +48,8 @@ from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.file import EventFile, all_void, recover_file
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog
+from sortedrl.log.repair import consistent
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report.repair import consistent
 
 PARTITION = "train"
 STATE_FILE = "sortedrl.json"

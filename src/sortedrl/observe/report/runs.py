@@ -18,6 +18,7 @@ from sortedrl.core.wording import counted
 from sortedrl.log.lines import Damage
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import read_intact
+from sortedrl.log.repair import repaired
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (
     Change,
@@ -31,7 +32,6 @@ from sortedrl.observe.report.folds import (
     staleness_floor,
     update_points,
 )
-from sortedrl.observe.report.repair import repaired
 from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.observe.timeline import Slice, slices
 
