@@ -54,7 +54,7 @@ from end_to_end_workload import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from update_rows import PARTS, Row, UpdateRows, summary
 
-from sortedrl.core.controller import Controller
+from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.events import EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout, Segment
@@ -213,17 +213,17 @@ class Bench:
         )
         known.write(self.options.out / f"profile_{self.options.shape}.json")
         self.log(f"profile: worst error of the fit {known.fit_error():.1%}")
-        self.learner.step(self._random_rollouts(max(1, shape.rollouts_per_update // 8)), 0)
-        batch = self._random_rollouts(shape.rollouts_per_update)
+        self.learner.step(self._random_batch(max(1, shape.rollouts_per_update // 8)))
+        batch = self._random_batch(shape.rollouts_per_update)
         began = time.perf_counter()
-        self.learner.step(batch, 0)
+        self.learner.step(batch)
         seconds = time.perf_counter() - began
         speed = sum(len(rollout) + len(rollout.prompt.tokens) for rollout in batch) / seconds
         self.log(f"learner: {seconds:.1f} s per update of {len(batch)} rollouts, {speed:,.0f} tokens/s")
         self.write("calibration", learner_tokens_per_second=speed, weight_update_seconds=known.weight_update_seconds)
         return known, speed
 
-    def _random_rollouts(self, count: int) -> list[Rollout]:
+    def _random_batch(self, count: int) -> Batch:
         """Random tokens at the lengths of the workload, in groups."""
         shape, vocabulary = self.shape, self.engine.info().vocabulary
         lengths = LognormalLengths(mu=math.log(shape.median_length), limit=shape.max_response_tokens, seed=99)
@@ -236,7 +236,7 @@ class Bench:
             segment = Segment(tokens, [-math.log(vocabulary)] * len(tokens), 0)
             place = i % shape.rollouts_per_prompt
             out.append(Rollout(i, prompt, place, 0, i, 0, segments=[segment], reward=float(source.random() < 0.5)))
-        return sorted(out, key=len)
+        return Batch(0, 0, 0, tuple(sorted(out, key=len)))
 
     def _streamed_learner(self) -> SharedGpuLearner:
         """On a CPU the engine and the learner share the cores as they come."""
@@ -300,7 +300,7 @@ class Bench:
         trained: dict[str, float] = {}
         for batch in controller:
             self._sleep(mode)
-            trained = self.learner.step(batch.rollouts, batch.version)
+            trained = self.learner.step(batch)
             controller.publish(self.learner.weights())
             if time.perf_counter() - self.began > options.stop_after:
                 controller.interrupt()

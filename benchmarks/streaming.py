@@ -109,7 +109,7 @@ def run(
         stream_to=learner.accumulate if stream else None,
     )
     for batch in controller:
-        learner.step(batch.rollouts, batch.version)
+        learner.step(batch)
         controller.publish(learner.weights())
     counted = rows.rows[1:]
     total = {key: sum(getattr(row, key) for row in counted) for key in ("generate", "learner", "weights")}

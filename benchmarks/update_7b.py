@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from sortedrl.core.batch import Batch
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
@@ -154,7 +155,7 @@ def profiled(learner: Learner, batch: list[Rollout], version: int, device: str) 
     learner._optimizer.step = timed_step  # type: ignore[method-assign]
     with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
         begin = time.perf_counter()
-        learner.step(batch, version)
+        learner.step(Batch(version, version, version, tuple(batch)))
         whole = time.perf_counter() - begin
     seconds: Counter[str] = Counter()
     longest: Counter[str] = Counter()
@@ -205,7 +206,9 @@ def measured(options: argparse.Namespace, variant: str, result: dict[str, Any]) 
         if options.alternate_cudnn:
             torch.backends.cuda.enable_cudnn_sdp(version % 2 == 1)
         begin = time.perf_counter()
-        metrics = learner.step(batch, version)  # it reads results back at the end, so the device has finished
+        metrics = learner.step(
+            Batch(version, version, version, tuple(batch))
+        )  # it reads results back at the end, so the device has finished
         took = time.perf_counter() - begin
         if not version:
             result["seconds_of_first_update"] = round(took, 2)

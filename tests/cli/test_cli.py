@@ -322,10 +322,6 @@ BAD_INPUT = {
         [*STREAMED, "--algorithm", "reinforce++", "--advantage-baseline", "batch"],
         ["advantage_baseline = batch: an advantage depends on the other rollouts"],
     ),
-    "streaming parts of groups": (
-        [*STREAMED, "--algorithm", "reinforce++"],
-        ["8 rollouts per prompt are not trained on as whole groups"],
-    ),
     "a rare setting as a flag": (["train", "--clip-low", "0.1"], ["set clip_low in a TOML file with --config"]),
     "an old flag": (["train", "--stale-tokens", "plain"], ["use --off-policy-correction", "plain is now ppo_clip"]),
     "another old flag": (["train", "--baseline", "siblings"], ["use --advantage-baseline (siblings is now group)"]),

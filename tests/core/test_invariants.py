@@ -19,6 +19,7 @@ from invariants import (
     check_batch,
     check_batch_sizes,
     check_cohort_gate,
+    check_complete_cohorts,
     check_each_once,
     check_figures,
     check_groups,
@@ -119,5 +120,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: i
     check_each_once(second, batches, log)
     check_groups(second, batches, log)
     check_cohort_gate(second, batches)
+    check_complete_cohorts(second, batches)
     check_log(second, log)
     check_figures(second, Metrics().fold(log).run_metrics(), batches)

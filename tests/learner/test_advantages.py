@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import statistics as stats
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scenarios import run
 from sortedrl.learner.advantages import (
     CohortStatistics,
     Moments,
@@ -94,8 +97,9 @@ def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> 
     statistics = CohortStatistics(initial=Moments.of(torch.tensor(initial)))
     seen: dict[int, list[float]] = {}
     for rewards, cohorts in batches_of([300, 20, 300, 10]):
-        advantages, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
         cohort = int(cohorts[0])
+        statistics = replace(statistics, complete=cohort)
+        advantages, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
         pool = {0: initial, 1: seen.get(0), 2: seen.get(1, []) + seen.get(0, []), 3: seen.get(2)}[cohort] or []
         expected = [(reward - stats.mean(pool)) / stats.stdev(pool) for reward in rewards.tolist()]
         assert advantages.tolist() == pytest.approx(expected, abs=1e-4)
@@ -104,20 +108,32 @@ def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> 
 
 def test_a_cohort_that_arrives_while_its_predecessor_is_open_keeps_its_first_reference() -> None:
     statistics = CohortStatistics()
-    derive_seed = torch.tensor([0, 0, 1, 1])
-    first, statistics = normalized(torch.tensor([0.0, 1.0, 0.0, 1.0]), derive_seed, "previous_cohorts", statistics)
-    second, statistics = normalized(torch.tensor([9.0, 9.0, 0.0, 1.0]), derive_seed, "previous_cohorts", statistics)
+    cohort_b = torch.tensor([0, 0, 1, 1])
+    first, statistics = normalized(torch.tensor([0.0, 1.0, 0.0, 1.0]), cohort_b, "previous_cohorts", statistics)
+    second, statistics = normalized(torch.tensor([9.0, 9.0, 0.0, 1.0]), cohort_b, "previous_cohorts", statistics)
     assert torch.equal(first[2:], second[2:])
 
 
-def test_a_cohort_that_is_still_arriving_is_no_reference() -> None:
-    """Without a gate, cohort 1 arrives while only the short rollouts of cohort 0 are known."""
-    statistics = CohortStatistics(initial=Moments.of(torch.tensor([-1.0, 1.0])))
-    _, statistics = normalized(torch.ones(64), torch.zeros(64).long(), "previous_cohorts", statistics)
-    _, statistics = normalized(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), "previous_cohorts", statistics)
-    assert statistics.reference(1) == statistics.initial
-    _, statistics = normalized(torch.tensor([0.0, 0.0]), torch.tensor([1, 2]), "previous_cohorts", statistics)
-    assert statistics.reference(2) == statistics.seen[0]
+@pytest.mark.parametrize(
+    ("mode", "with_reference"),
+    [("on-policy", 11), ("on-policy+ungated", 0), ("partial+elevator", 9), ("april", 9), ("tail-batching", 10)],
+)
+def test_a_reference_is_made_of_complete_cohorts(mode: str, with_reference: int) -> None:
+    """12 cohorts. The reward is the length: a cohort whose long rollouts are still to come has a lower mean. Without a
+    gate, the first cohorts overlap, and `on-policy+ungated` puts its longest rollouts off to the end of the run."""
+    rng = random.Random(0)
+    lengths = [min(99, int(rng.lognormvariate(2.5, 0.9)) + 1) for _ in range(12 * 32)]
+    statistics = CohortStatistics()
+    sizes = {"rollouts_per_update": 16, "prompts_per_cohort": 32}
+    for batch in run(mode, lengths, slots=16, redraws=True, **sizes).batches:
+        rewards_b = torch.tensor([float(len(rollout)) for rollout in batch])
+        cohort_b = torch.tensor([rollout.cohort for rollout in batch])
+        _, statistics = normalized(rewards_b, cohort_b, "previous_cohorts", statistics)
+        statistics = replace(statistics, complete=batch.complete_cohorts)
+    final = {cohort: replace(statistics, complete=cohort).before() for cohort in range(13)}  # now all are complete
+    found = {cohort: reference for cohort, reference in statistics.references.items() if reference.count}
+    assert all(reference in list(final.values())[1 : cohort + 1] for cohort, reference in found.items())
+    assert len(found) >= with_reference
 
 
 def test_without_initial_rewards_the_first_cohort_is_used_as_it_was_scored() -> None:
@@ -129,11 +145,13 @@ def test_without_initial_rewards_the_first_cohort_is_used_as_it_was_scored() -> 
 def test_a_success_after_cohorts_of_equal_failure_does_not_explode() -> None:
     statistics = CohortStatistics()
     _, statistics = normalized(torch.zeros(64), torch.zeros(64).long(), "previous_cohorts", statistics)
+    statistics = replace(statistics, complete=1)
     advantages, statistics = normalized(torch.tensor([0.0, 1.0]), torch.ones(2).long(), "previous_cohorts", statistics)
     assert advantages.tolist() == [0.0, 1.0]
     almost_equal = torch.zeros(64)
     almost_equal[0] = 0.01
     _, statistics = normalized(almost_equal, torch.full((64,), 2), "previous_cohorts", CohortStatistics())
+    statistics = replace(statistics, complete=3)
     advantages, _ = normalized(torch.tensor([1.0]), torch.tensor([3]), "previous_cohorts", statistics)
     assert advantages.tolist() == [10.0]
 
@@ -144,20 +162,25 @@ def test_reinforce_with_siblings_divides_all_sets_by_one_scale() -> None:
         rewards, group_b, torch.zeros(4).long(), "reinforce++", "group", CohortStatistics()
     )
     assert torch.equal(first, grpo_advantages(rewards, group_b)), "nothing else is known in the first cohort"
+    statistics = replace(statistics, complete=1)
     advantages, _ = reward_advantages(rewards, group_b, torch.ones(4).long(), "reinforce++", "group", statistics)
     scale = stats.stdev([-1.0, 1.0, -2.0, 2.0])
     assert advantages.tolist() == pytest.approx([-1 / scale, 1 / scale, -2 / scale, 2 / scale], abs=1e-5)
 
 
-@pytest.mark.parametrize("advantage_baseline", ["previous_cohorts", "group"])
-def test_reinforce_compares_groups_in_the_first_cohort(advantage_baseline: AdvantageBaseline) -> None:
-    statistics = CohortStatistics(initial=Moments.of(torch.tensor([0.0, 1.0, 2.0])))  # mean 1, deviation 1
+def test_reinforce_in_the_first_cohort() -> None:
+    """`group` compares groups, and so does `previous_cohorts` where no initial rewards are known."""
+    initial = CohortStatistics(initial=Moments.of(torch.tensor([0.0, 1.0, 2.0])))  # mean 1, deviation 1
     rewards, group_b, cohort_b = torch.tensor([0.0, 2.0, 3.0]), group_indices(["a", "a", "b"]), torch.zeros(3).long()
-    advantages, _ = reward_advantages(rewards, group_b, cohort_b, "reinforce++", advantage_baseline, statistics)
-    assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-3)
-    each_b = torch.arange(3)
-    alone, _ = reward_advantages(rewards, each_b, cohort_b, "reinforce++", "previous_cohorts", statistics)
-    assert alone.tolist() == [-1.0, 1.0, 2.0]
+
+    def advantages(baseline: AdvantageBaseline, statistics: CohortStatistics, group_b: torch.Tensor) -> list[float]:
+        return reward_advantages(rewards, group_b, cohort_b, "reinforce++", baseline, statistics)[0].tolist()
+
+    in_groups = pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-3)
+    assert advantages("group", initial, group_b) == in_groups
+    assert advantages("previous_cohorts", CohortStatistics(), group_b) == in_groups
+    assert advantages("previous_cohorts", initial, group_b) == [-1.0, 1.0, 2.0]
+    assert advantages("previous_cohorts", initial, torch.arange(3)) == [-1.0, 1.0, 2.0]
 
 
 def cohort_by_length(seed: int, prompts: int, siblings: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,26 +194,31 @@ def cohort_by_length(seed: int, prompts: int, siblings: int) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize("siblings", [1, 8])
-def test_the_first_cohort_is_scaled_as_later_ones_are(siblings: int) -> None:
-    """Four batches by length. The scale of a batch is the root mean square of its advantages; the normal one is that
-    of the same batch in the next cohort, or less where groups are compared."""
+def test_a_cohort_has_the_same_scale_with_and_without_a_predecessor(siblings: int) -> None:
+    """Four batches by length. The scale of a batch is the root mean square of its advantages."""
+    rewards_b, group_b = cohort_by_length(seed=0, prompts=512 // siblings, siblings=siblings)
     initial_b, _ = cohort_by_length(seed=100, prompts=300, siblings=1)
-    statistics = CohortStatistics(initial=Moments.of(initial_b))
-    scales: dict[int, list[float]] = {0: [], 1: []}
-    means: list[float] = []
-    for cohort in scales:
-        rewards_b, group_b = cohort_by_length(seed=cohort, prompts=512 // siblings, siblings=siblings)
-        for rows in torch.arange(512).chunk(4):
-            cohort_b = torch.full((len(rows),), cohort)
-            advantages, statistics = reward_advantages(
-                rewards_b[rows], group_b[rows], cohort_b, "reinforce++", "previous_cohorts", statistics
-            )
-            scales[cohort].append(advantages.square().mean().sqrt().item())
-            means.append(advantages.mean().item())
-    for first, later in zip(scales[0], scales[1], strict=True):
-        assert first < 1.25 * later
-        assert siblings > 1 or first > later / 1.25
-    assert max(map(abs, means)) < 2.0
+    before_b, _ = cohort_by_length(seed=1, prompts=512 // siblings, siblings=siblings)
+    scales = []
+    for statistics in (
+        CohortStatistics(initial=Moments.of(initial_b)),
+        CohortStatistics(seen={0: Moments.of(before_b)}, complete=1),
+    ):
+        found = [
+            reward_advantages(
+                rewards_b[rows],
+                group_b[rows],
+                torch.ones(len(rows)).long(),
+                "reinforce++",
+                "previous_cohorts",
+                statistics,
+            )[0]
+            for rows in torch.arange(512).chunk(4)
+        ]
+        assert max(abs(part.mean().item()) for part in found) < 2.0
+        scales.append([part.square().mean().sqrt().item() for part in found])
+    for first, later in zip(*scales, strict=True):
+        assert later / 1.25 < first < 1.25 * later
 
 
 def test_comparing_siblings_without_siblings_is_an_error() -> None:
@@ -203,6 +231,7 @@ def test_statistics_survive_their_state_dict() -> None:
     statistics = CohortStatistics(initial=Moments(3, 0.5, 2.0))
     for rewards, cohorts in batches_of([8, 5]):
         _, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
+        statistics = replace(statistics, complete=int(cohorts[0]))
     assert CohortStatistics.from_state_dict(statistics.state_dict()) == statistics
 
 

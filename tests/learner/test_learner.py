@@ -28,6 +28,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from as_batch import as_batch
+from sortedrl.core.batch import Batch
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.batching import (
@@ -134,7 +136,7 @@ def gradients(learner: Learner, rollouts: list[Rollout], version: int = 0) -> di
 
     optimizer.step = keep  # type: ignore[method-assign]
     try:
-        learner.step(rollouts, version)
+        learner.step(as_batch(rollouts, version))
     finally:
         optimizer.step = step  # type: ignore[method-assign]
     return found
@@ -162,9 +164,9 @@ def test_an_update_in_which_every_group_has_lost_its_other_members_does_not_end_
     rollouts = random_rollouts(prompts=2, siblings=2)
     alone = [rollouts[0], rollouts[3]]
     with pytest.raises(ValueError, match="each of the 2 in this update is alone"):
-        learner.step(alone, 0)
-    learner.step(rollouts, 0)
-    metrics = learner.step(alone, 0)
+        learner.step(as_batch(alone, 0))
+    learner.step(as_batch(rollouts, 0))
+    metrics = learner.step(as_batch(alone, 0))
     assert metrics["grad_norm"] == 0.0 and metrics["rollouts_trained"] == 2
 
 
@@ -300,7 +302,7 @@ def test_compiled_updates_equal_plain_ones_and_compile_once(options: dict[str, A
     graphs = []
     for update in range(5):
         rollouts = random_rollouts(prompts=3 + update, seed=update)
-        expected, found = plain.step(rollouts, update), compiled.step(rollouts, update)
+        expected, found = plain.step(as_batch(rollouts, update)), compiled.step(as_batch(rollouts, update))
         graphs.append(counters["stats"]["unique_graphs"])
         padded = {"padding_fraction", "padding_saved"}
         assert {name: found[name] for name in found.keys() - padded} == pytest.approx(
@@ -348,7 +350,7 @@ def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
         logprobs, _ = TokenScorer(learner.model, 1.0)(update_batch(rollouts, 0))
     for row, rollout in enumerate(rollouts):
         rollout.segments[0].logprobs = logprobs[row, : len(rollout)].tolist()
-    metrics = learner.step(rollouts, version=0)
+    metrics = learner.step(as_batch(rollouts))
     assert metrics["mismatch_max_abs"] == metrics["mismatch_kl"] == metrics["clipped_fraction"] == 0.0
     assert metrics["importance_weight_mean"] == 1.0
     for name in ("ess_token_fraction", "ess_rollout_fraction"):
@@ -367,7 +369,7 @@ def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
             warmup_updates=0,
         )
         learner = Learner(tiny_model(), settings)
-        metrics = learner.step(sampled_with(learner.model, random_rollouts()), version=0)
+        metrics = learner.step(as_batch(sampled_with(learner.model, random_rollouts())))
         assert metrics["clipped_fraction"] > 0.05
         after.append(weights_of(learner.model))
     for name, weight in after[0].items():
@@ -383,7 +385,7 @@ def test_decoupled_keeps_the_policy_of_before_the_update_over_several_steps() ->
             off_policy_correction=off_policy_correction, steps_per_update=steps, learning_rate=3e-3, warmup_updates=0
         )
         learner = Learner(tiny_model(), settings)
-        learner.step(random_rollouts(), version=1)
+        learner.step(as_batch(random_rollouts(), version=1))
         return weights_of(learner.model)["model.layers.0.mlp.up_proj.weight"]
 
     assert torch.equal(weights_after("decoupled", 1), weights_after("tis", 1))
@@ -401,7 +403,7 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
         gaps = (full_logprobs(learner.model, rollout) - torch.tensor(rollout.logprobs)).tolist()
         for gap, version in zip(gaps, rollout.versions, strict=True):
             (fresh if version == 5 else stale).append(gap)
-    metrics = learner.step(rollouts, version=5)
+    metrics = learner.step(as_batch(rollouts, version=5))
     assert metrics["mismatch_tokens"] == len(fresh)
     assert metrics["mismatch_mean_abs"] == pytest.approx(sum(map(abs, fresh)) / len(fresh), rel=1e-4)
     assert metrics["mismatch_max_abs"] == pytest.approx(max(map(abs, fresh)), rel=1e-4)
@@ -416,7 +418,7 @@ def test_the_mismatch_is_measured_before_the_first_step() -> None:
     """Later steps of the update see weights that the engine never had."""
     settings = LearnerSettings(steps_per_update=2, learning_rate=0.1, warmup_updates=0)
     learner = Learner(tiny_model(), settings)
-    metrics = learner.step(sampled_with(learner.model, random_rollouts()), version=0)
+    metrics = learner.step(as_batch(sampled_with(learner.model, random_rollouts())))
     assert 0 < metrics["mismatch_tokens"] < metrics["tokens_trained"]
     assert metrics["mismatch_max_abs"] < 1e-3
 
@@ -432,7 +434,7 @@ def test_mismatch_by_age_is_of_fresh_tokens_by_the_oldest_token_of_their_rollout
         age = 9 - min(rollout.versions)
         fresh = [gap for gap, version in zip(row, rollout.versions, strict=True) if version == 9]
         gaps.setdefault({3: 2, 9: 8}.get(age, age), []).extend(fresh)
-    metrics = learner.step(rollouts, version=9)
+    metrics = learner.step(as_batch(rollouts, version=9))
     found = {name for name in metrics if "_age_" in name}
     assert found == {f"mismatch_{kind}_age_{age}" for kind in ("kl", "mean_abs") for age in (0, 1, 2, 8)}
     for age, of_age in gaps.items():
@@ -442,7 +444,7 @@ def test_mismatch_by_age_is_of_fresh_tokens_by_the_oldest_token_of_their_rollout
 
 
 def test_an_update_without_stale_tokens_has_no_mismatch_by_age() -> None:
-    metrics = Learner(tiny_model(), LearnerSettings()).step(random_rollouts(versions=(5, 5)), version=5)
+    metrics = Learner(tiny_model(), LearnerSettings()).step(as_batch(random_rollouts(versions=(5, 5)), version=5))
     assert metrics["mismatch_tokens"] > 0 and not [name for name in metrics if "_age_" in name]
 
 
@@ -460,7 +462,7 @@ def test_effective_sample_size_is_of_untruncated_weights_by_token_and_by_rollout
     rollouts = random_rollouts(versions=(3, 5))
     learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="tis", importance_cap=1.0))
     gaps = log_weights(learner, rollouts)
-    metrics = learner.step(rollouts, version=5)
+    metrics = learner.step(as_batch(rollouts, version=5))
     by_token = effective_fraction([math.exp(gap) for row in gaps for gap in row])
     by_rollout = effective_fraction([math.exp(sum(row)) for row in gaps])
     assert metrics["ess_token_fraction"] == pytest.approx(by_token, rel=1e-4)
@@ -472,10 +474,10 @@ def test_the_learning_rate_rises_over_the_first_updates() -> None:
     """Also after a restore: the count of updates is part of the state."""
     settings = LearnerSettings(learning_rate=4e-3, warmup_updates=4)
     learner = Learner(tiny_model(), settings)
-    rates = [learner.step(random_rollouts(), version=0)["learning_rate"] for _ in range(2)]
+    rates = [learner.step(as_batch(random_rollouts()))["learning_rate"] for _ in range(2)]
     resumed = Learner(tiny_model(), settings)
     resumed.load_state_dict(learner.state_dict())
-    rates += [resumed.step(random_rollouts(), version=0)["learning_rate"] for _ in range(3)]
+    rates += [resumed.step(as_batch(random_rollouts()))["learning_rate"] for _ in range(3)]
     assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3, 4e-3])
 
 
@@ -485,24 +487,24 @@ def test_the_learning_rate_is_scaled_by_the_effective_sample_size(steps: int) ->
     rate = 3e-3
     common: dict[str, Any] = {"warmup_updates": 0, "steps_per_update": steps, "off_policy_correction": "tis"}
     learner = Learner(tiny_model(), LearnerSettings(learning_rate=rate, scale_learning_rate_by_ess=True, **common))
-    metrics = learner.step(random_rollouts(), version=1)
+    metrics = learner.step(as_batch(random_rollouts(), version=1))
     assert metrics["learning_rate"] <= rate * math.sqrt(metrics["ess_rollout_fraction"]) * (1 + 1e-9)
     if steps > 1:
         return
     assert metrics["learning_rate"] == pytest.approx(rate * math.sqrt(metrics["ess_rollout_fraction"]))
     plain = Learner(tiny_model(), LearnerSettings(learning_rate=metrics["learning_rate"], **common))
-    plain.step(random_rollouts(), version=1)
+    plain.step(as_batch(random_rollouts(), version=1))
     assert_close(weights_of(learner.model), weights_of(plain.model))
 
 
 def test_the_cosine_of_successive_gradients_is_reported_on_request() -> None:
     learner = Learner(tiny_model(), LearnerSettings(gradient_cosine=True, learning_rate=1e-9))
-    first = learner.step(random_rollouts(), version=0)
-    again = learner.step(random_rollouts(), version=0)
-    other = learner.step(random_rollouts(seed=5), version=0)
+    first = learner.step(as_batch(random_rollouts()))
+    again = learner.step(as_batch(random_rollouts()))
+    other = learner.step(as_batch(random_rollouts(seed=5)))
     assert "gradient_cosine" not in first
     assert again["gradient_cosine"] == pytest.approx(1.0, abs=1e-3) and abs(other["gradient_cosine"]) < 0.9
-    assert "gradient_cosine" not in Learner(tiny_model(), LearnerSettings()).step(random_rollouts(), version=0)
+    assert "gradient_cosine" not in Learner(tiny_model(), LearnerSettings()).step(as_batch(random_rollouts()))
 
 
 # --- what trains --------------------------------------------------------------------------------------------
@@ -527,7 +529,7 @@ def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
         tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100, drop_zero_variance_groups=True)
     )
     assert_close(gradients(dropped, rollouts), gradients(kept, rollouts))  # their advantages are 0 anyway
-    metrics = dropped.step(rollouts, version=0)
+    metrics = dropped.step(as_batch(rollouts))
     assert (metrics["groups"], metrics["zero_variance_groups"]) == (4, 1)
     assert (metrics["rollouts"], metrics["rollouts_trained"]) == (12, 9)
 
@@ -538,7 +540,7 @@ def test_equal_large_rewards_have_no_advantage() -> None:
     for rollout in rollouts:
         rollout.reward = 1000.1
     learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100))
-    metrics = learner.step(rollouts, 0)
+    metrics = learner.step(as_batch(rollouts, 0))
     assert metrics["zero_variance_groups"] == 2
     assert abs(metrics["advantage_mean"]) < 1e-6 and metrics["grad_norm"] < 1e-6
 
@@ -549,7 +551,7 @@ def test_rewards_equal_to_those_of_the_initial_policy_have_no_advantage() -> Non
     rollouts = random_rollouts(siblings=1)
     for rollout in rollouts:
         rollout.reward = 70.1
-    metrics = learner.step(rollouts, 0)
+    metrics = learner.step(as_batch(rollouts, 0))
     assert abs(metrics["advantage_mean"]) < 1e-12 and metrics["advantage_std"] == 0
 
 
@@ -559,7 +561,7 @@ def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
     rollouts = random_rollouts()
     for rollout in rollouts:
         rollout.reward = 1.0
-    metrics = learner.step(rollouts, version=0)
+    metrics = learner.step(as_batch(rollouts))
     assert metrics["rollouts_trained"] == 0 and learner.updates == 0
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
 
@@ -568,7 +570,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
     learner = Learner(tiny_model(), LearnerSettings())
     before = weights_of(learner.model)
     handle = learner.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    assert learner.step(random_rollouts(), version=0)["skipped_steps"] == 1
+    assert learner.step(as_batch(random_rollouts()))["skipped_steps"] == 1
     handle.remove()
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
 
@@ -578,7 +580,7 @@ def test_every_skipped_step_shows_also_behind_a_finite_one() -> None:
     learner = Learner(tiny_model(), LearnerSettings(steps_per_update=2))
     backward_passes = itertools.count()
     learner.model.lm_head.weight.register_hook(lambda gradient: gradient * (math.nan if next(backward_passes) else 1.0))
-    metrics = learner.step(random_rollouts(), version=0)
+    metrics = learner.step(as_batch(random_rollouts()))
     assert metrics["micro_batches"] == 2  # one per step
     assert metrics["skipped_steps"] == 1
     assert math.isnan(metrics["grad_norm"])
@@ -589,7 +591,7 @@ def test_a_step_of_the_critic_that_is_skipped_is_counted() -> None:
     assert learner.critic is not None
     before = weights_of(learner.critic)
     learner.critic.head.weight.register_hook(lambda gradient: gradient * math.inf)
-    metrics = learner.step(random_rollouts(), version=0)
+    metrics = learner.step(as_batch(random_rollouts()))
     assert metrics["skipped_steps"] == 1 and not math.isfinite(metrics["critic_grad_norm"])
     assert math.isfinite(metrics["grad_norm"])
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.critic).items())
@@ -608,7 +610,7 @@ def test_the_loss_of_an_update_does_not_grow_with_its_number_of_steps(aggregatio
         for rollout in rollouts:  # of one length: every step has as many tokens
             rollout.segments = [Segment(tokens_of(rollout.id, 5), [-1.0] * 5, 0)]
             rollout.__post_init__()
-        metrics = Learner(tiny_model(), settings).step(rollouts, version=0)
+        metrics = Learner(tiny_model(), settings).step(as_batch(rollouts))
         found.append((metrics["policy_loss"], metrics["critic_loss"]))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
@@ -629,7 +631,7 @@ def test_sorting_by_length_saves_padding() -> None:
         rollout.drop_tokens()
         rollout.append(Segment([7] * (length - 1), [-1.0] * (length - 1), 0))
     learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=200))
-    metrics = learner.step(sorted(rollouts, key=len), version=0)
+    metrics = learner.step(as_batch(sorted(rollouts, key=len)))
     assert metrics["padding_saved"] == pytest.approx(1 - 438 / 768)
     assert metrics["padding_fraction"] == pytest.approx(1 - sum(lengths) / 438)
 
@@ -709,7 +711,7 @@ def test_reward_rises(algorithm: Any) -> None:
     learner = Learner(tiny_model(), settings)
     torch.manual_seed(0)
     history = [
-        learner.step(sample(learner.model, [3, 4, 5, 6] * 8, version), version, harvest_index=version % 2)
+        learner.step(as_batch(sample(learner.model, [3, 4, 5, 6] * 8, version), version, update=version + version % 2))
         for version in range(25)
     ]
     rewards = [metrics["reward_mean"] for metrics in history]
@@ -744,7 +746,7 @@ def test_no_batch_of_the_first_cohort_sets_the_scale_for_the_others(algorithm: A
             restored = Learner(tiny_model(), settings)
             restored.load_state_dict(through_a_file(learner.state_dict()))
             learner = restored
-        metrics = learner.step(rollouts[16 * batch : 16 * batch + 16], batch, harvest_index=batch)
+        metrics = learner.step(as_batch(rollouts[16 * batch : 16 * batch + 16], batch, update=batch))
         scales.append(math.hypot(metrics["advantage_mean"], metrics["advantage_std"]))
         assert abs(metrics["advantage_mean"]) < 1.5
     assert min(scales) > 1 / 1.5 and max(scales) < 1.5, scales
@@ -757,7 +759,7 @@ def test_the_critic_is_the_baseline_of_the_first_cohort() -> None:
     rollouts = random_rollouts()
     for rollout in rollouts:
         rollout.reward = 100.0 + rollout.id % 3 - 1
-    assert abs(learner.step(rollouts, version=0)["advantage_mean"]) < 1
+    assert abs(learner.step(as_batch(rollouts))["advantage_mean"]) < 1
 
 
 def test_an_update_is_the_reference_of_the_next_cohort() -> None:
@@ -768,13 +770,13 @@ def test_an_update_is_the_reference_of_the_next_cohort() -> None:
         rollouts = random_rollouts(prompts=12, siblings=1, cohort=cohort, seed=cohort)
         for rollout in rollouts:
             rollout.reward = 9.0 + rollout.id % 3
-        means.append(learner.step(rollouts, version=0)["advantage_mean"])
+        means.append(learner.step(as_batch(rollouts, complete_cohorts=cohort + 1))["advantage_mean"])
     assert 9 < means[0] < 11 and abs(means[1]) < 1
 
 
 def test_initial_rewards_are_for_a_learner_without_updates() -> None:
     learner = Learner(tiny_model(), LearnerSettings())
-    learner.step(random_rollouts(), version=0)
+    learner.step(as_batch(random_rollouts()))
     with pytest.raises(ValueError, match="1 updates were already made"):
         learner.set_initial_rewards([0.0, 1.0])
 
@@ -785,14 +787,14 @@ def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
     short, long = rollouts[:12], rollouts[12:]
     settings = LearnerSettings(learning_rate=1e-30, advantage_baseline="batch", max_grad_norm=NO_CLIPPING)
     first, second = Learner(tiny_model(), settings), Learner(tiny_model(), settings)
-    second.step(short, version=0)
+    second.step(as_batch(short))
     assert_close(gradients(second, long), gradients(first, long))
 
 
 def test_a_resumed_run_keeps_the_constant_that_it_started_with() -> None:
     first, resumed = (Learner(tiny_model(), LearnerSettings(normalizer_tokens=tokens)) for tokens in (1000, 9000))
     resumed.load_state_dict(first.state_dict())
-    assert resumed.step(random_rollouts(), version=0) == first.step(random_rollouts(), version=0)
+    assert resumed.step(as_batch(random_rollouts())) == first.step(as_batch(random_rollouts()))
 
 
 def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
@@ -837,7 +839,7 @@ def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
     for rollout in second:
         rollout.id += 12
     learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo"))
-    assert learner.step([*first, *second], version=0)["groups"] == 6
+    assert learner.step(as_batch([*first, *second]))["groups"] == 6
 
 
 def test_the_critic_learns_to_explain_returns() -> None:
@@ -847,7 +849,7 @@ def test_the_critic_learns_to_explain_returns() -> None:
     rollouts = sampled_with(learner.model, random_rollouts(prompts=6, siblings=4))
     for rollout in rollouts:
         rollout.reward = float(int(rollout.prompt.id[1:]) % 3)
-    quality = [learner.step(rollouts, version=0)["explained_variance"] for _ in range(30)]
+    quality = [learner.step(as_batch(rollouts))["explained_variance"] for _ in range(30)]
     assert quality[0] == pytest.approx(0.0, abs=1e-5)
     assert quality[-1] > 0.9
 
@@ -858,7 +860,7 @@ def test_the_kl_term_holds_the_policy_back() -> None:
         settings = LearnerSettings(kl_coefficient=coefficient, learning_rate=1e-3, warmup_updates=0)
         learner = Learner(tiny_model(), settings)
         for version in range(8):
-            metrics = learner.step(random_rollouts(seed=version), version)
+            metrics = learner.step(as_batch(random_rollouts(seed=version), version))
         distance[coefficient] = metrics["kl_reference"]
     assert distance[10.0] < 0.5 * distance[1e-9]
 
@@ -881,6 +883,12 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+def cohorts_of_two(version: int) -> Batch:
+    """The update of this version; every second one completes a cohort."""
+    rollouts = random_rollouts(2, cohort=version // 2, seed=version)
+    return as_batch(rollouts, version, complete_cohorts=(version + 1) // 2)
+
+
 @pytest.mark.parametrize("changes", STATEFUL)
 def test_a_restored_learner_makes_the_same_next_step_to_the_bit(changes: dict[str, Any]) -> None:
     if changes.get("lora_rank"):
@@ -888,15 +896,14 @@ def test_a_restored_learner_makes_the_same_next_step_to_the_bit(changes: dict[st
     settings = LearnerSettings(learning_rate=1e-3, warmup_updates=5, **changes)
     learner = Learner(tiny_model(), settings)
     for version in range(3):
-        learner.step(random_rollouts(2, cohort=version // 2, seed=version), version)
+        learner.step(cohorts_of_two(version))
     state = through_a_file(learner.state_dict())
     model = tiny_model()
     torch.manual_seed(123)  # LoRA starts from random numbers; they must not matter
     restored = Learner(model, settings)
     restored.load_state_dict(state)
     for version in range(3, 5):
-        rollouts = random_rollouts(2, cohort=1, seed=version)
-        assert learner.step(rollouts, version) == restored.step(rollouts, version)
+        assert learner.step(cohorts_of_two(version)) == restored.step(cohorts_of_two(version))
     for (name, ours), (other_name, theirs) in zip(learner.weights(), restored.weights(), strict=True):
         assert name == other_name and torch.equal(ours, theirs)
 
@@ -924,13 +931,13 @@ def test_a_step_that_failed_half_way_can_be_repeated() -> None:
     after = []
     for fails in (False, True):
         learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=40, learning_rate=1e-3))
-        learner.step(random_rollouts(), version=0)
+        learner.step(as_batch(random_rollouts()))
         if fails:
             handle = learner.model.model.register_forward_pre_hook(failing_after(2))
             with pytest.raises(MemoryError):
-                learner.step(random_rollouts(seed=1), version=1)
+                learner.step(as_batch(random_rollouts(seed=1), version=1))
             handle.remove()
-        learner.step(random_rollouts(seed=1), version=1)
+        learner.step(as_batch(random_rollouts(seed=1), version=1))
         after.append((weights_of(learner.model), learner.state_dict()["statistics"]))
     assert after[0][1] == after[1][1]
     assert all(torch.equal(weight, after[1][0][name]) for name, weight in after[0][0].items())
@@ -943,9 +950,9 @@ def test_weights_have_the_names_of_the_model_and_score_like_the_learner(lora_ran
         pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
     settings = LearnerSettings(lora_rank=lora_rank, learning_rate=1e-2, warmup_updates=0, kl_coefficient=0.1)
     learner = Learner(tiny_model(tie_word_embeddings=tied), settings)
-    first = learner.step(random_rollouts(), version=0)
+    first = learner.step(as_batch(random_rollouts()))
     assert first["kl_reference"] == pytest.approx(0.0, abs=1e-6)
-    assert learner.step(random_rollouts(), version=0)["kl_reference"] > 1e-4
+    assert learner.step(as_batch(random_rollouts()))["kl_reference"] > 1e-4
     weights = dict(learner.weights())
     fresh = tiny_model(seed=5, tie_word_embeddings=tied)
     assert weights.keys() == fresh.state_dict().keys()
@@ -1088,7 +1095,7 @@ def test_a_state_of_another_initial_model_is_refused(changes: dict[str, Any]) ->
     """Its LoRA adapters or its KL reference would be those of another policy."""
     settings = LearnerSettings(**changes)
     trained = Learner(tiny_model(), settings)
-    trained.step(random_rollouts(), 0)
+    trained.step(as_batch(random_rollouts(), 0))
     Learner(tiny_model(), settings).load_state_dict(trained.state_dict())
     with pytest.raises(ConfigurationError, match="its weights are not those that the run started with"):
         Learner(tiny_model(seed=1), settings).load_state_dict(trained.state_dict())
@@ -1120,7 +1127,7 @@ def test_bad_rollouts_are_named() -> None:
         rollouts = random_rollouts()
         spoil(rollouts[2])
         with pytest.raises(ValueError, match=message):
-            learner.step(rollouts, version=0)
+            learner.step(as_batch(rollouts))
 
 
 def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
@@ -1173,7 +1180,7 @@ def test_grpo_loss_and_gradients_are_trls(
         assert_close(gradients(learner, rollouts), their_gradients, 1e-4)
         learner = Learner(tiny_model(), settings)
         learner.load_state_dict(learner.state_dict() | {"policy": weights})
-        metrics = learner.step(rollouts, version=0)
+        metrics = learner.step(as_batch(rollouts))
         if aggregation == "token_mean":  # there the mean KL has the weights of the loss
             loss = metrics["policy_loss"] + 0.1 * metrics["kl_reference"]
             assert loss == pytest.approx(logged[step]["loss"], rel=1e-3, abs=1e-5)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from as_batch import as_batch
 from sortedrl.core import Prompt, Rollout, Segment
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
@@ -63,7 +64,7 @@ def gradients_of(learner: Learner, batch: list[Rollout]) -> tuple[dict[str, Tens
                 found[name] = parameter.grad * gradient_scale
 
     learner._optimizer.step = keep  # type: ignore[method-assign]
-    return found, learner.step(batch, 3)
+    return found, learner.step(as_batch(batch, 3))
 
 
 def reference_loss(policy: Qwen2ForCausalLM, batch: list[Rollout], correction: str, aggregation: str) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_streamed_updates import batch_of, learner_with
 
+from as_batch import as_batch
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.streaming import MOST_RUNNING_BESIDE_LEARNER, is_draining
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
@@ -50,7 +51,7 @@ def test_micro_batches_leave_the_scope_when_the_harvest_ends() -> None:
     threading.Timer(0.05, scope.engine_stopped.set).start()
     streamed.wait()
     streamed.result()
-    metrics = learner.step(batch, 0)
+    metrics = learner.step(as_batch(batch, 0))
     assert scope.entered == 2 and metrics["micro_batches"] > 4
     assert metrics["streamed_fraction"] == 9 / 12
 
@@ -62,8 +63,8 @@ def test_the_update_is_that_of_a_plain_step() -> None:
     for part in (batch[6:9], batch[:6]):
         streamed.start(part, 0)
         streamed.wait()
-    plain.step(batch, 0)
-    shared.step(batch, 0)
+    plain.step(as_batch(batch, 0))
+    shared.step(as_batch(batch, 0))
     for (name, a), (_, b) in zip(plain.weights(), shared.weights(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -77,7 +78,7 @@ def test_a_part_that_ended_during_the_harvest_does_not_limit_the_step() -> None:
         pass
     inside = scope.entered
     assert inside > 0
-    learner.step(batch, 0)
+    learner.step(as_batch(batch, 0))
     assert scope.entered == inside
 
 
@@ -95,7 +96,7 @@ def test_a_failed_part_leaves_the_scope_too() -> None:
         pass
     with pytest.raises(RuntimeError, match="out of memory"):
         streamed.result()
-    assert learner.step(batch, 0)["streamed_fraction"] == 0
+    assert learner.step(as_batch(batch, 0))["streamed_fraction"] == 0
 
 
 def test_without_a_gpu_it_is_refused() -> None:

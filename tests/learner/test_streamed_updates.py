@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from as_batch import as_batch
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
@@ -126,7 +127,7 @@ def trained(learner: Learner, stream: Stream | None = None, updates: int = 3) ->
         batch = batch_of(update)
         if stream is not None:
             stream(learner, batch, update)
-        metrics.append(learner.step(batch, update))
+        metrics.append(learner.step(as_batch(batch, update, complete_cohorts=(update + 1) // 2)))
     return metrics
 
 
@@ -190,21 +191,16 @@ def _gradients_of(learner: Learner) -> dict[str, Tensor]:
     return found
 
 
-def test_accumulate_and_apply_are_a_step() -> None:
+def test_a_rollout_that_is_accumulated_twice_counts_once() -> None:
     one, other = learner_with(algorithm="grpo"), learner_with(algorithm="grpo")
     batch = batch_of(0)
-    one.step(batch, 0)
+    one.step(as_batch(batch, 0))
     for group in in_groups(batch):
         other.accumulate(group, 0)
-        other.accumulate(group, 0)  # a rollout counts once
-    assert other.apply()["rollouts"] == len(batch)
+        other.accumulate(group, 0)
+    assert other.step(as_batch(batch))["rollouts"] == len(batch)
     left, right = tensors_of(one.state_dict()["policy"]), tensors_of(other.state_dict()["policy"])
     assert all(torch.allclose(left[key], right[key], rtol=1e-4, atol=1e-6) for key in left)
-
-
-def test_apply_needs_rollouts() -> None:
-    with pytest.raises(ValueError, match="accumulate rollouts first"):
-        learner_with().apply()
 
 
 def test_weights_and_state_do_not_change_before_the_update() -> None:
@@ -218,8 +214,8 @@ def test_weights_and_state_do_not_change_before_the_update() -> None:
 def _same_as_without(learner: Learner, batch: list[Rollout], version: int = 0) -> dict[str, float]:
     """The step of a learner in some state of streaming, which must be that of a new one."""
     plain = learner_with(tokens_per_micro_batch=60, algorithm=learner.settings.algorithm)
-    plain.step(batch, version)
-    metrics = learner.step(batch, version)
+    plain.step(as_batch(batch, version))
+    metrics = learner.step(as_batch(batch, version))
     left, right = tensors_of(plain.state_dict()), tensors_of(learner.state_dict())
     for key, tensor in left.items():
         assert torch.allclose(tensor, right[key], rtol=1e-3, atol=1e-6), key
@@ -250,28 +246,22 @@ def test_a_gradient_for_another_version_than_the_batch_is_dropped() -> None:
 
 def test_a_gradient_of_the_weights_before_a_restore_is_dropped() -> None:
     trained_before, streamed_to = learner_with(algorithm="grpo"), learner_with(algorithm="grpo")
-    trained_before.step(batch_of(0), 0)
+    trained_before.step(as_batch(batch_of(0), 0))
     batch = batch_of(1)
     streamed_to.accumulate(in_groups(batch)[0], 1)
     streamed_to.load_state_dict(trained_before.state_dict())
-    found = streamed_to.step(batch, 1)
+    found = streamed_to.step(as_batch(batch, 1))
     assert found.pop("streamed_fraction") == 0.0
-    assert found == trained_before.step(batch, 1)
+    assert found == trained_before.step(as_batch(batch, 1))
 
 
 def test_advantages_that_later_rollouts_change_are_computed_again() -> None:
-    """A cohort's reference leaves out cohorts that are in the same update. Here the second part has one of them: what
-    was streamed before it is wrong."""
+    """Without initial rewards, the first cohort compares groups. The part that is streamed has one member of each, so
+    it is compared with nothing yet."""
     plain, streamed = (learner_with(algorithm="reinforce++", tokens_per_micro_batch=60) for _ in range(2))
-    first, second = batch_of(0), batch_of(1)
-    for rollout in second:
-        rollout.cohort = 0 if rollout.group % 2 else 1
-    later = [rollout for rollout in second if rollout.cohort == 0]
-    for learner in (plain, streamed):
-        learner.step(first, 0)
-    streamed.accumulate([rollout for rollout in second if rollout.cohort == 1], 1)
-    streamed.accumulate(later, 1)
-    expected, found = plain.step(second, 1), streamed.step(second, 1)
+    batch = batch_of(0)
+    streamed.accumulate([rollout for rollout in batch if rollout.index_in_group == 0], 0)
+    expected, found = plain.step(as_batch(batch)), streamed.step(as_batch(batch))
     assert found.pop("streamed_fraction") == 0.0
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
@@ -309,7 +299,7 @@ def test_what_needs_the_whole_update_is_refused_by_name(changes: dict[str, Any],
     learner = learner_with(**changes)
     with pytest.raises(ValueError, match=message):
         learner.accumulate(batch_of(0), 0)
-    learner.step(batch_of(0), 0)
+    learner.step(as_batch(batch_of(0), 0))
 
 
 def test_a_part_without_a_whole_group_is_no_error() -> None:

@@ -114,6 +114,14 @@ def check_cohort_gate(run: Run, batches: list[Batch]) -> None:
         assert [*map(max, cohorts)] == sorted(map(max, cohorts))
 
 
+def check_complete_cohorts(run: Run, batches: list[Batch]) -> None:
+    """The oldest cohort that comes later is the first that is not complete; one may come to nothing by rejections."""
+    is_exact = not run.controller.buffer.rejected and not run.controller.live
+    for place, batch in enumerate(batches[:-1]):
+        oldest = min(rollout.cohort for later in batches[place + 1 :] for rollout in later)
+        assert batch.complete_cohorts == oldest if is_exact else batch.complete_cohorts <= oldest
+
+
 def check_batch_sizes(run: Run) -> None:
     """A batch is one update's worth, in whole groups, or all that is left where the rest would be less than
     half an update. Flexible on-policy (all that is ready); larger under a staleness bound (overdue ones are in it)."""
@@ -198,6 +206,7 @@ def checked_run(scenario: Scenario) -> Run:
     check_each_once(run, run.batches, run.events)
     check_groups(run, run.batches, run.events)
     check_cohort_gate(run, run.batches)
+    check_complete_cohorts(run, run.batches)
     check_log(run, run.events)
     check_figures(run, run.run_metrics, run.batches)
     assert Metrics().fold(through_json(run.events)).run_metrics() == run.run_metrics

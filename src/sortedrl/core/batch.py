@@ -15,12 +15,16 @@ class StaleTokens(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One update: scored rollouts, shortest first. `version` is the learner's when the batch was handed out."""
+    """One update: scored rollouts, shortest first. `version` is the learner's when the batch was handed out.
+
+    `complete_cohorts`: no later batch has a rollout of a cohort with a lower number than this.
+    """
 
     update: int
     harvest: int
     version: int
     rollouts: tuple[Rollout, ...]
+    complete_cohorts: int = 0
 
     def __len__(self) -> int:
         return len(self.rollouts)

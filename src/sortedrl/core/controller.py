@@ -448,7 +448,7 @@ class Controller:
         rollouts = sorted([m for group in groups for m in group.members], key=attrgetter("length", "id"))
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
-        batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts))
+        batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts), self._loader.complete_cohorts(rollouts))
         self._ledger.train(batch, groups)
         s.updates += 1
         s.learning = True

@@ -274,7 +274,7 @@ class PromptLoader:
         if count <= 0:
             return False
         prompts = s.prompts.take(count, within_epoch=self._ledger.strategy.gated)
-        cohort = self._cohorts_loaded if self._ledger.strategy.gated else self._nominal_cohort()
+        cohort = self._next_cohort()
         self._cohorts_loaded += 1
         self._prompts_loaded += len(prompts)
         rollouts = len(prompts) * s.schedule.rollouts_per_prompt
@@ -284,9 +284,17 @@ class PromptLoader:
             self._load_group(prompt, cohort)
         return True
 
-    def _nominal_cohort(self) -> int:
-        """Without a gate, prompts are numbered into cohorts in load order, for statistics over cohorts."""
+    def _next_cohort(self) -> int:
+        """That of the next prompt. Without a gate, prompts are numbered into cohorts in load order, for statistics."""
+        if self._ledger.strategy.gated:
+            return self._cohorts_loaded
         return self._prompts_loaded // self._state.prompts_per_cohort
+
+    def complete_cohorts(self, batch: Sequence[Rollout]) -> int:
+        """Cohorts of which nothing is left but this batch: all before that of the oldest other rollout."""
+        now = set(batch)
+        oldest = next((rollout for rollout in self._state.buffer.live.values() if rollout not in now), None)
+        return self._next_cohort() if oldest is None else oldest.cohort
 
     def _load_group(self, prompt: Prompt, cohort: int) -> None:
         s, schedule = self._state, self._state.schedule

@@ -13,7 +13,7 @@ response tokens, padded on the right.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,21 +74,21 @@ class CohortStatistics:
 
     `seen` holds the moments of each cohort's values so far. `references` holds the moments that `previous_cohorts`
     normalizes a cohort with. They are fixed when the cohort's first rollouts arrive and never change: a constant over
-    the whole cohort treats short and long rollouts alike. `initial` is the reference of cohorts without a predecessor.
-    It is known before the first update; without values it means mean 0 and standard deviation 1.
+    the whole cohort treats short and long rollouts alike. `complete`: all rollouts of cohorts below this number have
+    arrived. Of a cohort that is still arriving mostly the short rollouts are known, so it is in no reference. `initial`
+    is the reference of cohorts that start before any is complete. It is known before the first update; without values
+    it means mean 0 and standard deviation 1.
     """
 
     seen: Mapping[int, Moments] = field(default_factory=dict)
     references: Mapping[int, Moments] = field(default_factory=dict)
     initial: Moments = Moments()
+    complete: int = 0
 
-    def before(self, cohort: int, still_arriving: Collection[int] = ()) -> Moments:
-        """The latest cohorts before this one with a total of `POOLED_VALUES`, or all there are.
-
-        A cohort that is still arriving is left out, since only its short rollouts are known.
-        """
+    def before(self) -> Moments:
+        """The latest complete cohorts with a total of `POOLED_VALUES`, or all there are."""
         pooled = Moments()
-        for earlier in sorted((c for c in self.seen if c < cohort and c not in still_arriving), reverse=True):
+        for earlier in sorted((cohort for cohort in self.seen if cohort < self.complete), reverse=True):
             pooled += self.seen[earlier]
             if pooled.count >= POOLED_VALUES:
                 break
@@ -96,9 +96,9 @@ class CohortStatistics:
 
     def with_references(self, cohorts: Sequence[int]) -> CohortStatistics:
         """References for the batch's cohorts that have none yet; empty for those without a predecessor."""
-        new = {cohort: self.before(cohort, cohorts) for cohort in cohorts if cohort not in self.references}
-        known = {cohort: moments if moments.count > 1 else Moments() for cohort, moments in new.items()}
-        return replace(self, references={**self.references, **known})
+        latest = self.before()
+        new = dict.fromkeys(set(cohorts) - self.references.keys(), latest if latest.count > 1 else Moments())
+        return replace(self, references={**self.references, **new})
 
     def reference(self, cohort: int) -> Moments:
         found = self.references[cohort]
@@ -116,23 +116,19 @@ class CohortStatistics:
         }
         return replace(self, seen={**self.seen, **new})
 
-    def state_dict(self) -> dict[str, dict[int, tuple[int, float, float]]]:
-        return {
-            name: {cohort: (m.count, m.mean, m.squares) for cohort, m in moments.items()}
-            for name, moments in (
-                ("seen", self.seen),
-                ("references", self.references),
-                ("initial", {0: self.initial}),
-            )
-        }
+    def state_dict(self) -> dict[str, Any]:
+        moments = {"seen": self.seen, "references": self.references, "initial": {0: self.initial}}
+        plain = {name: {key: (m.count, m.mean, m.squares) for key, m in of.items()} for name, of in moments.items()}
+        return {**plain, "complete": self.complete}
 
     @staticmethod
-    def from_state_dict(state: Mapping[str, Mapping[int, Sequence[Any]]]) -> CohortStatistics:
-        def restored(name: str) -> dict[int, Moments]:
-            return {int(cohort): Moments(*values) for cohort, values in state.get(name, {}).items()}
-
-        initial = restored("initial").get(0, Moments())  # older versions did not save it
-        return CohortStatistics(restored("seen"), restored("references"), initial)
+    def from_state_dict(state: Mapping[str, Any]) -> CohortStatistics:
+        seen, references, initial = (
+            {int(key): Moments(*values) for key, values in state.get(name, {}).items()}
+            for name in ("seen", "references", "initial")  # older versions did not save the last
+        )
+        complete = state.get("complete", max(seen, default=0))  # nor this
+        return CohortStatistics(seen, references, initial.get(0, Moments()), complete)
 
 
 def normalized(
@@ -221,10 +217,10 @@ def reward_advantages(
     """One advantage per rollout for the algorithms without a critic, and the updated statistics.
 
     Reinforce++ with `group` subtracts the group's mean and divides by the standard deviation of such differences in
-    the previous cohorts, one scale for all groups. A cohort without a predecessor has no such statistics: there
-    reinforce++ compares a rollout with the members of its group in the batch, like GRPO, for both baselines. A rollout
-    that is alone in its group gets 0, because being alone depends on length. With one rollout per prompt, all are
-    alone and use the initial reference.
+    the previous cohorts, one scale for all groups. A cohort without a predecessor has no such statistics: there a
+    rollout is compared with the members of its group in the batch, like GRPO. So it is with `previous_cohorts` if
+    there are no initial rewards either. A rollout that is alone in its group gets 0 then, because being alone depends
+    on length. With one rollout per prompt, all are alone and keep the initial reference.
     """
     if algorithm == "grpo":
         return grpo_advantages(rewards_b, group_b), statistics
@@ -234,7 +230,8 @@ def reward_advantages(
         return normalized(rewards_b, cohort_b, advantage_baseline, statistics)
     compared_b = centered_on_group(rewards_b, group_b) if advantage_baseline == "group" else rewards_b
     advantages_b, after = normalized(compared_b, cohort_b, "previous_cohorts", statistics)
-    if not has_groups(group_b):
+    has_reference = advantage_baseline == "previous_cohorts" and statistics.initial.count > 1
+    if has_reference or not has_groups(group_b):
         return advantages_b, after
     by_group_b = after.without_predecessor(cohort_b)
     return torch.where(by_group_b, grpo_advantages(rewards_b, group_b), advantages_b), after

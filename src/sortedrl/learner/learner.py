@@ -2,7 +2,7 @@
 
     rollouts -> rewards -> advantages -> micro-batches -> gradients -> optimizer -> weights()
 
-    learner.step(batch.rollouts, batch.version)       # is accumulate(rollouts not accumulated yet), then apply()
+    learner.step(batch)       # of the controller
 
 Rollouts that are certain to be in the coming update can be passed to `accumulate` earlier, in any parts: the controller
 does this with `Controller(..., stream_to=learner.accumulate)`.
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sortedrl.core.batch import Batch
 from sortedrl.core.rollout import Rollout
 from sortedrl.learner.advantages import (
     CohortStatistics,
@@ -150,41 +151,31 @@ class Learner:
             initial = replace(initial, mean=0.0)
         self._statistics = replace(self._statistics, initial=initial)
 
-    def step(self, rollouts: Sequence[Rollout], version: int, harvest_index: int = 0) -> dict[str, float]:
-        """One update. `version` is that of the latest published weights; returns metrics by name.
-
-        `harvest_index` is the update's position within its cohort: the quality of a critic may depend on length.
-        """
-        require(len(rollouts) > 0, "rollouts", len(rollouts), "an update needs at least one rollout")
-        if self._so_far is not None and not self._so_far.is_part_of(rollouts, version):
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One update; returns metrics by name. Only rollouts that were not accumulated yet need a gradient."""
+        require(len(batch) > 0, "rollouts", len(batch), "an update needs at least one rollout")
+        try:
+            if self._so_far is not None and not self._so_far.is_part_of(batch):
+                self._drop_gradient()
+            so_far = self._add(batch.rollouts, batch.version)
+            found = self._assess(so_far)
+            if self.settings.steps_per_update == 1 and not so_far.agrees_with(found):
+                self._drop_gradient()
+                so_far = self._add(batch.rollouts, batch.version)
+            return self._update(so_far, found, batch)
+        finally:
             self._drop_gradient()
-        self._add(rollouts, version)
-        return self.apply(harvest_index)
 
     def accumulate(self, rollouts: Sequence[Rollout], version: int) -> None:
         """Add the gradient of rollouts that are certain to be in the coming update, whole groups at a time.
 
-        An error drops the gradient so far. The weights do not change before `apply`.
+        An error drops the gradient so far. The weights do not change before `step`.
         """
         require_streamable(self.settings)
         self._is_streamed_to = True
         if self._so_far is not None and self._so_far.version != version:
             self._drop_gradient()
         self._add(rollouts, version).streamed += len(rollouts)
-
-    def apply(self, harvest_index: int = 0) -> dict[str, float]:
-        """Make the update from all rollouts that were accumulated; returns metrics by name."""
-        require(self._so_far is not None, "rollouts", 0, "accumulate rollouts first, or call step with a batch")
-        assert self._so_far is not None
-        try:
-            found = self._assess(self._so_far)
-            if self.settings.steps_per_update == 1 and not self._so_far.agrees_with(found):
-                version, rollouts = self._so_far.version, self._so_far.rollouts
-                self._drop_gradient()
-                self._add(rollouts, version)
-            return self._update(self._so_far, found, harvest_index)
-        finally:
-            self._drop_gradient()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names, with LoRA merged in and tied weights under both names.
@@ -351,7 +342,7 @@ class Learner:
         multiple = COMPILED_WIDTH_MULTIPLE if self.settings.compile_layers else 1
         return batch.select(rows, self._device, multiple)
 
-    def _update(self, so_far: UpdateSoFar, found: Assessment, harvest_index: int) -> dict[str, float]:
+    def _update(self, so_far: UpdateSoFar, found: Assessment, handed_out: Batch) -> dict[str, float]:
         """Optimizer steps, statistics and metrics of an update that is complete."""
         settings = self.settings
         if settings.resolved_advantage_baseline == "group" and not self.updates:  # later ones may have lost members
@@ -375,8 +366,9 @@ class Learner:
             if self.critic is not None:
                 returns_n, gae_n = batch.returns_br[batch.mask_br], batch.gae_br[batch.mask_br]
                 metrics["explained_variance"] = explained_variance(returns_n - gae_n, returns_n)
-                metrics[f"explained_variance/harvest_{harvest_index}"] = metrics["explained_variance"]
-        self._statistics = found.statistics
+                place = handed_out.place_in_cohort  # the quality of a critic may depend on length
+                metrics[f"explained_variance/harvest_{place}"] = metrics["explained_variance"]
+        self._statistics = replace(found.statistics, complete=handed_out.complete_cohorts)
         return metrics
 
     def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sortedrl.core.batch import Batch
 from sortedrl.core.rollout import Rollout
 from sortedrl.learner.advantages import CohortStatistics
 from sortedrl.learner.batching import UpdateBatch
@@ -56,8 +57,8 @@ class UpdateSoFar:
             trains_b=torch.cat((self.trains_b, torch.zeros(len(rollouts), dtype=torch.bool)))[order],
         )
 
-    def is_part_of(self, rollouts: Sequence[Rollout], version: int) -> bool:
-        return version == self.version and set(self.rollouts) <= set(rollouts)
+    def is_part_of(self, batch: Batch) -> bool:
+        return batch.version == self.version and set(self.rollouts) <= set(batch)
 
     def rows_of(self, rollouts: Sequence[Rollout]) -> list[int]:
         wanted = set(rollouts)

@@ -252,7 +252,7 @@ class MicroRun:
         from sortedrl.learner.settings import LearnerSettings
 
         learner = Learner(self._model, LearnerSettings(learning_rate=1e-4, warmup_updates=0))
-        stats = learner.step(self._batch.rollouts, self._batch.version)
+        stats = learner.step(self._batch)
         _require(all(map(isfinite, stats.values())), f"non-finite metrics: {stats}")
         mismatch = stats["mismatch_max_abs"]
         _require(mismatch < MOST_MISMATCH, f"the log-probabilities of engine and learner differ by {mismatch:.1e}")

@@ -294,8 +294,8 @@ def _check_streaming(settings: TrainSettings) -> None:
         require_streamable(learner_settings_from(settings, settings.mode))
     except ValueError as error:
         raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
-    compares = settings.algorithm == "reinforce++" or settings.drop_zero_variance_groups
-    if compares and settings.rollouts_per_prompt > 1 and not settings.wants_whole_groups():
+    compares = settings.drop_zero_variance_groups and settings.rollouts_per_prompt > 1
+    if compares and not settings.wants_whole_groups():
         raise ConfigurationError(
             "stream",
             True,

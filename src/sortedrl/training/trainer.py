@@ -233,7 +233,7 @@ class TrainingRun:
 
     def _step(self, batch: Batch) -> dict[str, float]:
         def step() -> dict[str, float]:
-            return self.learner.step(batch.rollouts, batch.version, batch.place_in_cohort)
+            return self.learner.step(batch)
 
         if self.settings.overlap:
             return self.controller.carry_on_during(step)
