@@ -282,6 +282,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"problem": "1?", "answer": "1"}\nnot json\n')
     with pytest.raises(ValueError, match=r"broken.jsonl, line 2 is not JSON"):
         Math(data=tmp_path / "broken.jsonl").train()
+    (tmp_path / "broken.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"broken.jsonl, line 1 is not JSON"):
+        Math(data=tmp_path / "broken.jsonl").train()
     with pytest.raises(
         ValueError,
         match=r"aime24 is for evaluation only: pass .* as held_out_data \(--task-options held_out_data .*rows.jsonl\)",

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from sortedrl import __version__
 from sortedrl.cli.streams import discard, replace_what_cannot_be_encoded
 from sortedrl.core.errors import UserError
+from sortedrl.core.wording import printable
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = {
@@ -54,6 +55,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except MemoryError:
+        return _refuse(f"{words[0]} needs more memory than there is")
     except BrokenPipeError:
         discard(sys.stdout, sys.stderr)
         return 0
@@ -85,5 +88,5 @@ def _usage() -> str:
 
 
 def _refuse(message: str) -> int:
-    print(f"sortedrl: {message}", file=sys.stderr)
+    print(f"sortedrl: {printable(message)}", file=sys.stderr)
     return 2

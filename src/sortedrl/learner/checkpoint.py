@@ -150,7 +150,7 @@ def damage_of(path: Path) -> str | None:
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (int(manifest[name]["size"]), str(manifest[name]["sha256"])) for name in _FILES}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its manifest cannot be read ({error})"
     except (KeyError, TypeError):
         return f"its manifest does not list {' and '.join(_FILES)} with size and hash"

@@ -109,7 +109,7 @@ def process_is_there(path: Path) -> bool | None:
         if not _take(file, shared=False):
             return True
         return False if json.loads(os.pread(file, 4096, 0))["machine"] == _machine() else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     finally:
         os.close(file)
@@ -155,7 +155,7 @@ def _holder(file: int) -> str:
     try:
         found = json.loads(os.pread(file, 4096, 0))
         return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 
 

@@ -56,7 +56,7 @@ def _fault_of(config: Path) -> str:
     """Why the file is no model's configuration; empty if it may be one."""
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"cannot be read ({one_line(str(error))})"
     return "" if isinstance(found, dict) else f"has a {type(found).__name__} in place of a JSON object"
 

@@ -103,7 +103,7 @@ def read(path: Path) -> Profile:
         )
         if not (found.kv_tokens is None or found.kv_tokens > 0):
             raise TypeError(f"kv_tokens = {found.kv_tokens}")
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a profile ({error}): create one with sortedrl profile") from None
     if not times_are_right:
         raise ValueError(

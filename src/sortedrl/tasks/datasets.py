@@ -107,7 +107,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}; use one object per line") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is {kind_of(row)} instead of an object")

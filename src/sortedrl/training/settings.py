@@ -349,13 +349,13 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
         if "model_type" not in settings:
             return _known(settings), None
         damage: Exception = ValueError("it is that of a model, not of a run")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         damage = error
     states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name)
     for state in reversed(states):
         try:
             settings = _read_object(state)["notes"]["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if isinstance(settings, dict):
             notice = f"{path} cannot be read ({plain_reason(damage)}): settings taken from {state.parent.name}"

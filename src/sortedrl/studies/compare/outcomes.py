@@ -75,7 +75,7 @@ def read_run(folder: Path, metrics: Sequence[str]) -> dict[str, Any]:
         wall_seconds = summary["seconds"]
         updates = [line for line in lines if "rollouts" in line]
         curve = list(learning_curve(lines))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IncompleteRun(f"results of {folder} cannot be read: {error!r}") from None
     if not curve or not updates:
         raise IncompleteRun(f"{folder / 'metrics.jsonl'} has no {'updates' if curve else 'held-out score'}")

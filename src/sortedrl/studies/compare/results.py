@@ -83,7 +83,7 @@ def problems_in(folder: Path) -> str | None:
     newest = max(folder.glob("checkpoints/update-*/state.json"), key=lambda path: path.parent.name, default=None)
     try:
         problems = json.loads(newest.read_text(encoding="utf-8"))["notes"]["problems"] if newest else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if problems is None:
         return None
@@ -166,7 +166,7 @@ def read_results(path: Path) -> Results:
             if not _is_result(line):
                 raise ValueError
             found.runs[line["arm"], line["seed"]] = line
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             why = f"line {number} is not the result of a run"
             raise ConfigurationError("from", str(path), why, "Name a results.jsonl of sortedrl compare.") from None
     return replace(found, plans=tuple(plans))
@@ -191,6 +191,6 @@ def _whole_lines(text: str) -> list[str]:
     *lines, last = text.split("\n")
     try:
         json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return lines
     return [*lines, last]

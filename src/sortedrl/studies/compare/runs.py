@@ -83,7 +83,7 @@ class Run:
         if self.is_finished:
             return 1.0
         for text in reversed(_last_lines(self.folder / "metrics.jsonl")):
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 line = json.loads(text)
                 return float(line["update"] / line["updates_in_all"])
         return 0.0
@@ -119,7 +119,7 @@ def refuse_changed_settings(runs: Iterable[Run]) -> None:
             continue
         try:
             started = tomllib.loads(run.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # `sortedrl train --resume` compares them with its own
         started.pop("out", None)
         changed = sorted(

@@ -98,7 +98,7 @@ def read_study(path: Path) -> Study:
 def parsed_study(text: str, name: str) -> Study:
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError("study", name, f"not TOML: {error}", "Fix that line.") from None
     _refuse_unknown(values, KEYS, "no such key of a study")
     arms = arms_of(_table(values, "settings"), _table(values, "arms"), _table(values, "grid"))
