@@ -427,8 +427,8 @@ def test_rejections_are_listed_by_reason(tmp_path: Path) -> None:
 
 def test_charts_that_are_flat_by_nature_are_left_out(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a-run")
-    flat = {"reward": 0.5, "mismatch_kl": 3e-9, "clipped_fraction": 0.0, "entropy": 1.2, "scoring_backlog": 0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"update": i, **flat}) + "\n" for i in (1, 2)))
+    flat = UPDATE | {"mismatch_kl": 3e-9, "clipped_fraction": 0.0, "entropy": 1.2, "stale_ratio_mean": 0.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(flat | {"update": i}) + "\n" for i in (1, 2)))
     drawn = report_charts.learner_panels(series_of(read_runs([folder])))
     assert [chart.id for chart in drawn] == ["learner-entropy"]
 
@@ -544,13 +544,17 @@ def run_folder(path: Path, *, seed: int = 0) -> Path:
     settings = TrainSettings(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
     (path / "config.json").write_text(json.dumps(as_json(settings)))
     held_out = {"update": 0, "seconds": 0.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}}
-    update = {"update": 1, "reward": 0.5, "clipped_fraction": 0.02, "mismatch_kl": 1e-4, "stale_ratio_mean": 1.1}
-    lines = [json.dumps(line) for line in (held_out, update, update | {"update": 2})]
+    lines = [json.dumps(line) for line in (held_out, UPDATE, UPDATE | {"update": 2})]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"update": 3, "rew')
     (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RESPONSES))
     return path
 
 
+UPDATE: dict[str, Any] = {
+    "update": 1, "updates_in_all": 4, "seconds": 2.0, "reward": 0.5, "correct": 0.5, "length": 4.0, "bubble": 0.1,
+    "goodput": 9.0, "waste": 0.0, "run_staleness_mean": 0.0, "clipped_fraction": 0.02, "mismatch_kl": 1e-4,
+    "stale_ratio_mean": 1.1,
+}  # fmt: skip
 RESPONSES: list[dict[str, Any]] = [
     {
         "update": 1,

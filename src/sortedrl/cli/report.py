@@ -14,6 +14,7 @@ from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, print_settings
 from sortedrl.cli.train import command_for
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.wording import printable
 from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs
@@ -63,9 +64,10 @@ def run(settings: ReportSettings) -> int:
         written = str(page) if settings.out is not None else None
         print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))
         return 0
-    print(report.as_json(runs)["conclusion"])
+    for line in report.conclusion_lines(runs):
+        print(printable(line))
     for run in runs:
         for notice in run.notices:
-            print(f"{run.name}: {notice}", file=sys.stderr)
-    print(f"report in {page} ({page.stat().st_size / 1e6:.1f} MB)")
+            print(printable(f"{run.name}: {notice}"), file=sys.stderr)
+    print(printable(f"report in {page} ({page.stat().st_size / 1e6:.1f} MB)"))
     return 0

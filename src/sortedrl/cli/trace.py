@@ -13,7 +13,7 @@ from pydantic import Field
 from sortedrl.cli.output import print_settings
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Started
-from sortedrl.core.wording import counted
+from sortedrl.core.wording import counted, printable
 from sortedrl.log.atomic_write import atomic_writer
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import read_intact
@@ -55,8 +55,10 @@ def run(settings: TraceSettings) -> int:
         print(json.dumps({"trace": str(out), "slices": slices, "unreadable_lines": unreadable}))
         return 0
     if unreadable:
-        print(f"sortedrl: left out {counted(unreadable, 'unreadable line')} of {source}", file=sys.stderr)
-    print(f"{counted(slices, 'slice')} in {out}: open it at https://ui.perfetto.dev (the file stays on your machine)")
+        left_out = f"left out {counted(unreadable, 'unreadable line')} of {source}"
+        print(f"sortedrl: {printable(left_out)}", file=sys.stderr)
+    where = "open it at https://ui.perfetto.dev (the file stays on your machine)"
+    print(f"{counted(slices, 'slice')} in {printable(str(out))}: {where}")
     return 0
 
 
@@ -70,7 +72,7 @@ def _intact_log(source: Path) -> tuple[list[Event], int]:
     if not read.events:
         raise ConfigurationError("run", str(source), "it has no events", fix)
     if read.notice:
-        print(f"sortedrl: {source}: {read.notice}", file=sys.stderr)
+        print(f"sortedrl: {printable(str(source))}: {read.notice}", file=sys.stderr)
     return repaired(read.events).log, len(read.damage)
 
 

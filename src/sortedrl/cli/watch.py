@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sortedrl.cli.output import console_of_run, print_settings
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.wording import printable
 from sortedrl.observe import watch
 from sortedrl.settings.base import Settings, as_json
 
@@ -53,9 +54,10 @@ def run(settings: WatchSettings) -> int:
         with console_of_run(settings) as console:
             watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
     except watch.DamagedLog as error:
-        print(f"sortedrl: {error}; `sortedrl report` shows the intact part", file=sys.stderr)
+        print(f"sortedrl: {printable(str(error))}; `sortedrl report` shows the intact part", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    print(watch.outcome_line(folder, watched))
+    for line in watch.outcome_line(folder, watched).split("\n"):
+        print(printable(line))
     return int(watched.outcome in watch.FAILED)

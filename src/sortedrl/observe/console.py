@@ -26,6 +26,7 @@ from rich.text import Text
 
 from sortedrl.core import events
 from sortedrl.core.events import Event, Sink
+from sortedrl.core.wording import printable
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import ROUNDING_NATS, RunState, RunView, is_update
 
@@ -85,7 +86,7 @@ def _update_warnings(line: dict[str, Any]) -> str:
     if line.get("scoring_backlog"):
         parts.append(f"scoring backlog {line['scoring_backlog']}")
     if line.get("rejected"):
-        most = _cut(str(line.get("rejected_most", "")), MAX_REASON)
+        most = _cut(printable(str(line.get("rejected_most", ""))), MAX_REASON)
         parts.append(f"rejected {line['rejected']}" + (f" ({most})" if most else ""))
     return "".join(f"{part}  " for part in parts)
 
@@ -330,7 +331,7 @@ class PanelConsole:
 
     def log(self, line: str) -> None:
         with suppress(OSError):  # the terminal is gone, but the run continues
-            self._terminal.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+            self._terminal.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         self.state = RunState(metrics, name, updates_in_all)
@@ -414,7 +415,7 @@ def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> PlainConsol
 
     def log(line: str) -> None:
         try:
-            print(line, file=stream, flush=True)
+            print(printable(line), file=stream, flush=True)
         except OSError:
             if ends_with_reader:
                 raise

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
+from sortedrl.core.wording import printable
 from sortedrl.observe.metrics import Metrics, Snapshot
 
 REWARDS_SHOWN = 60  # updates
+_NUMBERS = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")  # of every update
+_COUNTS = ("updates_in_all", "rejected", "scoring_backlog", "mismatch_kl")  # that a display shows if they are there
 ROUNDING_NATS = 1e-6  # a smaller KL is rounding, as between engine and learner of one model on a CPU: not shown
 
 WAITING, RESUMABLE, QUEUED, RUNNING = "waiting", "resumable", "queued", "running"
@@ -48,8 +51,8 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Times are on the clock of the process that feeds the state; the latest event was at
-    `began_at + snapshot.wall_seconds`."""
+    """What a display shows; its texts have no control characters. Times are on the clock of the process that feeds the
+    state; the latest event was at `began_at + snapshot.wall_seconds`."""
 
     name: str
     mode: str
@@ -124,15 +127,15 @@ class RunState:
         snapshot = self.metrics.snapshot()
         lines, remaining = self._lines, self.remaining_seconds()
         return RunView(
-            name=self.name,
-            mode=self.metrics.mode,
-            phase=self.phase,
+            name=printable(self.name),
+            mode=printable(self.metrics.mode),
+            phase=printable(self.phase),
             updates=self._done,
             updates_in_all=self.updates_in_all,
             began_at=seen_at - snapshot.wall_seconds,
             ends_at=None if remaining is None else lines.seen_at + remaining,
             seen_at=seen_at,
-            snapshot=snapshot,
+            snapshot=replace(snapshot, rejected_most=printable(snapshot.rejected_most)),
             rewards=tuple(self._rewards),
             correct=lines.newest.get("correct"),
             mismatch=lines.newest.get("mismatch_kl"),
@@ -181,11 +184,20 @@ def is_update(line: dict[str, Any]) -> bool:
 
 
 def is_metrics_line(line: Any) -> bool:
-    """Whether a line of a possibly damaged file has the fields that a display needs."""
-    if not isinstance(line, dict) or type(line.get("update")) is not int or type(line.get("seconds")) is not float:
+    """Whether a line of a possibly damaged file has the numbers that displays and reports need."""
+    if not isinstance(line, dict) or type(line.get("update")) is not int:
         return False
-    held_out = line.get("held_out")
-    return is_update(line) or (isinstance(held_out, dict) and type(held_out.get("value")) in (float, int))
+    score = line.get("held_out")
+    if is_update(line):
+        needed = [line.get(name) for name in _NUMBERS] + [line[name] for name in _COUNTS if name in line]
+    else:
+        needed = [score.get(name) for name in ("value", "low", "high")] if isinstance(score, dict) else [None]
+    return all(map(is_number, (line["update"], line.get("seconds"), *needed)))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a run may write, of which products are finite, too."""
+    return type(value) in (int, float) and abs(value) < 1e100
 
 
 class RolloutPlaces:

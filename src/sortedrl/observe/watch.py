@@ -125,9 +125,13 @@ def outcome_line(folder: Path, watched: Watched) -> str:
         return f"{folder} was removed, or its files were"
     if watched.outcome == INTERRUPTED and is_of_train:
         return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
-    summary = _read(folder / "summary.json")
-    if "gain" not in summary:
+    try:
+        return _result(_read(folder / "summary.json"))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # of another loop, or damaged
         return f"ended. For its metrics: sortedrl report {folder}"
+
+
+def _result(summary: dict[str, Any]) -> str:
     before, after, gain = (summary[key] for key in ("score_before", "score_after", "gain"))
     parts = summary["metrics"].get("wall_parts")
     return (f"{bottleneck_line(parts)}\n" if parts else "") + (

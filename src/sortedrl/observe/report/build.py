@@ -64,6 +64,12 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def conclusion_lines(runs: Sequence[Run]) -> list[str]:
+    """What the page says at its top: the conclusion, then what limits it."""
+    found = words.conclusion(series_of(runs), runs)
+    return [found["sentence"], *found["asides"]]
+
+
 def _content(runs: Sequence[Run], commands: Sequence[str | None], series: Sequence[Series]) -> dict[str, Any]:
     longest = max(run.ended - run.began for run in runs)
     unit = charts.time_unit(longest)

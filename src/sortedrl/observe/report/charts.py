@@ -17,7 +17,7 @@ from sortedrl.observe.report.curves import Curve, Dot, curve, line, rounded, thi
 from sortedrl.observe.report.folds import UpdatePoint
 from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
-from sortedrl.observe.run_state import ROUNDING_NATS
+from sortedrl.observe.run_state import ROUNDING_NATS, is_number
 from sortedrl.observe.timeline import Slice
 
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
@@ -337,7 +337,7 @@ def panel_charts(panel: LearnerPanel, series: Sequence[Series]) -> Iterable[Char
             [
                 Dot(line["update"], line["update"], factor * line[panel.key])
                 for line in run.learner
-                if _is_number(line.get(panel.key))
+                if is_number(line.get(panel.key))
             ]
             for run in one.runs
         ]
@@ -421,10 +421,6 @@ def _view(data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, dict[
 
 def _percent(part: float, whole: float) -> float:
     return 100 * part / whole if whole else 0.0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def highest_length(runs: Sequence[Run]) -> float:

@@ -6,6 +6,7 @@ is empty for a bare log. Damaged content never raises; `Run.notices` lists what 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from sortedrl.observe.report.folds import (
     staleness_floor,
     update_points,
 )
+from sortedrl.observe.run_state import is_metrics_line, is_number, is_update
 from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.observe.timeline import Slice, slices
 
@@ -152,8 +154,8 @@ def _read_run(path: Path, name: str) -> Run:
     stays = slices(log)
     counts = slot_counts(outline)
     run_metrics, occupancy = slot_time(log, stays)
-    lines, lost_metrics = _lines(folder, "metrics.jsonl")
-    responses, lost_responses = _lines(folder, "rollouts.jsonl")
+    lines, lost_metrics = _lines(folder, "metrics.jsonl", is_metrics_line)
+    responses, lost_responses = _lines(folder, "rollouts.jsonl", _is_response)
     settings, configuration = _settings(folder, outline)
     notices = [
         *([f"Event log: {read.notice}."] if read.notice else []),
@@ -177,22 +179,17 @@ def _read_run(path: Path, name: str) -> Run:
         floor=staleness_floor(outline),
         settings=settings,
         has_configuration=configuration,
-        learner=tuple(line for line in lines if "reward" in line and "update" in line),
+        learner=tuple(filter(is_update, lines)),
         held_out=_held_out(lines, evaluation_marks(outline)),
-        responses=tuple(line for line in responses if "response" in line),
+        responses=tuple(responses),
         notices=tuple(notices),
     )
 
 
 def _held_out(lines: Iterable[dict[str, Any]], marks: dict[int, Mark]) -> tuple[HeldOut, ...]:
     """One per update that was followed by an evaluation; the last one if there were two."""
-    scores = {line["update"]: line["held_out"] for line in lines if _is_score(line) and line.get("update") in marks}
+    scores = {line["update"]: line["held_out"] for line in lines if not is_update(line) and line["update"] in marks}
     return tuple(HeldOut(marks[update], score) for update, score in sorted(scores.items()))
-
-
-def _is_score(line: dict[str, Any]) -> bool:
-    score = line.get("held_out")
-    return isinstance(score, dict) and all(type(score.get(key)) in (int, float) for key in ("value", "low", "high"))
 
 
 def _timeline(stays: Sequence[Slice], slots: int, outline: Sequence[Event], ended: float) -> Timeline:
@@ -219,7 +216,19 @@ def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any]
     return (dict(began.settings) | {"slots": slot_counts(log)[-1]} if isinstance(began, RunBegan) else {}), False
 
 
-def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
+def _is_response(line: Any) -> bool:
+    """Whether a line of a possibly damaged file has all that the page shows of a response."""
+    if not isinstance(line, dict) or not all(isinstance(line.get(key), str) for key in ("response", "question")):
+        return False
+    segments, ends = line.get("segments"), line.get("segment_ends", [])
+    if not isinstance(segments, list) or not all(isinstance(one, list) and len(one) == 2 for one in segments):
+        return False
+    numbers = [line.get("update"), line.get("rollout"), *itertools.chain.from_iterable(segments)]
+    numbers += ends if isinstance(ends, list) else [None]
+    return all(type(number) is int for number in numbers) and is_number(line.get("reward"))
+
+
+def _lines(folder: Path | None, name: str, is_valid: Callable[[Any], bool]) -> tuple[list[dict[str, Any]], int]:
     """The valid lines, and the number of invalid ones."""
     if folder is None or not (folder / name).is_file():
         return [], 0
@@ -231,7 +240,7 @@ def _lines(folder: Path | None, name: str) -> tuple[list[dict[str, Any]], int]:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 line = None
-            if isinstance(line, dict):
+            if is_valid(line):
                 found.append(line)
             else:
                 lost += 1

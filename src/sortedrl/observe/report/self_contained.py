@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.wording import printable
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.report.charts import Chart
 from sortedrl.settings.install_hint import install_hint
@@ -65,7 +66,13 @@ def _environment(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_without_control_characters,
     )
+
+
+def _without_control_characters(value: Any) -> Any:
+    """Of text from a run. Lines and tabs of a response stay; `Markup` is ours."""
+    return "\n".join(map(printable, value.expandtabs(4).split("\n"))) if type(value) is str else value
 
 
 def _asset(name: str) -> str:

@@ -158,15 +158,15 @@ def shown(value: Any) -> str:
 
 def responses(one: Series) -> list[dict[str, Any]]:
     """The best, worst, longest and most-resumed responses on record, each once, later updates first."""
-    written = [line for run in one.runs for line in run.responses if isinstance(line.get("reward"), int | float)]
+    written = [line for run in one.runs for line in run.responses]
     least, most = (pick((line["reward"] for line in written), default=0) for pick in (min, max))
     kinds: tuple[Kind, ...] = (
-        ("Best", lambda line: (-line["reward"], -line.get("update", 0)), lambda line: line["reward"] > least),
-        ("Worst", lambda line: (line["reward"], -line.get("update", 0)), lambda line: line["reward"] < most),
-        ("Longest", lambda line: (-_tokens(line), -line.get("update", 0)), lambda line: True),
+        ("Best", lambda line: (-line["reward"], -line["update"]), lambda line: line["reward"] > least),
+        ("Worst", lambda line: (line["reward"], -line["update"]), lambda line: line["reward"] < most),
+        ("Longest", lambda line: (-_tokens(line), -line["update"]), lambda line: True),
         (
             "Most resumed",
-            lambda line: (-_versions(line), -line.get("update", 0)),
+            lambda line: (-_versions(line), -line["update"]),
             lambda line: _versions(line) > 1,
         ),
     )

@@ -12,7 +12,9 @@ from sortedrl.observe.metrics import BUBBLE_PARTS
 from sortedrl.observe.report import charts
 from sortedrl.observe.report.runs import INCIDENTAL, Run
 from sortedrl.observe.report.series import Series
-from sortedrl.observe.report.tables import differing_keys, percent
+from sortedrl.observe.report.tables import differing_keys, percent, shown
+
+WORKLOAD = ("task", "task_options", "data", "model")  # the settings of one workload, which schedules share
 
 GLOSSARY = (
     ("slot", "one place in the engine's running batch (vLLM max_num_seqs, SGLang max_running_requests)"),
@@ -45,6 +47,8 @@ def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> dict[str, Any]:
         sentence = f"No update was made in {', '.join(run.name for run in runs)}: there is nothing to measure yet."
     elif len(measured) == 1:
         sentence = _conclusion_of_one(measured[0])
+    elif tasks := _different_tasks(measured):
+        sentence = f"These runs have different tasks ({tasks}) and are not compared: the metrics of each are below."
     else:
         sentence = _conclusion_of_several(measured)
         apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
@@ -86,6 +90,13 @@ def _conclusion_of_one(one: Series) -> str:
         f"{one.label} left {percent(bubble)} of slot-time empty while the engine could run{mostly}, and trained on "
         f"{goodput:,.0f} tokens per second{_waste_clause(one)}; {_staleness_clause(one)}."
     )
+
+
+def _different_tasks(series: Sequence[Series]) -> str:
+    """The settings that choose model and problems, as far as they differ; empty if the runs can be compared."""
+    firsts = [one.runs[0].settings for one in series]
+    values = {key: list(dict.fromkeys(shown(settings.get(key)) for settings in firsts)) for key in WORKLOAD}
+    return "; ".join(f"{key}: {', '.join(found)}" for key, found in values.items() if len(found) > 1)
 
 
 def _conclusion_of_several(series: Sequence[Series]) -> str:
