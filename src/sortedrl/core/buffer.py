@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-from sortedrl.core.rollout import Prompt, Rollout, Segment, State
+from sortedrl.core.checkpoint import restored_rollout, rollout_state
+from sortedrl.core.rollout import Prompt, Rollout, State
 
 Key = tuple[float, ...]
 # Names of their own: Python 3.11 takes longer for `State.WAITING` than for a call.
@@ -311,7 +311,7 @@ class Buffer:
             raise RuntimeError(f"{len(self.running)} rollouts are in the engine: abort them before a checkpoint")
         return {
             "counts": [self.loaded, self.trained, self.rejected],
-            "groups": [[group.id, group.gate, [_rollout_state(m) for m in group.members]] for group in self.groups()],
+            "groups": [[group.id, group.gate, [rollout_state(m) for m in group.members]] for group in self.groups()],
             "ready": [group_id for gate in self.gates.values() for group_id in gate.ready_groups],
             "returning": list(self.returning),
         }
@@ -320,7 +320,7 @@ class Buffer:
         self.loaded, self.trained, self.rejected = state["counts"]
         by_id: dict[int, Group] = {}
         for group_id, gate, members in state["groups"]:
-            rollouts = [_restored(fields, prompts) for fields in members]
+            rollouts = [restored_rollout(fields, prompts) for fields in members]
             group = Group(group_id, gate, rollouts)
             group.missing = sum(rollout.state is not READY for rollout in rollouts)
             by_id[group.id] = group
@@ -341,57 +341,3 @@ class Buffer:
         for rollout in self.live.values():  # after all groups exist: keys depend on other members
             if rollout.state is WAITING:
                 self._enqueue(rollout, key(rollout))
-
-
-_PLAIN_FIELDS = (
-    "id",
-    "index_in_group",
-    "cohort",
-    "seed",
-    "loaded_at_update",
-    "attempt",
-    "failures",
-    "forced_regenerations",
-    "reached",
-    "truncated",
-    "reward",
-    "detail",
-    "expected",
-    "ended_by",
-)
-
-
-def _rollout_state(rollout: Rollout) -> dict[str, Any]:
-    state = {name: getattr(rollout, name) for name in _PLAIN_FIELDS}
-    state["state"] = str(rollout.state)
-    state["prompt"] = rollout.prompt.id
-    state["segments"] = [
-        [list(s.tokens), list(s.logprobs), s.version, None if s.mask is None else list(s.mask)]
-        for s in rollout.segments
-    ]
-    return state
-
-
-def _restored(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    """The rollout as it was saved. If its tokens are invalid, they are dropped and it is regenerated."""
-    rollout = Rollout(
-        prompt=prompts[state["prompt"]],
-        state=State(state["state"]),
-        **{name: state[name] for name in _PLAIN_FIELDS},
-    )
-    try:
-        segments = [Segment(*fields).copy() for fields in state["segments"]]  # a segment grows in place
-        is_valid = all(segment.fault is None for segment in segments)
-    except (TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        return replace(
-            rollout,
-            state=WAITING,
-            attempt=rollout.attempt + 1,
-            truncated=False,
-            ended_by="",
-            reward=None,
-            detail=None,
-        )
-    return replace(rollout, segments=segments)

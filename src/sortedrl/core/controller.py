@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from sortedrl.core import events
 from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
+from sortedrl.core.checkpoint import check_state
 from sortedrl.core.configuration import check_optional_parts, check_parts, checked_int, checked_slots
 from sortedrl.core.engine import UNCHANGED, Engine, Request, Sampling, with_defaults
 from sortedrl.core.engine_reports import EngineReports
@@ -494,14 +495,7 @@ class Controller:
         """
         if self._has_started:
             raise RuntimeError("this controller has started: restore before its first batch, into a new Controller")
-        if not isinstance(state, dict) or not {"mode", "version"} <= state.keys():
-            found = f"a {type(state).__name__} with {[*state]}" if isinstance(state, dict) else repr(state)
-            raise ValueError(f"not a state of a controller: {found[:200]}. Pass what controller.state() returned")
-        if state["mode"] != self.strategy.name:
-            raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {self.strategy.name}")
-        group = self.schedule.rollouts_per_prompt
-        if (made := state.get("rollouts_per_prompt", group)) != group:  # older checkpoints do not have it
-            raise ValueError(f"the checkpoint was made with rollouts_per_prompt = {made}, this run has {group}")
+        check_state(state, self.strategy.name, self.schedule.rollouts_per_prompt)
         self._clock.continue_from(last_time)
         self._reports.restored_version = state["version"]
         self.log.count = state["events"]

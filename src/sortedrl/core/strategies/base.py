@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Buffer, Group, Key
+from sortedrl.core.checkpoint import prompts_of_saved
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.core.expectation import Expectation, SensedLengths, expected_length
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 
 BACKLOG_UPDATES = 4  # of rollouts in their environments, and of rollouts without a score
@@ -87,26 +88,8 @@ class SchedulerState:
         self.sweep = Sweep(*state["sweep"])
         self.prompts.restore(state["prompts"])
         self.expectation.restore(state["expectation"])
-        self.buffer.restore(state["buffer"], self._prompts_of(state["buffer"]), key)  # last: keys depend on the rest
-
-    def _prompts_of(self, buffer: dict[str, Any]) -> dict[str, Prompt]:
-        """The prompts of saved rollouts, by id. Others are not read: a dataset may tokenize them, or reset an
-        environment for them."""
-        place_of = {
-            rollout["prompt"]: rollout["id"] // self.schedule.rollouts_per_prompt
-            for _, _, members in buffer["groups"]
-            for rollout in members
-        }
-        taken = self.prompts.taken_at(set(place_of.values()))
-        for name, place in place_of.items():
-            if taken[place].id != name:
-                raise ConfigurationError(
-                    "prompts",
-                    taken[place].id,
-                    f"number {place} in the order of training was {name!r} when the checkpoint was written",
-                    "Resume with the same data in the same order.",
-                )
-        return {name: taken[place] for name, place in place_of.items()}
+        prompts = prompts_of_saved(state["buffer"], self.prompts, self.schedule.rollouts_per_prompt)
+        self.buffer.restore(state["buffer"], prompts, key)  # last: keys depend on the rest
 
     def expected(self, rollout: Rollout) -> float:
         """Expected length of the rollout, or of the longest member of its group with `whole_groups`."""
