@@ -328,7 +328,7 @@ BAD_INPUT = {
     "an old flag of simulate": (["simulate", "--compare-siblings"], ["use --whole-groups"]),
     "an old switch": (["simulate", "--keep-old-keys"], ["use --reuse-kv-cache"]),
     "an old flag with =": (["plan", "--weights_seconds=2"], ["use --weight-update-seconds"]),
-    "an old value": (["train", "--off-policy-correction", "truncated"], ["'truncated'", "renamed. Use tis."]),
+    "an old value": (["train", "--off-policy-correction", "truncated"], ["'truncated'", "renamed. Use decoupled."]),
     "another old value": (["train", "--advantage-baseline=siblings"], ["renamed. Use group."]),
     "an old engine option": (
         ["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "True"],

@@ -211,7 +211,7 @@ def test_gradient_is_the_formula_computed_from_full_logits() -> None:
     "changes",
     [
         {"aggregation": "constant", "off_policy_correction": "ppo_clip"},
-        {"aggregation": "token_mean", "off_policy_correction": "tis", "ratio_level": "sequence"},
+        {"aggregation": "token_mean", "off_policy_correction": "cispo", "ratio_level": "sequence"},
         {"aggregation": "sequence_mean", "off_policy_correction": "mask"},
         {"algorithm": "ppo", "off_policy_correction": "decoupled", "entropy_coefficient": 0.1},
     ],
@@ -341,7 +341,7 @@ def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
 # --- ratios, staleness, mismatch ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "tis", "mask", "decoupled"])
+@pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "cispo", "mask", "decoupled"])
 def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
     """The learner's own log-probabilities, handed in as what the engine sampled with."""
     learner = Learner(tiny_model(), LearnerSettings(off_policy_correction=off_policy_correction))
@@ -388,9 +388,9 @@ def test_decoupled_keeps_the_policy_of_before_the_update_over_several_steps() ->
         learner.step(as_batch(random_rollouts(), version=1))
         return weights_of(learner.model)["model.layers.0.mlp.up_proj.weight"]
 
-    assert torch.equal(weights_after("decoupled", 1), weights_after("tis", 1))
+    assert torch.equal(weights_after("decoupled", 1), weights_after("cispo", 1))
     several = weights_after("decoupled", 3)
-    for other in ("tis", "ppo_clip"):
+    for other in ("cispo", "ppo_clip"):
         assert (several - weights_after(other, 3)).abs().max() > 1e-5
 
 
@@ -460,7 +460,7 @@ def effective_fraction(weights: list[float]) -> float:
 
 def test_effective_sample_size_is_of_untruncated_weights_by_token_and_by_rollout() -> None:
     rollouts = random_rollouts(versions=(3, 5))
-    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="tis", importance_cap=1.0))
+    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="cispo", importance_cap=1.0))
     gaps = log_weights(learner, rollouts)
     metrics = learner.step(as_batch(rollouts, version=5))
     by_token = effective_fraction([math.exp(gap) for row in gaps for gap in row])
@@ -485,7 +485,7 @@ def test_the_learning_rate_rises_over_the_first_updates() -> None:
 def test_the_learning_rate_is_scaled_by_the_effective_sample_size(steps: int) -> None:
     """VCPO: one step equals one with the learning rate times the root of the fraction; each step has its own."""
     rate = 3e-3
-    common: dict[str, Any] = {"warmup_updates": 0, "steps_per_update": steps, "off_policy_correction": "tis"}
+    common: dict[str, Any] = {"warmup_updates": 0, "steps_per_update": steps, "off_policy_correction": "cispo"}
     learner = Learner(tiny_model(), LearnerSettings(learning_rate=rate, scale_learning_rate_by_ess=True, **common))
     metrics = learner.step(as_batch(random_rollouts(), version=1))
     assert metrics["learning_rate"] <= rate * math.sqrt(metrics["ess_rollout_fraction"]) * (1 + 1e-9)
@@ -1132,14 +1132,15 @@ def test_bad_rollouts_are_named() -> None:
 
 def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
     for mode in ("on-policy+planned", "baseline"):
-        assert off_policy_correction_for(mode, steps_per_update=1) == "tis"
-        assert off_policy_correction_for(mode, steps_per_update=4) == "decoupled"
+        assert off_policy_correction_for(mode) == "decoupled"
     for mode in ("partial+elevator", "cohort-at-once"):
-        assert off_policy_correction_for(mode, steps_per_update=1) == "ppo_clip"
-        assert off_policy_correction_for(mode, steps_per_update=4) == "ppo_clip"
+        assert off_policy_correction_for(mode) == "ppo_clip"
 
 
 # --- TRL ----------------------------------------------------------------------------------------------------
+
+
+CISPO_CAP = 1.01  # low enough to truncate weights here
 
 
 @pytest.mark.parametrize(
@@ -1148,6 +1149,7 @@ def test_default_treatment_of_stale_tokens_follows_the_mode() -> None:
         ("dr_grpo", "constant", "token"),
         ("dapo", "token_mean", "token"),
         ("grpo", "sequence_mean", "sequence"),
+        ("cispo", "token_mean", "token"),
     ],
 )
 def test_grpo_loss_and_gradients_are_trls(
@@ -1165,7 +1167,8 @@ def test_grpo_loss_and_gradients_are_trls(
 
     settings = LearnerSettings(
         algorithm="grpo",
-        off_policy_correction="ppo_clip",
+        off_policy_correction="cispo" if loss_type == "cispo" else "ppo_clip",
+        importance_cap=CISPO_CAP,
         ratio_level=level,
         aggregation=aggregation,
         normalizer_tokens=prompts * siblings * max_length,
@@ -1181,11 +1184,11 @@ def test_grpo_loss_and_gradients_are_trls(
         learner = Learner(tiny_model(), settings)
         learner.load_state_dict(learner.state_dict() | {"policy": weights})
         metrics = learner.step(as_batch(rollouts))
-        if aggregation == "token_mean":  # there the mean KL has the weights of the loss
+        if loss_type == "dapo":  # there the mean KL has the weights of the loss
             loss = metrics["policy_loss"] + 0.1 * metrics["kl_reference"]
             assert loss == pytest.approx(logged[step]["loss"], rel=1e-3, abs=1e-5)
             assert metrics["kl_reference"] == pytest.approx(logged[step]["kl"], rel=1e-3, abs=1e-5)
-        assert (metrics["clipped_fraction"] > 0) == (step == 1)
+        assert (metrics["clipped_fraction"] > 0) == (step == 1 and loss_type != "cispo")
 
 
 def trl_two_steps(
@@ -1249,7 +1252,7 @@ def trl_two_steps(
             beta=0.1,
             use_bias_correction_kl=False,  # ours is the plain k3 estimate
             epsilon=0.2,
-            epsilon_high=0.28,
+            epsilon_high=CISPO_CAP if loss_type == "cispo" else 0.28,
             learning_rate=3e-3,
             lr_scheduler_type="constant",
             max_grad_norm=1e9,

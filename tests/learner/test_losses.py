@@ -22,7 +22,7 @@ from sortedrl.learner.losses import (
 from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
 
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
-CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "tis", "mask", "decoupled"]
+CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "cispo", "mask", "decoupled"]
 LEVELS: list[RatioLevel] = ["token", "sequence"]
 
 
@@ -63,7 +63,7 @@ def direct_loss(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *
             return torch.exp(sum((top[b, u] - bottom[b, u] for u in places), torch.tensor(0.0)) / len(places))
 
         for t in places:
-            if off_policy_correction == "tis":
+            if off_policy_correction == "cispo":
                 weight = min(ratio(new, behavior, t).item(), CAP)
                 pushes = new[b, t] if level == "token" else new[b, places].mean()
                 # the value of a policy gradient's surrogate is free; it is chosen as -weight x advantage

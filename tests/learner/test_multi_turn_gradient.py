@@ -81,7 +81,7 @@ def reference_loss(policy: Qwen2ForCausalLM, batch: list[Rollout], correction: s
                 if not segment.is_environment:
                     new = policy(input_ids=torch.tensor([context])).logits[0, -1].float().log_softmax(-1)[token]
                     ratio = (new - behavior).exp()
-                    if correction == "tis":
+                    if correction == "cispo":
                         losses.append(-ratio.detach().clamp(max=2.0) * new * advantage)
                     else:
                         losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
@@ -92,7 +92,7 @@ def reference_loss(policy: Qwen2ForCausalLM, batch: list[Rollout], correction: s
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
-@pytest.mark.parametrize("correction", ["ppo_clip", "tis"])
+@pytest.mark.parametrize("correction", ["ppo_clip", "cispo"])
 def test_the_gradient_is_the_hand_written_one(correction: Any, aggregation: Any) -> None:
     settings = LearnerSettings(
         algorithm="grpo",
@@ -114,7 +114,7 @@ def test_the_gradient_is_the_hand_written_one(correction: Any, aggregation: Any)
 def test_environment_tokens_count_only_as_context() -> None:
     """Log-probabilities in their places change nothing; other tokens in their places change the gradient."""
     # Nothing is clipped: these log-probabilities are far from the model's.
-    settings = LearnerSettings(algorithm="grpo", off_policy_correction="tis", max_grad_norm=math.inf)
+    settings = LearnerSettings(algorithm="grpo", off_policy_correction="cispo", max_grad_norm=math.inf)
     plain, plain_metrics = gradients_of(Learner(model(1), settings), rollouts())
     changed = rollouts()
     for rollout in changed:

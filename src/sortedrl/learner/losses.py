@@ -6,10 +6,10 @@ learner's weights before the update. *New*: the weights being trained. The clipp
 
     ppo_clip    old = behavior: PPO-clip on the stored log-probabilities (as in the paper)
     mask        like ppo_clip, but tokens with a ratio above the cap or below its inverse do not train
-    tis         a policy gradient weighted by min(new / behavior, cap): no clipping, no recomputation
-    decoupled   old = proximal, weighted by min(proximal / behavior, cap)
+    decoupled   old = proximal, weighted by min(proximal / behavior, cap): TIS, as in verl, slime and TRL
+    cispo       a policy gradient weighted by min(new / behavior, cap): the weight follows each step, nothing is clipped
 
-With one optimizer step per update, the proximal policy equals the new one, and decoupled and tis have the same
+With one optimizer step per update, the proximal policy equals the new one, and decoupled and cispo have the same
 gradient; they differ when an update takes several steps.
 
 Suffixes: `_bt` rollouts x response tokens padded on the right, `_n` tokens selected from those, `_h` hidden size.
@@ -71,7 +71,7 @@ def policy_loss(
     """
     if off_policy_correction == "decoupled":
         old_bt = proximal_bt
-    elif off_policy_correction == "tis":
+    elif off_policy_correction == "cispo":
         old_bt = new_bt.detach()
     else:
         old_bt = behavior_bt

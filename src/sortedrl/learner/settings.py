@@ -19,7 +19,7 @@ from sortedrl.settings.base import first_error
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
 AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
 TruncatedRollouts = Literal["keep", "masked", "zero"]
-OffPolicyCorrection = Literal["ppo_clip", "tis", "mask", "decoupled"]
+OffPolicyCorrection = Literal["ppo_clip", "cispo", "mask", "decoupled"]
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["constant", "token_mean", "sequence_mean"]
 
@@ -33,16 +33,14 @@ DEFAULT_ADVANTAGE_BASELINE: Mapping[str, AdvantageBaseline] = {
 }
 
 
-def off_policy_correction_for(mode: str, steps_per_update: int) -> OffPolicyCorrection:
+def off_policy_correction_for(mode: str) -> OffPolicyCorrection:
     """The default off-policy correction for a schedule's mode.
 
     Stale tokens are clipped against the policy that sampled them. Truncated weights let a token that has already moved
     move on, and at high learning rates such runs collapsed (docs/evidence.md). Without stale tokens only the mismatch
     of engine and learner is to be corrected; several steps are clipped around the policy before the update.
     """
-    if not strategy_named(mode).on_policy:
-        return "ppo_clip"
-    return "tis" if steps_per_update == 1 else "decoupled"
+    return "decoupled" if strategy_named(mode).on_policy else "ppo_clip"
 
 
 def _between(lowest: float, highest: float, why: str, fix: str) -> AfterValidator:
@@ -82,7 +80,7 @@ class LearnerFlags(BaseModel):
     ] = None
     off_policy_correction: Annotated[
         OffPolicyCorrection | None,
-        Field(description="how stale tokens are corrected; default: ppo_clip, or tis in modes without stale tokens"),
+        Field(description="how stale tokens are corrected; default: ppo_clip, or decoupled in modes without stale tokens"),
     ] = None
     learning_rate: LearningRate = 1e-6
     scale_learning_rate_by_ess: Annotated[
@@ -102,10 +100,10 @@ class LearnerFlags(BaseModel):
         Field(description="upper clip range of the ratio"),
         _between(_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high", "Use 0.28."),
     ] = 0.28
-    # tis and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
+    # cispo and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
     importance_cap: Annotated[
         float,
-        Field(description="largest importance weight of tis, decoupled and mask"),
+        Field(description="largest importance weight of cispo, decoupled and mask"),
         _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0."),
     ] = 2.0
     aggregation: Annotated[
@@ -219,9 +217,7 @@ class LearnerSettings(LearnerFlags):
 def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> LearnerSettings:
     """The learner's settings for a schedule's mode. `derived` fields have no flag."""
     given: dict[str, Any] = {name: getattr(flags, name) for name in LearnerFlags.model_fields}
-    given["off_policy_correction"] = flags.off_policy_correction or off_policy_correction_for(
-        mode, flags.steps_per_update
-    )
+    given["off_policy_correction"] = flags.off_policy_correction or off_policy_correction_for(mode)
     return LearnerSettings(**given, **derived)
 
 
