@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sortedrl.core.event_lines import written
 
 from scenarios import run as simulated
 from sortedrl.cli import main
+from sortedrl.log.lines import written
 from sortedrl.settings.base import as_json
 from sortedrl.training.settings import TrainSettings
 
@@ -33,7 +34,7 @@ def hostile(tmp_path: Path) -> Path:
     """A run and a study in one folder. All that they name is in a module beside them, which leaves a mark."""
     planted = tmp_path.name  # another module for each test: one that was imported would not be imported again
     (tmp_path / f"{planted}.py").write_text(f"open({str(tmp_path / MARK)!r}, 'w').close()\nname = 0\n")
-    named = {"mode": f"{planted}:name", "task": f"{planted}:name", "engine": f"{planted}:name"}
+    named: dict[str, Any] = {"mode": f"{planted}:name", "task": f"{planted}:name", "engine": f"{planted}:name"}
     named |= {"tools": [f"{planted}:name"]}
     log = simulated("partial", [3, 9, 2, 17, 5, 8, 1, 12], rollouts_per_update=2).events
     (tmp_path / "events.jsonl").write_text(written(log))

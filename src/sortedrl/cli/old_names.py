@@ -16,7 +16,7 @@ SETTINGS = {
 }
 VALUES = {
     "advantage_baseline": {"siblings": "group"},
-    "off_policy_correction": {"plain": "ppo_clip", "tis": "cispo or decoupled", "truncated": "decoupled", "masked": "mask"},
+    "off_policy_correction": {"plain": "ppo_clip", "tis": "cispo", "truncated": "decoupled", "masked": "mask"},
 }
 
 

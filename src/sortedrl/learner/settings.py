@@ -80,7 +80,9 @@ class LearnerFlags(BaseModel):
     ] = None
     off_policy_correction: Annotated[
         OffPolicyCorrection | None,
-        Field(description="how stale tokens are corrected; default: ppo_clip, or decoupled in modes without stale tokens"),
+        Field(
+            description="how stale tokens are corrected; default: ppo_clip, or decoupled in modes without stale tokens"
+        ),
     ] = None
     learning_rate: LearningRate = 1e-6
     scale_learning_rate_by_ess: Annotated[
