@@ -118,6 +118,12 @@ def test_a_response_with_a_token_that_cannot_be_one_is_a_failure(made: Any, why:
     assert response.failure is not None and response.failure.startswith(f"the engine reported {why}")
 
 
+def test_more_tokens_than_were_asked_for_are_a_failure() -> None:
+    asked = [request._replace(max_new_tokens=2 - request.id % 2) for request in requests(3)]
+    failures = [response.failure for response in generate(Flaky({}), asked)]
+    assert failures == [None, "the engine reported 2 tokens, and max_new_tokens is 1", None]
+
+
 @pytest.mark.parametrize("kind", [tuple, numpy.array])
 def test_tokens_may_come_in_arrays(kind: Any) -> None:
     """The check of the weights refused log-probabilities that are not Python's."""

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from instant_environments import InstantEnvironments
+from paced import PacedEngine
+from sortedrl.core import Controller, EventLog, Prompts, ScoreAtOnce, events
+from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 
@@ -26,3 +35,41 @@ def test_the_context_bounds_both() -> None:
     schedule = Schedule(max_response_tokens=10, max_context_tokens=11, count_observations=True)
     assert schedule.room_for(two_turns()) == 1
     assert schedule.limit_reached(two_turns(), 1) == "max_context_tokens"
+
+
+class IgnoresTheLimit(PacedEngine):
+    """Samples 15 tokens per turn, whatever is left of the limit."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit([request._replace(max_new_tokens=99) for request in requests])
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_response_tokens": 40, "count_observations": True}, "max_response_tokens is 40"),
+        ({"max_response_tokens": 99, "max_context_tokens": 40}, "max_context_tokens is 40"),
+    ],
+)
+def test_an_engine_that_ignores_max_new_tokens_costs_its_rollouts(limits: dict[str, Any], message: str) -> None:
+    """Two turns of 15 tokens and an observation of 20 in a context of 3 are 50 and 53 tokens. Even prompts have a
+    shorter observation of 5, which leaves room."""
+    log: list[Any] = []
+    environments = InstantEnvironments(
+        lambda rollout: None if rollout.observations else [9] * (20 if int(rollout.prompt.id) % 2 else 5)
+    )
+    controller = Controller(
+        IgnoresTheLimit(slots=2, length_of=lambda request: request.prefix_length + 15),
+        Prompts([Prompt(str(i), [1, 2, 3]) for i in range(4)]),
+        ScoreAtOnce(len),
+        Schedule(mode="baseline", rollouts_per_update=2, prompts_per_cohort=4, max_retries=0, **limits),
+        environments=environments,
+        log=EventLog(log.append),
+    )
+    trained = []
+    for batch in controller:
+        trained += batch
+        controller.publish()
+    assert sorted(rollout.prompt.id for rollout in trained) == ["0", "2"]
+    rejected = [event.reason for event in log if isinstance(event, events.Rejected)]
+    assert len(rejected) == 2 and all(message in reason for reason in rejected)

@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[Bend, str]] = {
     "null": (tokens_with(lambda t, p: (t, [None, *p[1:]])), "a probe failed .*a log-probability"),
     "empty": (silent, "a probe failed .*it ended without a token"),
     "fewer": (tokens_with(lambda t, p: (t[:-1], p[:-1])), "has 15 tokens"),
-    "more": (tokens_with(lambda t, p: ([*t, 3], [*p, -1.0])), "has 17 tokens"),
+    "more": (tokens_with(lambda t, p: ([*t, 3], [*p, -1.0])), "reported 17 tokens"),
 }
 
 

@@ -36,7 +36,6 @@ class EngineReports:
         self._clock = ledger.clock
         self._ended = ended
         self._running = ledger.state.buffer.running
-        self._max_tokens = ledger.state.schedule.max_response_tokens
         self.ignored = 0
         self.restored_version = 0  # of the checkpoint: no new token is older
         self.engine_version = 0  # of the last weight update, which found nothing submitted: no new token is older
@@ -118,9 +117,12 @@ class EngineReports:
 
     def _fault_of(self, rollout: Rollout, segment: Segment) -> str | None:
         """Why this segment cannot be part of this rollout; None if it can."""
-        length = rollout.policy_length + len(segment.tokens)
-        if length > self._max_tokens:
-            return f"{length} tokens, and max_response_tokens is {self._max_tokens}"
+        schedule, made = self._ledger.state.schedule, len(segment.tokens)
+        if made > (room := schedule.room_for(rollout)):
+            limits = f"max_response_tokens is {schedule.max_response_tokens}"
+            if schedule.max_context_tokens is not None:
+                limits += f", max_context_tokens is {schedule.max_context_tokens}"
+            return f"{made} tokens where {room} were left: {limits}"
         if segment.version < 0:
             return f"tokens of version {segment.version}, and versions count from 0"
         if segment.version > self._ledger.state.version:

@@ -30,6 +30,15 @@ class Response:
         except ValueError as error:
             self.failure = f"the engine reported {error}"
 
+    def end(self, *, truncated: bool) -> None:
+        """No token, or more than were asked for, make it a failure."""
+        made, most = sum(map(len, self.segments)), self.request.max_new_tokens
+        if made > most:
+            self.failure = f"the engine reported {made} tokens, and max_new_tokens is {most}"
+        elif not made and self.failure is None:
+            self.failure = "it ended without a token"
+        self.truncated = truncated
+
     @property
     def tokens(self) -> list[int]:
         return [token for segment in self.segments for token in segment.tokens]
@@ -96,10 +105,8 @@ def _attempt(
                 ended = awaited.pop(change.id)
                 if isinstance(change, Failed):
                     ended.failure = change.reason
-                elif ended.failure is None and not any(map(len, ended.segments)):
-                    ended.failure = "it ended without a token"
                 else:
-                    ended.truncated = change.truncated
+                    ended.end(truncated=change.truncated)
                 if ended.failure is not None:
                     failed.append(ended)
                 else:
