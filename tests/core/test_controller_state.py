@@ -184,6 +184,33 @@ def test_no_checkpoint_is_taken_while_rollouts_are_in_the_engine() -> None:
         result.controller.state()
 
 
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda segment: segment[1].__setitem__(-1, -1e39), "a log-probability that is not a finite number"),
+        (lambda segment: segment[1].__setitem__(-1, None), "a log-probability that is not a finite number"),
+        (lambda segment: segment.__setitem__(2, 7), "tokens of version 7, and the newest is 1"),
+    ],
+)
+def test_a_bad_rollout_in_a_checkpoint_is_regenerated_with_its_reason_in_the_log(
+    ready: bool, spoil: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six of the eight end together: two are trained on, four wait as ready, and two are cut at 3 tokens."""
+    plan = scenario("partial", [3] * 6 + [9, 9], slots=8, rollouts_per_update=2)
+    state = Run(plan).updates(1).checkpoint()
+    members = [member for _, _, group in state["buffer"]["groups"] for member in group]
+    bad = next(member for member in members if (member["state"] == "ready") == ready)
+    spoil(bad["segments"][-1])
+    second = Run(plan, state=state).to_end()
+    (dropped,) = second.all(events.Regenerated)
+    assert (dropped.rollout, dropped.dropped) == (bad["id"], 3) and f"the checkpoint has {reason}" in dropped.reason
+    trained = {rollout.id: rollout for batch in second.batches for rollout in batch}
+    assert sorted(trained) == [2, 3, 4, 5, 6, 7] and trained[bad["id"]].attempt == 1
+    words = "1 rollout of the checkpoint cannot be trained on and will be regenerated: rollout"
+    assert f"{words} {bad['id']}, {reason}" in caplog.text
+
+
 def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
     state = run("partial", LENGTHS, rollouts_per_update=2, max_updates=2).checkpoint()
     with pytest.raises(ValueError, match="made with rollouts_per_prompt = 1, this run has 2"):

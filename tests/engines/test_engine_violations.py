@@ -78,7 +78,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
     "tokens of weights to come": (after(Started, lambda c: tokens(c, [-1.0], version=99)), "version 99"),
     "NaN": (
         after(Started, lambda c: tokens(c, [float("nan")])),
-        "the engine reported a log-probability that is not a finite number up to 0",
+        "the engine reported a log-probability that is not a finite number from -10000 to 0",
     ),
     "infinity": (after(Started, lambda c: tokens(c, [float("-inf")])), "log-probability"),
     "null": (after(Started, lambda c: tokens(c, [None])), "log-probability"),

@@ -336,8 +336,7 @@ class Buffer:
         for group_id in state["ready"]:
             self._note_if_complete(by_id[group_id])
         for rollout_id in state["returning"]:
-            if self.live[rollout_id].state is RETURNING:  # otherwise its tokens were invalid
-                self.returning[rollout_id] = self.live[rollout_id]
+            self.returning[rollout_id] = self.live[rollout_id]
         for rollout in self.live.values():  # after all groups exist: keys depend on other members
             if rollout.state is WAITING:
                 self._enqueue(rollout, key(rollout))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import math
+from dataclasses import fields
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
@@ -24,28 +25,17 @@ def rollout_state(rollout: Rollout) -> dict[str, Any]:
 
 
 def restored_rollout(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
-    """The rollout as it was saved. If its tokens are invalid, they are dropped and it is regenerated."""
-    rollout = Rollout(
-        prompt=prompts[state["prompt"]],
-        state=State(state["state"]),
-        **{name: state[name] for name in _PLAIN_FIELDS},
-    )
+    """The rollout as it was saved, valid or not. Segments that cannot be made become one that is invalid."""
     try:
         segments = [Segment(*saved).copy() for saved in state["segments"]]  # a segment grows in place
-        is_valid = all(segment.fault is None for segment in segments)
     except (TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        return replace(
-            rollout,
-            state=State.WAITING,
-            attempt=rollout.attempt + 1,
-            truncated=False,
-            ended_by="",
-            reward=None,
-            detail=None,
-        )
-    return replace(rollout, segments=segments)
+        segments = [Segment([0], [math.nan], 0)]
+    return Rollout(
+        prompt=prompts[state["prompt"]],
+        state=State(state["state"]),
+        segments=segments,
+        **{name: state[name] for name in _PLAIN_FIELDS},
+    )
 
 
 def prompts_of_saved(buffer: dict[str, Any], prompts: Prompts, rollouts_per_prompt: int) -> dict[str, Prompt]:

@@ -502,6 +502,7 @@ class Controller:
         self._has_started = True
         self._loader.restore(state)
         self._state.restore(state, self._ledger.key)
+        self._reports.regenerate_invalid()
         if self._turns is not None:
             self._turns.restore(state["environments"])
         if state.get("slots", slots := self._state.slots) != slots:  # older checkpoints do not have it

@@ -12,7 +12,7 @@ from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Pre
 from sortedrl.core.errors import UserError
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout, Segment, plain
-from sortedrl.core.wording import kind_of
+from sortedrl.core.wording import counted, kind_of
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,23 @@ class EngineReports:
 
     def abort(self, ids: Sequence[int]) -> None:
         self.apply(checked_changes(self._engine, "abort", self._engine.abort(ids)))
+
+    def regenerate_invalid(self) -> None:
+        """Drop the tokens of restored rollouts that must not be trained on: an older version checked less of what an
+        engine reports, and the checkpoint has it."""
+        state = self._ledger.state
+        reasons: list[str] = []
+        for rollout in list(state.buffer.live.values()):
+            newest = max((segment.version for segment in rollout.segments), default=0)
+            fault = next((segment.fault for segment in rollout.segments if segment.fault), None)
+            if newest > state.version:
+                fault = f"tokens of version {newest}, and the newest is {state.version}"
+            if fault is not None:
+                self._ledger.regenerate(rollout, f"the checkpoint has {fault}")
+                reasons.append(f"rollout {rollout.id}, {fault}")
+        if reasons:
+            count = counted(len(reasons), "rollout")
+            _log.warning("%s of the checkpoint cannot be trained on and will be regenerated: %s", count, reasons[0])
 
     def apply(self, changes: Sequence[Change]) -> None:
         broken: dict[int, str] = {}  # by rollout id: what is wrong

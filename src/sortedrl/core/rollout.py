@@ -23,7 +23,8 @@ from operator import index
 from typing import Any
 
 HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
-NO_LOGPROB = "a log-probability that is not a finite number up to 0"
+LOWEST_LOGPROB = -1e4  # far below any token that was sampled, and far from overflow in the learner's float32
+NO_LOGPROB = f"a log-probability that is not a finite number from {LOWEST_LOGPROB:g} to 0"
 ENVIRONMENT = -1  # in place of a version: the tokens were not sampled
 
 
@@ -90,7 +91,8 @@ class Segment:
         if not isinstance(self.logprobs, list) or not self.logprobs:
             return None
         try:
-            is_valid = math.isfinite(sum(self.logprobs)) and max(self.logprobs) <= HIGHEST_LOGPROB
+            highest, lowest = max(self.logprobs), min(self.logprobs)
+            is_valid = math.isfinite(sum(self.logprobs)) and lowest >= LOWEST_LOGPROB and highest <= HIGHEST_LOGPROB
         except (TypeError, OverflowError):
             is_valid = False
         if is_valid:
