@@ -53,6 +53,15 @@ def test_a_damaged_file_is_copied_and_its_readable_part_takes_its_place(tmp_path
     assert list(read_events(path))[-2:] == [RolledBack(2.0, 0), Phase(5.0, "end")]
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_damage_is_reported_once_even_if_no_checkpoint_follows(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(written(SAVED[:kept]))
+    assert "of 4 events up to the checkpoint are lost" in resume(path)
+    assert resume(path) == resume(path) == ""
+    assert [copy.name for copy in tmp_path.glob("*damaged*")] == ["events.damaged-1.jsonl"]
+
+
 def test_a_new_file_refuses_an_existing_one_and_a_fresh_start_voids_its_events(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "events.jsonl"
     assert all_void(path).void == 0

@@ -163,6 +163,10 @@ def test_a_missing_log_is_all_lost_but_the_beginning_and_the_load(
     _, marks = whole
     found = recover(tmp_path / "events.jsonl", marks[-1], FIRST)
     assert found.is_damaged
-    assert [type(event) for event in found.events if not isinstance(event, Lost)] == [RunBegan, events.Loaded]
+    assert [type(event) for event in found.events if not isinstance(event, Lost)] == [
+        RunBegan,
+        events.Loaded,
+        events.Phase,
+    ]
     (tmp_path / "events.jsonl").write_text(written(found.events))
     assert list(read_events(tmp_path / "events.jsonl")) == found.events

@@ -78,6 +78,8 @@ def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
     if log and not isinstance(log[0], RunBegan):
         log = [Lost(event.at) if isinstance(event, RunBegan) else event for event in log]  # behind lines of damage
         log[0] = first._replace(at=log[0].at)
+    if len(log) > 1:  # it ends where the checkpoint was written, so the next resume finds it in order
+        log[-1] = Phase(log[-1].at, "checkpoint")
     _load_again(log, mark.loaded)
     return RecoveredLog(log, 0, is_damaged=True)
 
