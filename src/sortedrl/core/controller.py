@@ -115,7 +115,6 @@ class Controller:
         self._unpublished = 0  # batches handed out since the last `publish`, or the start of this object
         self._batches_left = 0  # of the last harvest, not yet handed out
         self._phase = ""
-        self._gate = ""
         self._max_updates = None if max_updates is None else checked_int("max_updates", max_updates, 0)
         self._has_started = False
         self._is_interrupted = False
@@ -242,7 +241,7 @@ class Controller:
         self._reports.engine_version = version
         self._weights = None
         if self.schedule.overlap:
-            self._set_gate(OPEN)  # aborted rollouts wait for their slots
+            self._ledger.mark_refill(OPEN, again=True)  # aborted rollouts wait for their slots
             self.mark_phase("harvest")
         return True
 
@@ -323,7 +322,7 @@ class Controller:
     def _fill(self) -> None:
         """Start waiting rollouts in the strategy's order until no slot is free."""
         requests: list[Request] = []
-        gate = OPEN
+        refill = OPEN
         while len(self.buffer.running) < self._state.slots:
             if self.buffer.returning:
                 requests.append(self._request(self._ledger.resume()))
@@ -333,14 +332,13 @@ class Controller:
             if head is None:
                 if loaded:  # and every rollout of it was rejected
                     continue
-                gate = DRAIN
+                refill = DRAIN
                 break
             if not self.strategy.may_start(head, self._state):
-                gate = HELD_BACK
+                refill = HELD_BACK
                 break
             requests.append(self._request(self._ledger.start()))
-        if gate != self._gate:
-            self._set_gate(gate)  # before the engine's clock moves: a slot in prefill is not empty
+        self._ledger.mark_refill(refill)  # before the engine's clock moves: a slot in prefill is not empty
         if requests:
             self.engine.submit(requests)
 
@@ -428,14 +426,7 @@ class Controller:
             for rollout in self.buffer.unscored():
                 self._ledger.regenerate(rollout, "no score in time")
         if self.schedule.whole_groups:
-            self._regenerate_incomplete_groups()
-
-    def _regenerate_incomplete_groups(self) -> None:
-        for group in list(self.buffer.groups()):
-            if group.missing:
-                for rollout in group.members:
-                    if rollout.reward is not None:
-                        self._ledger.regenerate(rollout, "unfinished members of its group")
+            self._ledger.regenerate_incomplete_groups()
 
     def _hand_out(self, groups: list[Group]) -> Batch:
         s = self._state
@@ -468,10 +459,6 @@ class Controller:
     def mark_settings_changed(self, changes: dict[str, Any]) -> None:
         """Log the settings, as `[old, new]` by name, that a resumed run has changed; call it after `restore`."""
         self.log.append(events.SettingsChanged(self._clock.now(), changes))
-
-    def _set_gate(self, gate: str) -> None:
-        self._gate = gate
-        self.log.append(events.Gate(self._clock.now(), gate))
 
     # Checkpoints, between two batches
 

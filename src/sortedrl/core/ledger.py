@@ -101,10 +101,17 @@ class Ledger:
         self.clock = clock
         self.log = log
         self._release = release
+        self._refill = ""
 
     def key(self, rollout: Rollout) -> Key:
         """The rollout's place in the queue of waiting rollouts."""
         return self.strategy.key(rollout, self.state)
+
+    def mark_refill(self, why: str, *, again: bool = False) -> None:
+        """Log whether free slots get work from now on, if that has changed or it must be stated `again`."""
+        if again or why != self._refill:
+            self._refill = why
+            self.log.append(events.Gate(self.clock.now(), why))
 
     # Into the engine and out of it
 
@@ -214,6 +221,14 @@ class Ledger:
         dropped = self.state.buffer.regenerate(rollout, self.key)
         self.log.append(events.Regenerated(self.clock.now(), rollout.id, dropped, reason))
         self._release_environment(rollout)
+
+    def regenerate_incomplete_groups(self) -> None:
+        """Drop the scored members of groups that are not complete: their tokens are those of the old weights."""
+        for group in list(self.state.buffer.groups()):
+            if group.missing:
+                for rollout in group.members:
+                    if rollout.reward is not None:
+                        self.regenerate(rollout, "unfinished members of its group")
 
     def reject(self, rollout: Rollout, reason: str) -> None:
         """For good."""
