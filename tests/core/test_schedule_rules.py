@@ -10,8 +10,9 @@ import pytest
 from random_runs import Case, Ending, Outcome, case_of, play
 from scenarios import scenario
 from schedule_rules import check_outcome
-from sortedrl.core import Controller, Event, Request, Rollout, events
+from sortedrl.core import Event, Request, Rollout, events
 from sortedrl.core.buffer import Buffer
+from sortedrl.core.generation import Generation
 
 SEEDS_PER_TEST = 50
 QUICK_BLOCKS = 8  # the schedules with turns (test_turn_schedules.py) have the same faults, and more
@@ -157,12 +158,12 @@ def test_the_rules_notice(damage: Callable[[Outcome], None]) -> None:
 def test_the_rules_notice_a_controller_that_gives_a_resumed_rollout_its_whole_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    request = Controller._request
+    request = Generation._request
 
-    def generous(self: Controller, rollout: Rollout) -> Request:
+    def generous(self: Generation, rollout: Rollout) -> Request:
         return request(self, rollout)._replace(max_new_tokens=100)
 
-    monkeypatch.setattr(Controller, "_request", generous)
+    monkeypatch.setattr(Generation, "_request", generous)
     failures = 0
     for seed in range(60):
         try:

@@ -34,33 +34,29 @@ from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
 from sortedrl.core.checkpoint import check_state
 from sortedrl.core.configuration import check_optional_parts, check_parts, checked_int, checked_slots
-from sortedrl.core.engine import UNCHANGED, Engine, Request, Sampling, with_defaults
-from sortedrl.core.engine_reports import EngineReports
+from sortedrl.core.engine import UNCHANGED, Engine, Sampling, with_defaults
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.ledger import LateScores, Ledger, PromptLoader, SlotClock
+from sortedrl.core.generation import OPEN, Generation
+from sortedrl.core.ledger import LateScores, Ledger, SlotClock
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
-from sortedrl.core.seeds import derive_seed
+from sortedrl.core.scoring import Scorer
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Strategy,
-    StrategyError,
     batches_of,
     overdue_and_unfinished,
     require_loading,
 )
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
-from sortedrl.core.turns import Turns
 
 __all__ = ["Batch", "Controller", "StaleTokens"]
 
-OPEN, DRAIN, HELD_BACK = events.GATES
 CARRY_ON_SECONDS = 0.05  # between two checks whether the learner's step has ended
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -91,7 +87,6 @@ class Controller:
         schedule.check_cohort()
         self.strategy.check(schedule)
         self.log = log or EventLog(RejectionWatch(schedule.rollouts_needed, log=_log.warning))
-        self.sampling = sampling or Sampling()
         self.buffer = Buffer()
         self._state = SchedulerState(
             schedule=schedule,
@@ -103,21 +98,16 @@ class Controller:
         self._clock = SlotClock(engine)
         release = environments.cancel if environments is not None else None
         self._ledger = Ledger(self._state, self.strategy, self._clock, self.log, release)
-        self._loader = PromptLoader(self._ledger)
-        self._reports = EngineReports(engine, self._ledger, ended=self._response_ended)
-        self._turns: Turns | None = None
-        if environments is not None:
-            self._turns = Turns(environments, self._ledger, engine.now, self._submit_for_scoring)
-        self._late_scores = LateScores(self._ledger)
         self._streaming = Streaming(stream_to, self._ledger)
+        self._late_scores = LateScores(self._ledger)
+        self.sampling = sampling or Sampling()
+        self._generation = Generation(engine, scorer, environments, self.sampling, self._ledger, self._streaming)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
         self._published_after = 0  # updates that were handed out at the last `publish`
         self._unpublished = 0  # batches handed out since the last `publish`, or the start of this object
         self._batches_left = 0  # of the last harvest, not yet handed out
-        self._phase = ""
         self._max_updates = None if max_updates is None else checked_int("max_updates", max_updates, 0)
         self._has_started = False
-        self._is_interrupted = False
 
     # What callers may read
 
@@ -149,7 +139,7 @@ class Controller:
     @property
     def ignored_changes(self) -> int:
         """How often the engine reported something about a request that was not running."""
-        return self._reports.ignored
+        return self._generation.reports.ignored
 
     @property
     def engine_is_behind(self) -> bool:
@@ -162,22 +152,22 @@ class Controller:
 
         False after an interrupt: a checkpoint comes next, and it needs no engine.
         """
-        return not self._is_interrupted and (self._batches_left == 0 or not self._has_more())
+        return not self._generation.is_interrupted and (self._batches_left == 0 or not self._has_more())
 
     # The loop
 
     def __iter__(self) -> Iterator[Batch]:
         self._start_run()
-        if self._turns is not None:
-            self._turns.ask_again()
-        self._collect()  # what `restore` submitted
+        if self._generation.turns is not None:
+            self._generation.turns.ask_again()
+        self._generation.collect()  # what `restore` submitted
         while self._has_more():
             batches = self._harvest()
             for place, groups in enumerate(batches, start=1):
                 if self._has_more():
                     self._batches_left = len(batches) - place
                     yield self._hand_out(groups)
-        self._abort_running()
+        self._generation.abort_running()
         self.mark_phase("end")
 
     def _start_run(self) -> None:
@@ -193,7 +183,9 @@ class Controller:
 
     def _has_more(self) -> bool:
         at_end = self._max_updates is not None and self.updates >= self._max_updates
-        return not (at_end or self._is_interrupted) and bool(self._state.prompts.remaining or self.buffer.untrained)
+        return not (at_end or self._generation.is_interrupted) and bool(
+            self._state.prompts.remaining or self.buffer.untrained
+        )
 
     def publish(self, weights: Any = None) -> int:
         """The learner has new weights. Returns their version. Call it at most once per batch: the staleness bound
@@ -234,11 +226,11 @@ class Controller:
         """
         if self._weights is None:
             return False
-        self._abort_running()
+        self._generation.abort_running()
         self.mark_phase("weights")
         weights, version = self._weights
         self.engine.update_weights(weights, version)
-        self._reports.engine_version = version
+        self._generation.reports.engine_version = version
         self._weights = None
         if self.schedule.overlap:
             self._ledger.mark_refill(OPEN, again=True)  # aborted rollouts wait for their slots
@@ -247,14 +239,14 @@ class Controller:
 
     def interrupt(self) -> None:
         """End the iteration soon, even within a harvest; running rollouts are aborted. For signal handlers."""
-        self._is_interrupted = True
+        self._generation.is_interrupted = True
 
     def carry_on(self, until: float) -> None:
         """With `overlap`: generate until the engine's clock reads `until`, while the learner steps elsewhere."""
         self._require_overlap()
         while self.engine.now() < until:
-            self._fill()
-            self._advance(until)
+            self._generation.fill()
+            self._generation.advance(until)
 
     def carry_on_during(self, step: Callable[[], Result]) -> Result:
         """With `overlap`: generate while the learner's `step` runs in its own thread; returns the result of `step`.
@@ -276,9 +268,9 @@ class Controller:
         with self._streaming:
             while not self._has_enough():
                 rejected_before = self.buffer.rejected
-                self._fill()
-                if self._is_interrupted:
-                    self._abort_running()
+                self._generation.fill()
+                if self._generation.is_interrupted:
+                    self._generation.abort_running()
                     self._wait_for_learner()
                     return []
                 if not self.buffer.untrained:  # every remaining rollout was rejected
@@ -287,16 +279,16 @@ class Controller:
                 if self.buffer.rejected > rejected_before and self._has_enough():  # fewer are left to wait for
                     break
                 if not self._late_scores.give_up():
-                    self._advance()
+                    self._generation.advance()
             if not self.schedule.overlap:
-                self._abort_running()
-            self._wait_for_scores()
+                self._generation.abort_running()
+            self._generation.wait_for_scores()
             self._wait_for_learner()
             return batches_of(self.strategy, self._state)
 
     def _wait_for_learner(self) -> None:
         """No batch is handed out while the learner works on a part of it. With `overlap` the engine carries on."""
-        while self._streaming.is_working and self.schedule.overlap and not self._is_interrupted:
+        while self._streaming.is_working and self.schedule.overlap and not self._generation.is_interrupted:
             self.carry_on(until=self._streaming.next_check(self.engine.now()))
         if self._streaming.is_working:
             self.mark_phase("learner")
@@ -308,7 +300,7 @@ class Controller:
     def _start_harvest(self) -> None:
         s = self._state
         self.update_engine()
-        if not self._loader.load():
+        if not self._generation.loader.load():
             require_loading(self.strategy, s)
         self.mark_phase("harvest")
         self.log.append(events.HarvestBegan(self._clock.now(), s.harvests, s.version))
@@ -318,115 +310,6 @@ class Controller:
         s.must_finish = overdue_and_unfinished(s)
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
             s.buffer.rekey(self._ledger.key)
-
-    def _fill(self) -> None:
-        """Start waiting rollouts in the strategy's order until no slot is free."""
-        requests: list[Request] = []
-        refill = OPEN
-        while len(self.buffer.running) < self._state.slots:
-            if self.buffer.returning:
-                requests.append(self._request(self._ledger.resume()))
-                continue
-            loaded = self._loader.load()
-            head = self.buffer.head()
-            if head is None:
-                if loaded:  # and every rollout of it was rejected
-                    continue
-                refill = DRAIN
-                break
-            if not self.strategy.may_start(head, self._state):
-                refill = HELD_BACK
-                break
-            requests.append(self._request(self._ledger.start()))
-        self._ledger.mark_refill(refill)  # before the engine's clock moves: a slot in prefill is not empty
-        if requests:
-            self.engine.submit(requests)
-
-    def _request(self, rollout: Rollout) -> Request:
-        prefix = tuple([segment.copy() for segment in rollout.segments])  # the rollout's own segments grow
-        room = self.schedule.room_for(rollout)
-        seed = rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
-        return Request(rollout.id, rollout.prompt, prefix, room, seed, self.sampling)
-
-    def _advance(self, until: float | None = None) -> None:
-        """Wait for the engine, or for an answer of an environment or a score if nothing runs; not past the moment when
-        the learner may be free."""
-        until = self._streaming.deadline(self.engine.now, until)
-        between_turns = self._turns if self.buffer.in_environment else None
-        if self.buffer.running or (between_turns and self.scorer.pending):
-            until = between_turns.poll_until(until) if between_turns else until
-            self._reports.poll(poll_deadline(self.scorer, self.engine.now, until))
-        elif between_turns:
-            between_turns.wait(until)
-        elif self.scorer.pending:
-            wait_briefly(self.scorer, self.schedule.score_wait_seconds if until is None else until - self.engine.now())
-        elif until is not None:
-            self._reports.poll(until)
-        else:
-            raise StrategyError(
-                self.strategy.name,
-                f"no rollout is running or being scored, but enough() is false with {self._state.ready} ready, and "
-                f"may_start() starts none of the {self.buffer.waiting} that wait",
-            )
-        self._collect()
-
-    def _response_ended(self, rollout: Rollout, at: float, truncated: bool) -> None:
-        has_nothing = not rollout.segments
-        if has_nothing or not (truncated or rollout.ends_with_policy_token):
-            # A learner cannot train on nothing, and an environment has nothing to answer.
-            self._ledger.fail(
-                rollout, at, f"the engine ended a {'response' if has_nothing else 'turn'} without a token"
-            )
-            return
-        if self._turns is not None and not truncated:
-            self._turns.end_turn(rollout, at)
-            return
-        if truncated:
-            rollout.ended_by = self.schedule.limit_of_cut(rollout)
-        self._ledger.finish(rollout, at, truncated=truncated)
-        self._submit_for_scoring(rollout)
-
-    def _collect(self) -> None:
-        if self._turns is not None:
-            self._turns.collect()
-        self._collect_scores()
-
-    def _submit_for_scoring(self, rollout: Rollout) -> None:
-        if not self._is_interrupted:  # else it is saved without a score and scored on resume
-            self.scorer.submit(rollout)
-
-    def _collect_scores(self) -> None:
-        for scored in self.scorer.collect():
-            self._ledger.score(scored)
-
-    def _abort_running(self) -> None:
-        """Abort all that run. Modes that keep no tokens drop rollouts between two turns as well."""
-        if self.buffer.running:
-            self._reports.abort(list(self.buffer.running))
-            now = self._clock.now()
-            for rollout in list(self.buffer.running.values()):
-                self._ledger.abort(rollout, now)
-        if self._turns is not None and not self.strategy.keeps_tokens:
-            self._turns.drop()
-
-    def _wait_for_scores(self) -> None:
-        """Finished rollouts without a score: partial modes keep them for later, on-policy modes wait, then regenerate
-        them."""
-        self._collect_scores()
-        if self.strategy.keeps_tokens:
-            return
-        if self.buffer.finished:
-            self.mark_phase("scores")
-            deadline = self._clock.now() + self.schedule.score_wait_seconds
-            while self.buffer.finished and self._clock.now() < deadline and self.scorer.pending:
-                if self._is_interrupted:  # no batch follows: unscored rollouts are saved and scored on resume
-                    return
-                wait_briefly(self.scorer, deadline - self._clock.now())
-                self._collect_scores()
-            for rollout in self.buffer.unscored():
-                self._ledger.regenerate(rollout, "no score in time")
-        if self.schedule.whole_groups:
-            self._ledger.regenerate_incomplete_groups()
 
     def _hand_out(self, groups: list[Group]) -> Batch:
         s = self._state
@@ -440,7 +323,9 @@ class Controller:
         rollouts = sorted([m for group in groups for m in group.members], key=attrgetter("length", "id"))
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
-        batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts), self._loader.complete_cohorts(rollouts))
+        batch = Batch(
+            s.updates, s.harvests - 1, s.version, tuple(rollouts), self._generation.loader.complete_cohorts(rollouts)
+        )
         self._ledger.train(batch, groups)
         s.updates += 1
         s.learning = True
@@ -452,9 +337,7 @@ class Controller:
     def mark_phase(self, phase: str) -> None:
         """Log the phase that starts now; a caller may mark a `checkpoint` or an `evaluation`."""
         self._start_run()
-        if phase != self._phase:
-            self._phase = phase
-            self.log.append(events.Phase(self._clock.now(), phase))
+        self._ledger.mark_phase(phase)
 
     def mark_settings_changed(self, changes: dict[str, Any]) -> None:
         """Log the settings, as `[old, new]` by name, that a resumed run has changed; call it after `restore`."""
@@ -469,8 +352,8 @@ class Controller:
             "rollouts_per_prompt": self.schedule.rollouts_per_prompt,
             "slots": self._state.slots,
             **self._state.state(),
-            **self._loader.state(),
-            "environments": self._turns.state() if self._turns is not None else {},
+            **self._generation.loader.state(),
+            "environments": self._generation.turns.state() if self._generation.turns is not None else {},
             "events": self.log.count,
         }
 
@@ -484,14 +367,14 @@ class Controller:
             raise RuntimeError("this controller has started: restore before its first batch, into a new Controller")
         check_state(state, self.strategy.name, self.schedule.rollouts_per_prompt)
         self._clock.continue_from(last_time)
-        self._reports.restored_version = state["version"]
+        self._generation.reports.restored_version = state["version"]
         self.log.count = state["events"]
         self._has_started = True
-        self._loader.restore(state)
+        self._generation.loader.restore(state)
         self._state.restore(state, self._ledger.key)
-        self._reports.regenerate_invalid()
-        if self._turns is not None:
-            self._turns.restore(state["environments"])
+        self._generation.reports.regenerate_invalid()
+        if self._generation.turns is not None:
+            self._generation.turns.restore(state["environments"])
         if state.get("slots", slots := self._state.slots) != slots:  # older checkpoints do not have it
             self.log.append(events.SlotsChanged(self._clock.now(), slots))
         for rollout in self.buffer.unscored():

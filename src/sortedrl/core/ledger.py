@@ -101,11 +101,17 @@ class Ledger:
         self.clock = clock
         self.log = log
         self._release = release
-        self._refill = ""
+        self._phase = self._refill = ""
 
     def key(self, rollout: Rollout) -> Key:
         """The rollout's place in the queue of waiting rollouts."""
         return self.strategy.key(rollout, self.state)
+
+    def mark_phase(self, phase: str) -> None:
+        """Log the phase that starts now, unless it is the current one."""
+        if phase != self._phase:
+            self._phase = phase
+            self.log.append(events.Phase(self.clock.now(), phase))
 
     def mark_refill(self, why: str, *, again: bool = False) -> None:
         """Log whether free slots get work from now on, if that has changed or it must be stated `again`."""
