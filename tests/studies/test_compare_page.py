@@ -19,12 +19,12 @@ from chromium import Chromium, chromium_or_skip
 from sortedrl.cli import main
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
-from sortedrl.studies.compare.conduct import conduct
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY
 from sortedrl.studies.compare.page import difference_charts
 from sortedrl.studies.compare.results import append, packages_of, problems_in, read_results, record_plan
 from sortedrl.studies.compare.runs import runs_of
 from sortedrl.studies.compare.study import parsed_study, read_study
+from sortedrl.studies.compare.study_folder import run_study
 
 SEEDS = 8
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
@@ -328,7 +328,7 @@ def test_a_result_that_is_read_again_keeps_the_device_of_its_run(folder: Path) -
         {"update": 1, "seconds": 4.0, "held_out": {"value": 0.6}},
     ]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    found = conduct(study, folder, 1, lambda settings: None, io.StringIO(), "1")
+    found = run_study(study, folder, 1, lambda settings: None, io.StringIO(), "1")
     (again,) = [one for one in found.finished if (one.arm, one.seed) == (run.arm, run.seed)]
     assert again.outcomes["grad_norm"] == 2.0
     assert "NaN" not in (folder / "results.jsonl").read_text(), "not every JSON parser reads it"
@@ -435,7 +435,7 @@ def shown(comparison: Comparison, width: int = 1000) -> str:
 
 def continued(folder: Path, study_text: str) -> Comparison:
     """The study is run again; all of its runs have a result."""
-    return conduct(parsed_study(study_text, "x"), folder, 1, lambda settings: None, io.StringIO(), "1")
+    return run_study(parsed_study(study_text, "x"), folder, 1, lambda settings: None, io.StringIO(), "1")
 
 
 def planned(folder: Path, *studies: str) -> Path:

@@ -21,11 +21,11 @@ import toy
 from forked import Done
 from processes import is_running, wait_for_end
 from sortedrl.studies.compare import runs as compare_runs
-from sortedrl.studies.compare.conduct import conduct
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
 from sortedrl.studies.compare.progress import StudyProgress, TimeLeft
 from sortedrl.studies.compare.runs import Ended, Run, Runner, core_shares, error_of, runs_of
 from sortedrl.studies.compare.study import parsed_study
+from sortedrl.studies.compare.study_folder import run_study
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
@@ -398,30 +398,30 @@ def test_a_finished_run_with_damaged_metrics_is_run_again(
     scripted = Scripted(monkeypatch, tmp_path, lambda run, attempt: f"cp -r {good} {{folder}}")
     text = STUDY.format(model="m", settings=SETTINGS)
 
-    def conducted(text: str) -> str:
+    def run_again(text: str) -> str:
         scripted.started.clear()
         stream = io.StringIO()
-        conduct(parsed_study(text, "toy"), out, 1, lambda settings: None, stream, "0")
+        run_study(parsed_study(text, "toy"), out, 1, lambda settings: None, stream, "0")
         assert all("error" not in line for line in {by_name(line): line for line in lines(out)}.values())
         return stream.getvalue()
 
-    conducted(text)
+    run_again(text)
     assert len(scripted.started) == 4
     broken = out / "runs/elevator/seed-1"
     (broken / "metrics.jsonl").write_text(damage)
-    assert "4 of 4 runs are finished" in conducted(text) and not scripted.started, "its results are known"
+    assert "4 of 4 runs are finished" in run_again(text) and not scripted.started, "its results are known"
 
     with_one_more = text.replace('metrics = ["grad_norm"]', 'metrics = ["grad_norm", "entropy"]')
-    printed = conducted(with_one_more)
+    printed = run_again(with_one_more)
     assert scripted.started == ["elevator seed 1"] and "elevator seed 1 is run again, and its folder is now" in printed
     assert (broken.with_name("damaged-seed-1") / "metrics.jsonl").read_text() == damage
 
     (broken / "metrics.jsonl").write_text(damage)
     kept = [line for line in lines(out) if by_name(line) != ("elevator", 1)]
     (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    conducted(with_one_more)
+    run_again(with_one_more)
     assert scripted.started == ["elevator seed 1"]
-    assert not conducted(with_one_more).count("run again") and not scripted.started
+    assert not run_again(with_one_more).count("run again") and not scripted.started
 
 
 def test_failed_runs_are_no_work_done_in_the_time_left(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json
-from sortedrl.studies.compare.conduct import check_runs, conduct, rebuild, refuse_other_folder, study_of
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
+from sortedrl.studies.compare.study_folder import check_runs, rebuild, refuse_other_folder, run_study, study_of
 from sortedrl.training.settings import TrainSettings, check_what_must_exist
 
 
@@ -79,7 +79,7 @@ def run(settings: CompareSettings) -> int:
         return _print_plan(study, settings)
     try:
         stream = sys.stderr if settings.json_output else sys.stdout
-        comparison = conduct(study, folder, settings.jobs, _validate, stream, __version__)
+        comparison = run_study(study, folder, settings.jobs, _validate, stream, __version__)
     except KeyboardInterrupt:
         print("interrupted and saved. The same command continues the study", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""Conducts a study: runs what is missing in its folder, then writes the page and compare.json."""
+"""A study in its folder: runs what is missing in its folder, then writes the page and compare.json."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LARGE = ("checkpoints", "model")  # of a finished run: the study needs neither
 Log = Callable[[str], None]
 
 
-def conduct(study: Study, folder: Path, jobs: int, validate: Validate, stream: TextIO, version: str) -> Comparison:
+def run_study(study: Study, folder: Path, jobs: int, validate: Validate, stream: TextIO, version: str) -> Comparison:
     """Everything that is finished in `folder` stays; the rest is run.
 
     Raises `KeyboardInterrupt` if interrupted, after all runs have saved and the page has been written.
@@ -54,7 +54,7 @@ def conduct(study: Study, folder: Path, jobs: int, validate: Validate, stream: T
     log: Log = lambda line: print(line, file=stream, flush=True)  # noqa: E731
     refuse_other_folder(folder)
     with locked(folder, log):
-        return _Conducted(study, folder, runs, log, version).run(jobs, stream)
+        return _StudyInFolder(study, folder, runs, log, version).run(jobs, stream)
 
 
 def check_runs(study: Study, folder: Path, check: Validate) -> None:
@@ -73,7 +73,7 @@ def _waiting(runs: Sequence[Run], known: dict[Key, Line]) -> list[Run]:
 
 
 @dataclass(frozen=True)
-class _Conducted:
+class _StudyInFolder:
     study: Study
     folder: Path
     runs: Sequence[Run]
