@@ -156,7 +156,7 @@ def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Pa
     append(folder / "results.jsonl", failed | {"error": "CUDA out of memory (exit code 2)"})
     (folder / "study.toml").write_text(STUDY.replace("seeds = 8", "seeds = 9"))
     found = compared(folder)
-    assert [(one.arm, one.seed) for one in found.failures] == [("fast", 3)]
+    assert [(one["arm"], one["seed"]) for one in found.failures] == [("fast", 3)]
     assert found.not_run == (("slow", 8), ("fast", 8), ("never", 8))
     assert found.primary.missing == (3, 8)
     assert found.primary.is_anecdote
@@ -172,15 +172,19 @@ def test_a_folder_that_cannot_be_written_to_is_refused(folder: Path, capsys: pyt
 
 
 def test_errors_are_shown_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text in brackets is no markup of the terminal's tables."""
+    """Text in brackets is no markup of the terminal's tables. Control characters do not reach the terminal."""
     failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
     errors = {3: "cannot read [/data/x.jsonl] (exit code 2)", 4: "[rank0]: out of memory in a:bug:b (exit code 1)"}
+    append(folder / "results.jsonl", failed | {"seed": 5, "error": "\x1b[2Jcleared\x07"})
+    other_device = line("slow", 0) | {"device": "\x1b]0;owned\x07"}
+    append(folder / "results.jsonl", other_device)
     for seed, error in errors.items():
         append(folder / "results.jsonl", failed | {"seed": seed, "error": error})
     assert main(["compare", "--from", str(folder)]) == 2
     shown = capsys.readouterr().out
-    for error in errors.values():
+    for error in (*errors.values(), r"\x1b[2Jcleared\x07", r"\x1b]0;owned\x07"):
         assert error in shown
+    assert not {"\x1b", "\x07"} & set(shown)
 
 
 def test_a_metric_that_no_run_has_is_reported(folder: Path) -> None:
@@ -328,7 +332,7 @@ def test_a_result_that_is_read_again_keeps_the_device_of_its_run(folder: Path) -
         {"update": 1, "seconds": 4.0, "held_out": {"value": 0.6}},
     ]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    found = run_study(study, folder, 1, lambda settings: None, io.StringIO(), "1")
+    found = run_study(study, folder, 1, io.StringIO(), "1")
     (again,) = [one for one in found.finished if (one.arm, one.seed) == (run.arm, run.seed)]
     assert again.outcomes["grad_norm"] == 2.0
     assert "NaN" not in (folder / "results.jsonl").read_text(), "not every JSON parser reads it"
@@ -435,7 +439,7 @@ def shown(comparison: Comparison, width: int = 1000) -> str:
 
 def continued(folder: Path, study_text: str) -> Comparison:
     """The study is run again; all of its runs have a result."""
-    return run_study(parsed_study(study_text, "x"), folder, 1, lambda settings: None, io.StringIO(), "1")
+    return run_study(parsed_study(study_text, "x"), folder, 1, io.StringIO(), "1")
 
 
 def planned(folder: Path, *studies: str) -> Path:

@@ -401,7 +401,7 @@ def test_a_finished_run_with_damaged_metrics_is_run_again(
     def run_again(text: str) -> str:
         scripted.started.clear()
         stream = io.StringIO()
-        run_study(parsed_study(text, "toy"), out, 1, lambda settings: None, stream, "0")
+        run_study(parsed_study(text, "toy"), out, 1, stream, "0")
         assert all("error" not in line for line in {by_name(line): line for line in lines(out)}.values())
         return stream.getvalue()
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.studies.compare.grid import arms_of
-from sortedrl.studies.compare.study import Study, parsed_study, validate_runs
-from sortedrl.studies.compare.toml_text import toml_of
+from sortedrl.studies.compare.runs import toml_of
+from sortedrl.studies.compare.study import Study, arms_of, parsed_study, validate_runs
 
 TWO_ARMS = """
 seeds = 2

@@ -79,7 +79,7 @@ def run(settings: CompareSettings) -> int:
         return _print_plan(study, settings)
     try:
         stream = sys.stderr if settings.json_output else sys.stdout
-        comparison = run_study(study, folder, settings.jobs, _validate, stream, __version__)
+        comparison = run_study(study, folder, settings.jobs, stream, __version__)
     except KeyboardInterrupt:
         print("interrupted and saved. The same command continues the study", file=sys.stderr)
         return 130

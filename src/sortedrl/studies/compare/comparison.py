@@ -8,15 +8,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
-from sortedrl.studies.compare.outcomes import (
-    NEEDS_ONE_DEVICE,
-    NEEDS_THRESHOLD,
-    Point,
-    Reached,
-    curve_of,
-    outcomes_of,
-    reached,
-)
+from sortedrl.studies.compare import outcomes as o
 from sortedrl.studies.compare.paired import (
     ENOUGH_SEEDS,
     Censoring,
@@ -37,9 +29,9 @@ class Finished:
 
     arm: str
     seed: int
-    curve: tuple[Point, ...]
+    curve: tuple[o.Point, ...]
     outcomes: dict[str, float | None]
-    reached: dict[str, Reached]  # of the outcomes of the threshold
+    reached: dict[str, o.Reached]  # of the outcomes of the threshold
     device: str
     versions: dict[str, str]
     problems: tuple[str, str] | None  # settings and digest
@@ -74,13 +66,6 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    arm: str
-    seed: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
     """Of the study, after results were known."""
 
@@ -96,7 +81,7 @@ class Comparison:
     planned_after: int | None  # results that were known when the study was first recorded; None: it never was
     changes: tuple[Change, ...]
     finished: tuple[Finished, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[dict[str, Any], ...]  # arm, seed and error
     not_run: tuple[Key, ...]
     contrasts: tuple[Compared, ...]  # the primary one first
     exploratory: tuple[Compared, ...]  # every other outcome of the same pairs of arms, without a bootstrap
@@ -111,42 +96,31 @@ class Comparison:
         return [run for run in self.finished if run.arm == arm]
 
 
-def compare(study: Study, found: Results) -> Comparison:
-    results = found.runs
+def compare(study: Study, results: Results) -> Comparison:
+    lines = results.runs
     wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
-    finished = [_finished(results[key], study) for key in wanted if key in results and "error" not in results[key]]
-    by_key = {(run.arm, run.seed): run for run in finished}
+    runs = {key: _finished(lines[key], study) for key in wanted if key in lines and "error" not in lines[key]}
     named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
     asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
-    pairs = dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
     others = [
-        Contrast(f"{arm} minus {minus}", arm, minus, outcome, primary=False)
-        for arm, minus in pairs
+        Contrast(name=f"{arm} minus {minus}", arm=arm, minus=minus, outcome=outcome, primary=False)
+        for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
         for outcome in study.outcomes
         if (arm, minus, outcome) not in asked
     ]
+    failed = [lines[key] for key in wanted if "error" in lines.get(key, {})]
     return Comparison(
         study=study,
-        planned_after=found.plans[0].results_known if found.plans else None,
-        changes=tuple(_changes(study, found)),
-        finished=tuple(finished),
-        failures=tuple(Failure(*key, results[key]["error"]) for key in wanted if "error" in results.get(key, {})),
-        not_run=tuple(key for key in wanted if key not in results),
-        contrasts=tuple(_compared(contrast, study, by_key) for contrast in named),
-        exploratory=tuple(_compared(contrast, study, by_key, resample=False) for contrast in others),
-        summaries={arm: _summaries(study, [run for run in finished if run.arm == arm]) for arm in study.arms},
-        notices=tuple(_notices(study, finished, results)),
+        planned_after=results.plans[0].results_known if results.plans else None,
+        changes=tuple(_changes(study, results)),
+        finished=tuple(runs.values()),
+        failures=tuple({key: line[key] for key in ("arm", "seed", "error")} for line in failed),
+        not_run=tuple(key for key in wanted if key not in lines),
+        contrasts=tuple(_compared(contrast, study, runs) for contrast in named),
+        exploratory=tuple(_compared(contrast, study, runs, resample=False) for contrast in others),
+        summaries={arm: _summaries(study, [run for run in runs.values() if run.arm == arm]) for arm in study.arms},
+        notices=tuple(_notices(study, runs, lines)),
     )
-
-
-def _changes(study: Study, results: Results) -> Iterator[Change]:
-    """Between the plans recorded, and up to this study. Lines of runs have their threshold, also without any plan."""
-    thresholds = [line["threshold"] for line in results.runs.values() if "threshold" in line]
-    plans = [Plan("", {"threshold": thresholds[0]} if thresholds else {}, 0), *results.plans]
-    for before, now in pairwise([*plans, Plan(study.digest, study.plan, results.finished)]):
-        for key, value in now.values.items() if now.results_known else ():
-            if before.values.get(key, value) != value:
-                yield Change(now.results_known, key, before.values[key], value)
 
 
 def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
@@ -169,7 +143,7 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
         "contrasts": [_plain(compared) for compared in comparison.contrasts],
         "exploratory": [_plain(compared) for compared in comparison.exploratory],
         "runs": [{"arm": run.arm, "seed": run.seed, "outcomes": run.outcomes} for run in comparison.finished],
-        "failed": [asdict(failure) for failure in comparison.failures],
+        "failed": list(comparison.failures),
         "not_run": [{"arm": arm, "seed": seed} for arm, seed in comparison.not_run],
         "notices": list(comparison.notices),
     }
@@ -177,7 +151,7 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
 
 def _plain(compared: Compared) -> dict[str, Any]:
     return {
-        **asdict(compared.contrast),
+        **compared.contrast.model_dump(),
         "seeds": list(compared.seeds),
         "missing_seeds": list(compared.missing),
         "seeds_on_two_devices": list(compared.on_two_devices),
@@ -188,60 +162,59 @@ def _plain(compared: Compared) -> dict[str, Any]:
     }
 
 
+def _changes(study: Study, results: Results) -> Iterator[Change]:
+    """Between the plans recorded, and up to this study. Lines of runs have their threshold, also without any plan."""
+    thresholds = [line["threshold"] for line in results.runs.values() if "threshold" in line]
+    plans = [Plan("", {"threshold": thresholds[0]} if thresholds else {}, 0), *results.plans]
+    for before, now in pairwise([*plans, Plan(study.digest, study.plan, results.finished)]):
+        for key, value in now.values.items() if now.results_known else ():
+            if before.values.get(key, value) != value:
+                yield Change(now.results_known, key, before.values[key], value)
+
+
 def _finished(line: Line, study: Study) -> Finished:
-    curve = curve_of(line)
-    times = {} if study.threshold is None else {
-        name: reached(curve, study.threshold, axis) for name, axis in NEEDS_THRESHOLD.items()
-    }  # fmt: skip
-    outcomes = outcomes_of(line, study.threshold, study.metrics, study.cohort_rollouts(line["arm"]))
-    return Finished(
-        line["arm"],
-        line["seed"],
-        tuple(curve),
-        outcomes,
-        times,
-        line["device"],
-        versions_used(line),
-        problems_used(line),
-    )
+    arm, curve, threshold = line["arm"], o.curve_of(line), study.threshold
+    axes = {} if threshold is None else o.NEEDS_THRESHOLD
+    times = {name: o.reached(curve, threshold or 0.0, axis) for name, axis in axes.items()}
+    outcomes = o.outcomes_of(line, threshold, study.metrics, study.cohort_rollouts(arm))
+    used = line["device"], versions_used(line), problems_used(line)
+    return Finished(arm, line["seed"], tuple(curve), outcomes, times, *used)
 
 
 def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *, resample: bool = True) -> Compared:
     outcome = contrast.outcome
-    has = {key for key, run in runs.items() if run.outcomes[outcome] is not None}
-    complete = [seed for seed in study.seeds if {(contrast.arm, seed), (contrast.minus, seed)} <= has]
+    pairs = _pairs(contrast.arm, contrast.minus, study, runs)
+    complete = [seed for seed, pair in pairs.items() if all(run.outcomes[outcome] is not None for run in pair)]
     missing = tuple(seed for seed in study.seeds if seed not in complete)
-    apart = _on_two_devices(contrast.arm, contrast.minus, runs) if outcome in NEEDS_ONE_DEVICE else ()
-    other_problems = _on_other_problems(contrast.arm, contrast.minus, runs)
-    on_two_devices, on_other_problems = (
-        tuple(seed for seed in complete if seed in left_out) for left_out in (apart, other_problems)
-    )
-    seeds = tuple(seed for seed in complete if seed not in {*apart, *other_problems})
-    if not seeds:
-        return Compared(contrast, seeds, missing, on_two_devices, on_other_problems, None, None)
-    arm, minus = ([runs[name, seed] for seed in seeds] for name in (contrast.arm, contrast.minus))
-    if outcome in NEEDS_THRESHOLD:
-        times = [[run.reached[outcome] for run in runs_of_arm] for runs_of_arm in (arm, minus)]
+    apart = tuple(seed for seed in complete if outcome in o.NEEDS_ONE_DEVICE and _have_two_devices(*pairs[seed]))
+    changed = tuple(seed for seed in complete if _have_other_problems(*pairs[seed]))
+    seeds = tuple(seed for seed in complete if seed not in {*apart, *changed})
+    found, censoring = None, None
+    sides = [[pairs[seed][side] for seed in seeds] for side in (0, 1)]
+    if seeds and outcome in o.NEEDS_THRESHOLD:
+        times = [[run.reached[outcome] for run in side] for side in sides]
         found, censoring = threshold_difference(*times, resample=resample)
-        return Compared(contrast, seeds, missing, on_two_devices, on_other_problems, found, censoring)
-    found = difference(_values(arm, outcome), _values(minus, outcome), resample=resample)
-    return Compared(contrast, seeds, missing, on_two_devices, on_other_problems, found, None)
+    elif seeds:
+        found = difference(*(_values(side, outcome) for side in sides), resample=resample)
+    return Compared(contrast, seeds, missing, apart, changed, found, censoring)
 
 
-def _on_two_devices(arm: str, minus: str, runs: Mapping[Key, Finished]) -> tuple[int, ...]:
-    """Seeds whose two runs are on different devices: a difference of their seconds is one of the devices."""
-    seeds = [seed for name, seed in runs if name == arm and (minus, seed) in runs]
-    return tuple(seed for seed in seeds if runs[arm, seed].device != runs[minus, seed].device)
+def _pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, Finished]) -> dict[int, tuple[Finished, Finished]]:
+    """By seed, where both runs are finished."""
+    seeds = [seed for seed in study.seeds if {(arm, seed), (minus, seed)} <= runs.keys()]
+    return {seed: (runs[arm, seed], runs[minus, seed]) for seed in seeds}
 
 
-def _on_other_problems(arm: str, minus: str, runs: Mapping[Key, Finished]) -> tuple[int, ...]:
-    """Seeds whose two runs have different problems, although their settings ask for the same ones."""
-    pairs = [
-        (seed, run.problems, runs[minus, seed].problems)
-        for (name, seed), run in runs.items()
-        if name == arm and (minus, seed) in runs
-    ]
-    return tuple(seed for seed, one, other in pairs if one and other and one[0] == other[0] and one[1] != other[1])
+def _have_two_devices(one: Finished, other: Finished) -> bool:
+    """A difference of their seconds is one of the devices."""
+    return one.device != other.device
+
+
+def _have_other_problems(one: Finished, other: Finished) -> bool:
+    """Different problems, although the settings ask for the same ones."""
+    if one.problems is None or other.problems is None:
+        return False
+    return one.problems[0] == other.problems[0] and one.problems[1] != other.problems[1]
 
 
 def _values(runs: Iterable[Finished], outcome: str) -> list[float]:
@@ -251,71 +224,52 @@ def _values(runs: Iterable[Finished], outcome: str) -> list[float]:
 def _summaries(study: Study, runs: Sequence[Finished]) -> dict[str, Summary]:
     found = {}
     for outcome in study.outcomes:
-        values = _values(runs, outcome)
-        if values:
+        if values := _values(runs, outcome):
             times = [run.reached[outcome] for run in runs if outcome in run.reached]
-            found[outcome] = Summary(
-                runs=len(values),
-                mean=fmean(values),
-                standard_deviation=stdev(values) if len(values) > 1 else None,
-                censored=sum(time.censored for time in times),
-                median=median_time(times) if times else None,
-            )
+            spread = stdev(values) if len(values) > 1 else None
+            censored, middle = sum(time.censored for time in times), median_time(times) if times else None
+            found[outcome] = Summary(len(values), fmean(values), spread, censored, middle)
     return found
 
 
-def _differing_versions(finished: Iterable[Finished]) -> list[str]:
-    """Packages of which runs use two versions. One that only some runs use is a matter of their settings."""
-    found: dict[str, set[str]] = {}
-    for run in finished:
-        for name, version in run.versions.items():
-            found.setdefault(name, set()).add(version)
-    return [f"{name} {' and '.join(sorted(versions))}" for name, versions in found.items() if len(versions) > 1]
-
-
-def _unequal_rollouts(arm: str, minus: str, finished: Iterable[Finished]) -> str:
-    """Empty if the runs of both arms trained on about as many rollouts. Updates may be larger than their size."""
-    trained = {name: [run.curve[-1].rollouts for run in finished if run.arm == name] for name in (arm, minus)}
-    if not all(trained.values()):
-        return ""
-    ours, theirs = (fmean(trained[name]) for name in (arm, minus))
-    if max(ours, theirs) <= EQUAL_ROLLOUTS * min(ours, theirs):
-        return ""
-    return (
-        f"the runs of {arm} trained on {ours:,.0f} rollouts, those of {minus} on {theirs:,.0f}: final_score and "
-        "curve_area favor the longer runs. Compare samples_to_threshold instead"
-    )
-
-
-def _notices(study: Study, finished: Sequence[Finished], results: Mapping[Key, Line]) -> Iterable[str]:
+def _notices(study: Study, runs: Mapping[Key, Finished], lines: Mapping[Key, Line]) -> Iterator[str]:
+    finished = list(runs.values())
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
             yield f"no run has the metric {name} in its metrics.jsonl"
-    if study.threshold is not None:
-        at_start = sum(1 for run in finished if run.curve and run.curve[0].score >= study.threshold)
-        if at_start:
-            runs = f"{at_start} of {len(finished)} runs"
-            yield f"{runs} are at the threshold of {study.threshold:g} before their first update: set it higher"
-    devices = sorted({run.device for run in finished})
-    if len(devices) > 1:
+    threshold = study.threshold
+    if threshold is not None and (early := sum(run.curve[0].score >= threshold for run in finished)):
+        at_start = f"{early} of {len(finished)} runs are at the threshold of {threshold:g} before their first update"
+        yield f"{at_start}: set it higher"
+    if len(devices := sorted({run.device for run in finished})) > 1:
         yield f"runs have different devices: {'; '.join(devices)}"
-    if differing := _differing_versions(finished):
+    versions: dict[str, set[str]] = {}  # a package that only some runs use is a matter of their settings
+    for name, version in (item for run in finished for item in run.versions.items()):
+        versions.setdefault(name, set()).add(version)
+    if differing := [f"{name} {' and '.join(sorted(found))}" for name, found in versions.items() if len(found) > 1]:
         yield f"runs have different versions: {'; '.join(differing)}"
-    by_key = {(run.arm, run.seed): run for run in finished}
     for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
-        if notice := _unequal_rollouts(arm, minus, finished):
-            yield notice
-        if apart := _on_two_devices(arm, minus, by_key):
-            names = ", ".join(name for name in NEEDS_ONE_DEVICE if name in study.outcomes)
-            pairs = f"the runs of {arm} and {minus} are on different devices for seeds {', '.join(map(str, apart))}"
-            yield f"{pairs}; these pairs are left out of {names}"
-        if changed := _on_other_problems(arm, minus, by_key):
-            pairs = f"the runs of {arm} and {minus} have different problems for seeds {', '.join(map(str, changed))}"
-            why = "the task or its data changed in between, or draws problems without a fixed seed"
-            yield f"{pairs}: {why}; these pairs are left out"
-    others = sorted({arm for arm, _ in results if arm not in study.arms})
-    if others:
+        yield from _notices_of_pairs(arm, minus, study, runs)
+    if others := sorted({arm for arm, _ in lines if arm not in study.arms}):
         yield f"results of other arms are left out: {', '.join(others)}"
-    seeds = sorted({seed for arm, seed in results if arm in study.arms and seed not in study.seeds})
-    if seeds:
+    if seeds := sorted({seed for arm, seed in lines if arm in study.arms and seed not in study.seeds}):
         yield f"results of other seeds are left out: {', '.join(map(str, seeds))}"
+
+
+def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, Finished]) -> Iterator[str]:
+    trained = [[run.curve[-1].rollouts for run in runs.values() if run.arm == name] for name in (arm, minus)]
+    ours, theirs = (fmean(one) if one else 0.0 for one in trained)
+    if all(trained) and max(ours, theirs) > EQUAL_ROLLOUTS * min(ours, theirs):
+        yield (
+            f"the runs of {arm} trained on {ours:,.0f} rollouts, those of {minus} on {theirs:,.0f}: final_score and "
+            "curve_area favor the longer runs. Compare samples_to_threshold instead"
+        )
+    pairs = _pairs(arm, minus, study, runs)
+    device_outcomes = ", ".join(name for name in o.NEEDS_ONE_DEVICE if name in study.outcomes)
+    why = "the task or its data changed in between, or draws problems without a fixed seed"
+    for differ, how, left_out in (
+        (_have_two_devices, "are on different devices", f"; these pairs are left out of {device_outcomes}"),
+        (_have_other_problems, "have different problems", f": {why}; these pairs are left out"),
+    ):
+        if seeds := [str(seed) for seed, pair in pairs.items() if differ(*pair)]:
+            yield f"the runs of {arm} and {minus} {how} for seeds {', '.join(seeds)}{left_out}"

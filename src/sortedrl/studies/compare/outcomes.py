@@ -8,36 +8,44 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
+
+class Outcome(NamedTuple):
+    meaning: str
+    digits: str  # how a value is printed
+    metric: str = ""  # its name in the summary of a run
+    axis: str = ""  # of the learning curve, if it is where the score reaches the threshold
+    needs_one_device: bool = False  # to compare two runs
+
+
 OUTCOMES = {
-    "final_score": "held-out score after the last update",
-    "curve_area": "mean held-out score over all trained rollouts",
-    "samples_to_threshold": "trained rollouts until the held-out score reaches the threshold",
-    "seconds_to_threshold": "seconds until the held-out score reaches the threshold, without evaluations",
-    "seconds": "duration of the run in seconds, without evaluations",
-    "response_length": "mean length of trained responses, in tokens",
-    "final_response_length": "mean length of trained responses over the last quarter's cohorts, in tokens",
-    "staleness": "mean staleness of trained tokens, in versions",
-    "rollouts_per_second": "trained rollouts per second, without evaluations",
-    "bubble": "empty fraction of slot-time while generating",
-    "goodput": "tokens trained on per second of generation",
-    "waste": "fraction of generated tokens that are discarded",
-    "length_bias": "mean trained length against that of uncut responses",
+    "final_score": Outcome("held-out score after the last update", ".3f"),
+    "curve_area": Outcome("mean held-out score over all trained rollouts", ".3f"),
+    "samples_to_threshold": Outcome(
+        "trained rollouts until the held-out score reaches the threshold", ",.0f", axis="rollouts"
+    ),
+    "seconds_to_threshold": Outcome(
+        "seconds until the held-out score reaches the threshold, without evaluations", ",.1f", "", "seconds", True
+    ),
+    "seconds": Outcome("duration of the run in seconds, without evaluations", ",.1f", needs_one_device=True),
+    "response_length": Outcome("mean length of trained responses, in tokens", ",.1f"),
+    "final_response_length": Outcome(
+        "mean length of trained responses over the last quarter's cohorts, in tokens", ",.1f"
+    ),
+    "staleness": Outcome("mean staleness of trained tokens, in versions", ".2f", "staleness_mean"),
+    "rollouts_per_second": Outcome("trained rollouts per second, without evaluations", ",.1f", needs_one_device=True),
+    "bubble": Outcome("empty fraction of slot-time while generating", ".3f", "bubble"),
+    "goodput": Outcome("tokens trained on per second of generation", ",.0f", "goodput", needs_one_device=True),
+    "waste": Outcome("fraction of generated tokens that are discarded", ".3f", "waste"),
+    "length_bias": Outcome("mean trained length against that of uncut responses", ".3f", "length_bias"),
 }
-FROM_THE_SUMMARY = {  # outcome: name in RunMetrics
-    "staleness": "staleness_mean",
-    "bubble": "bubble",
-    "goodput": "goodput",
-    "waste": "waste",
-    "length_bias": "length_bias",
-}
-NEEDS_THRESHOLD = {"samples_to_threshold": "rollouts", "seconds_to_threshold": "seconds"}  # with its axis of the curve
-NEEDS_ONE_DEVICE = ("seconds_to_threshold", "seconds", "rollouts_per_second", "goodput")  # to compare two runs
+FROM_THE_SUMMARY = {name: outcome.metric for name, outcome in OUTCOMES.items() if outcome.metric}
+NEEDS_THRESHOLD = {name: outcome.axis for name, outcome in OUTCOMES.items() if outcome.axis}
+NEEDS_ONE_DEVICE = tuple(name for name, outcome in OUTCOMES.items() if outcome.needs_one_device)
 NEEDS_EVALUATIONS = {"curve_area", *NEEDS_THRESHOLD}
 LAST_PART = 4  # `final_response_length` is over the last quarter, in whole cohorts
 ALWAYS_KEPT = ("length", "correct")  # per update, in every line of results
@@ -81,7 +89,7 @@ def read_run(folder: Path, metrics: Sequence[str]) -> dict[str, Any]:
         raise IncompleteRun(f"{folder / 'metrics.jsonl'} has no {'updates' if curve else 'held-out score'}")
     return {
         "curve": {name: [getattr(point, name) for point in curve] for name in Point._fields},
-        "series": {name: _series(updates, name) for name in (*ALWAYS_KEPT, *metrics)},
+        "series": {name: [_stored(line.get(name)) for line in updates] for name in (*ALWAYS_KEPT, *metrics)},
         "rollouts_per_update": [line["rollouts"] for line in updates],
         "metrics": metrics_of_run,
         "wall_seconds": wall_seconds,
@@ -101,11 +109,9 @@ def learning_curve(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
         before = line["seconds"]
 
 
-def _series(updates: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
-    """One value per update, to five digits; None if an update has none, or one that is not finite, which JSON lacks."""
-    values: list[Any] = [line.get(name) for line in updates]
-    is_known = [type(value) in (int, float) and math.isfinite(value) for value in values]
-    return [float(f"{value:.5g}") if known else None for value, known in zip(values, is_known, strict=True)]
+def _stored(value: Any) -> float | None:
+    """To five digits; None for what is no number or not finite, which JSON lacks."""
+    return float(f"{value:.5g}") if type(value) in (int, float) and math.isfinite(value) else None
 
 
 # Outcomes
@@ -114,7 +120,7 @@ def _series(updates: Sequence[Mapping[str, Any]], name: str) -> list[float | Non
 def outcomes_of(
     raw: Mapping[str, Any], threshold: float | None, metrics: Sequence[str], cohort_rollouts: int
 ) -> dict[str, float | None]:
-    """All outcomes of a run. `censored`: the threshold was not reached; None: it has no such value."""
+    """All outcomes of a run; None: it has no such value. A run that is censored has the place where it ended."""
     curve = curve_of(raw)
     lengths, rollouts = raw["series"]["length"], raw["rollouts_per_update"]
     last = last_cohorts(rollouts, cohort_rollouts)
@@ -122,14 +128,15 @@ def outcomes_of(
         "final_score": curve[-1].score,
         "curve_area": curve_area(curve),
         "seconds": curve[-1].seconds,
-        "response_length": _weighted_mean(lengths, rollouts),
-        "final_response_length": _weighted_mean(lengths[last], rollouts[last]),
+        "response_length": _mean(lengths, rollouts),
+        "final_response_length": _mean(lengths[last], rollouts[last]),
         "rollouts_per_second": curve[-1].rollouts / curve[-1].seconds if curve[-1].seconds > 0 else None,
         **{name: raw["metrics"].get(name) for name in FROM_THE_SUMMARY},  # an older version may have fewer
     }
     if threshold is not None:
         found |= {name: reached(curve, threshold, axis).at for name, axis in NEEDS_THRESHOLD.items()}
-    return found | {name: _mean_of_known(raw["series"].get(name, [])) for name in metrics}
+    series = {name: raw["series"].get(name, []) for name in metrics}
+    return found | {name: _mean(values, [1] * len(values)) for name, values in series.items()}
 
 
 def last_cohorts(rollouts: Sequence[int], cohort_rollouts: int) -> slice:
@@ -159,22 +166,18 @@ def curve_area(curve: Sequence[Point]) -> float:
 
 def reached(curve: Sequence[Point], threshold: float, axis: str) -> Reached:
     """Where the score first reaches the threshold, interpolated from the evaluation before."""
-    place: Callable[[Point], float] = lambda point: float(getattr(point, axis))  # noqa: E731
+    places = [float(getattr(point, axis)) for point in curve]
     if curve[0].score >= threshold:
-        return Reached(place(curve[0]), censored=False)
-    for below, above in pairwise(curve):
+        return Reached(places[0], censored=False)
+    for (below, above), (start, end) in zip(pairwise(curve), pairwise(places), strict=True):
         if above.score >= threshold:
             share = (threshold - below.score) / (above.score - below.score)
-            return Reached(place(below) + share * (place(above) - place(below)), censored=False)
-    return Reached(place(curve[-1]), censored=True)
+            return Reached(start + share * (end - start), censored=False)
+    return Reached(places[-1], censored=True)
 
 
-def _weighted_mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
-    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+def _mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
+    """Of the values that are known."""
+    known = [(x, weight) for x, weight in zip(values, weights, strict=True) if x is not None and math.isfinite(x)]
     total = sum(weight for _, weight in known)
     return math.fsum(value * weight for value, weight in known) / total if total else None
-
-
-def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(known) if known else None

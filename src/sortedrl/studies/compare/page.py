@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,10 +20,10 @@ from sortedrl.studies.compare.outcomes import OUTCOMES, Point
 from sortedrl.studies.compare.paired import CONFIDENCE, t_quantile
 
 FOLDER = Path(__file__).parent / "page"
-AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
-    "rollouts": ("rollouts trained on", lambda point: point.rollouts),
-    "seconds": ("seconds, without evaluations", lambda point: point.seconds),
-    "updates": ("update", lambda point: point.update),
+AXES = {  # of the learning curves: a field of `Point`, and its title
+    "rollouts": ("rollouts", "rollouts trained on"),
+    "seconds": ("seconds", "seconds, without evaluations"),
+    "updates": ("update", "update"),
 }
 
 
@@ -30,16 +31,12 @@ def page(comparison: Comparison, version: str) -> str:
     study = comparison.study
     colors = arm_colors(comparison)
     charts = [learning_chart(comparison, colors), *difference_charts(comparison)]
+    sizes = counted(len(study.arms), "arm"), counted(len(study.seeds), "seed")
+    devices = sorted({run.device for run in comparison.finished})
+    versions = sorted({f"torch {run.versions['torch']}" for run in comparison.finished if "torch" in run.versions})
     content = {
         "title": f"SortedRL: {study.name}",
-        "subtitle": ", ".join(
-            (
-                f"study {study.name}",
-                counted(len(study.arms), "arm"),
-                counted(len(study.seeds), "seed"),
-                _machines(comparison),
-            )
-        ),
+        "subtitle": ", ".join((f"study {study.name}", *sizes, *([*devices, *versions] or ["no finished run"]))),
         "question": study.question,
         "answer": text.answer(comparison.primary),
         "caveats": list(text.caveats(comparison)),
@@ -47,7 +44,9 @@ def page(comparison: Comparison, version: str) -> str:
         "censoring": [text.censoring(compared) for compared in comparison.contrasts if compared.censoring],
         "charts": charts,
         "outcomes": study.outcomes,
-        "meanings": [(name, OUTCOMES.get(name, "mean over the updates")) for name in study.outcomes],
+        "meanings": [
+            (name, getattr(OUTCOMES.get(name), "meaning", "mean over the updates")) for name in study.outcomes
+        ],
         "arms": [_arm(comparison, arm, colors[arm]) for arm in study.arms],
         "exploratory": [text.contrast_row(compared) for compared in comparison.exploratory],
         "runs": [_run(run, study.outcomes) for run in comparison.finished],
@@ -59,68 +58,44 @@ def page(comparison: Comparison, version: str) -> str:
 
 def arm_colors(comparison: Comparison) -> dict[str, str]:
     """The color of the mode, if one arm alone has it."""
-    study = comparison.study
-    modes = {arm: study.settings_of(arm).get("mode") for arm in study.arms}
+    modes = {arm: comparison.study.settings_of(arm).get("mode") for arm in comparison.study.arms}
     spare = iter(OTHER_COLORS * (1 + len(modes) // len(OTHER_COLORS)))
     alone = {arm for arm, mode in modes.items() if mode in MODE_COLORS and list(modes.values()).count(mode) == 1}
     return {arm: MODE_COLORS[str(mode)] if arm in alone else next(spare) for arm, mode in modes.items()}
 
 
-# Charts
-
-
 def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
     """Mean score per arm; the band is the 95 % interval of the mean over seeds."""
+    arms, at = comparison.study.arms, comparison.study.threshold
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at}
+    line |= {"line": {"color": "#888888", "width": 1, "dash": "dot"}}
     views = {}
-    for name, (title, place) in AXES.items():
-        data: list[dict[str, Any]] = []
-        for arm in comparison.study.arms:
-            data += band(arm, colors[arm], [run.curve for run in comparison.of_arm(arm)], place)
-        layout: dict[str, Any] = {
-            "xaxis": {"title": {"text": title}, "rangemode": "tozero"},
-            "yaxis": {"title": {"text": "held-out score"}},
-        }
-        if comparison.study.threshold is not None:
-            at = comparison.study.threshold
-            line = {"color": "#888888", "width": 1, "dash": "dot"}
-            layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}]
-        views[name] = {"data": data, "layout": layout}
+    for name, (axis, title) in AXES.items():
+        layout: dict[str, Any] = {"xaxis": {"title": {"text": title}, "rangemode": "tozero"}}
+        layout |= {"yaxis": {"title": {"text": "held-out score"}}} | ({} if at is None else {"shapes": [line]})
+        bands = (band(arm, colors[arm], [run.curve for run in comparison.of_arm(arm)], axis) for arm in arms)
+        views[name] = {"data": list(chain.from_iterable(bands)), "layout": layout}
     return Chart("learning", "Held-out score", views, height=380)
 
 
-def band(
-    arm: str, color: str, curves: Sequence[Sequence[Point]], place: Callable[[Point], float]
-) -> list[dict[str, Any]]:
+def band(arm: str, color: str, curves: Sequence[Sequence[Point]], axis: str) -> list[dict[str, Any]]:
     """The mean over curves, as far as all of them go, with the t interval of the mean if there are several."""
     columns = list(zip(*curves, strict=False))
     if not columns:
         return []
-    x = [rounded(fmean(map(place, column))) for column in columns]
+    x = [rounded(fmean(getattr(point, axis) for point in column)) for column in columns]
     means = [fmean(point.score for point in column) for column in columns]
-    line = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": arm,
-        "legendgroup": arm,
-        "x": x,
-        "y": [rounded(mean) for mean in means],
-        "line": {"color": color, "width": 2},
-        "marker": {"size": 5},
-    }
-    count = len(curves)
-    if count < 2:
+    line: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": arm, "legendgroup": arm, "x": x}
+    line |= {"y": [rounded(mean) for mean in means], "line": {"color": color, "width": 2}, "marker": {"size": 5}}
+    if len(curves) < 2:
         return [line]
-    t = t_quantile((1 + CONFIDENCE) / 2, count - 1)
-    halves = [t * stdev(point.score for point in column) / math.sqrt(count) for column in columns]
-    edge = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "legendgroup": arm, "showlegend": False}
-    edge |= {"hoverinfo": "skip"}
-    low = [rounded(mean - half) for mean, half in zip(means, halves, strict=True)]
-    high = [rounded(mean + half) for mean, half in zip(means, halves, strict=True)]
-    return [
-        edge | {"name": f"{arm}, low", "y": low},
-        edge | {"name": f"{arm}, high", "y": high, "fill": "tonexty", "fillcolor": translucent(color)},
-        line,
-    ]
+    t = t_quantile((1 + CONFIDENCE) / 2, len(curves) - 1) / math.sqrt(len(curves))
+    halves = [t * stdev(point.score for point in column) for column in columns]
+    edge: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "legendgroup": arm}
+    edge |= {"showlegend": False, "hoverinfo": "skip"}
+    low, high = ([rounded(mean + side * half) for mean, half in zip(means, halves, strict=True)] for side in (-1, 1))
+    filled = {"fill": "tonexty", "fillcolor": translucent(color)}
+    return [edge | {"name": f"{arm}, low", "y": low}, edge | {"name": f"{arm}, high", "y": high} | filled, line]
 
 
 def difference_charts(comparison: Comparison) -> list[Chart]:
@@ -135,57 +110,34 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
         ]
         if not found:
             continue
-        names = [name for name, _ in found]
         halves = [rounded(one.t_interval.high - one.mean) if one.t_interval else None for _, one in found]
-        data = [
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "orientation": "h",
-                "name": outcome,
-                "y": names,
-                "x": [rounded(one.mean) for _, one in found],
-                "error_x": {"type": "data", "array": halves, "thickness": 1.5, "width": 5},
-                "marker": {"size": 9, "color": "#2b7fb8"},
-            }
-        ]
-        layout = {
+        marks: dict[str, Any] = {"type": "scatter", "mode": "markers", "orientation": "h", "name": outcome}
+        marks |= {"y": [name for name, _ in found], "x": [rounded(one.mean) for _, one in found]}
+        marks |= {"error_x": {"type": "data", "array": halves, "thickness": 1.5, "width": 5}}
+        marks |= {"marker": {"size": 9, "color": "#2b7fb8"}}
+        axes: dict[str, Any] = {
             "xaxis": {"title": {"text": f"{outcome}: difference, 95 % t interval"}, "rangemode": "tozero"},
             "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": "  "},
-            "hovermode": "closest",
-            "showlegend": False,
         }
-        charts.append(
-            Chart(
-                f"difference-{outcome}", outcome, {"": {"data": data, "layout": layout}}, height=110 + 34 * len(found)
-            )
-        )
+        view = {"data": [marks], "layout": axes | {"hovermode": "closest", "showlegend": False}}
+        charts.append(Chart(f"difference-{outcome}", outcome, {"": view}, height=110 + 34 * len(found)))
     return charts
 
 
-# Rows
-
-
 def _arm(comparison: Comparison, arm: str, color: str) -> dict[str, Any]:
-    summaries = comparison.summaries[arm]
+    found = [(name, comparison.summaries[arm].get(name)) for name in comparison.study.outcomes]
     cells = [
-        (text.summary_text(name, summary), text.number(name, summary.standard_deviation) if summary else text.UNKNOWN)
-        for name in comparison.study.outcomes
-        for summary in [summaries.get(name)]
+        (text.summary_text(name, one), text.number(name, one.standard_deviation if one else None))
+        for name, one in found
     ]
     settings = ", ".join(f"{key} = {value}" for key, value in comparison.study.arms[arm].items())
     return {"name": arm, "color": color, "runs": len(comparison.of_arm(arm)), "cells": cells, "settings": settings}
 
 
 def _run(run: Finished, outcomes: Sequence[str]) -> list[str]:
-    cells = []
-    for name in outcomes:
-        is_censored = name in run.reached and run.reached[name].censored
-        cells.append(f"{'> ' * is_censored}{text.number(name, run.outcomes[name])}")
-    return [run.arm, str(run.seed), *cells]
-
-
-def _machines(comparison: Comparison) -> str:
-    devices = sorted({run.device for run in comparison.finished})
-    versions = sorted({f"torch {run.versions['torch']}" for run in comparison.finished if "torch" in run.versions})
-    return ", ".join([*devices, *versions]) or "no finished run"
+    censored = {name for name, reached in run.reached.items() if reached.censored}
+    return [
+        run.arm,
+        str(run.seed),
+        *(f"{'> ' * (name in censored)}{text.number(name, run.outcomes[name])}" for name in outcomes),
+    ]

@@ -28,6 +28,7 @@ CONFIDENCE = 0.95
 POWER = 0.80
 RESAMPLES = 4000
 ENOUGH_SEEDS = 8  # fewer are an anecdote
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,12 @@ class Difference:
     arm_mean: float
     minus_mean: float
     mean: float
-    standard_error: float | None
-    t_interval: Interval | None
-    bootstrap_interval: Interval | None
-    smallest_visible: float | None  # true difference that so many seeds show with 80 % probability
-    relative: float | None  # to the mean of the other arm, if that is positive
-    relative_interval: Interval | None  # bootstrap
+    standard_error: float | None = None
+    t_interval: Interval | None = None
+    bootstrap_interval: Interval | None = None
+    smallest_visible: float | None = None  # true difference that so many seeds show with 80 % probability
+    relative: float | None = None  # to the mean of the other arm, if that is positive
+    relative_interval: Interval | None = None  # bootstrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,10 @@ def difference(arm: Sequence[float], minus: Sequence[float], *, resample: bool =
     """Values of the same seeds, in the same order; at least one. Without `resample` there is no bootstrap."""
     pairs = list(zip(arm, minus, strict=True))
     differences = [a - b for a, b in pairs]
-    count, mean = len(pairs), fmean(differences)
-    arm_mean, minus_mean = fmean(arm), fmean(minus)
+    count, mean, arm_mean, minus_mean = len(pairs), fmean(differences), fmean(arm), fmean(minus)
     relative = mean / minus_mean if minus_mean > 0 else None
     if count < 2 or max(differences) - min(differences) <= 1e-12 * max(map(abs, (*arm, *minus))):
-        return Difference(count, arm_mean, minus_mean, mean, None, None, None, None, relative, None)
+        return Difference(count, arm_mean, minus_mean, mean, relative=relative)
     error = stdev(differences) / math.sqrt(count)
     half = t_quantile((1 + CONFIDENCE) / 2, count - 1) * error
     return Difference(
@@ -100,11 +100,11 @@ def threshold_difference(
     arm: Sequence[Reached], minus: Sequence[Reached], *, resample: bool = True
 ) -> tuple[Difference, Censoring]:
     """The difference of restricted means, and what is known beside it."""
-    ends = [run.at for run in (*arm, *minus) if run.censored]
-    horizon = min(ends, default=None)
+    horizon = min((run.at for run in (*arm, *minus) if run.censored), default=None)
     restricted = [[run.at if horizon is None else min(run.at, horizon) for run in runs] for runs in (arm, minus)]
-    arm_first = sum(_is_first(a, b) for a, b in zip(arm, minus, strict=True))
-    minus_first = sum(_is_first(b, a) for a, b in zip(arm, minus, strict=True))
+    # Known to be first: it reached the threshold, and the other had not yet.
+    arm_first = sum(not a.censored and a.at < b.at for a, b in zip(arm, minus, strict=True))
+    minus_first = sum(not b.censored and b.at < a.at for a, b in zip(arm, minus, strict=True))
     return difference(*restricted, resample=resample), Censoring(
         arm_censored=sum(run.censored for run in arm),
         minus_censored=sum(run.censored for run in minus),
@@ -123,11 +123,6 @@ def median_time(runs: Sequence[Reached]) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _is_first(one: Reached, other: Reached) -> bool:
-    """Known to be first: it reached the threshold, and the other had not yet."""
-    return not one.censored and one.at < other.at
-
-
 def sign_test(wins: int, losses: int) -> float:
     """Two-sided probability of a result at least as uneven if both arms were equal."""
     count = wins + losses
@@ -135,17 +130,13 @@ def sign_test(wins: int, losses: int) -> float:
     return min(1.0, 2 * tail)
 
 
-# Student's t
-
-
 def t_quantile(probability: float, degrees: int) -> float:
-    """The value below which a t variable lies with this probability; by bisection."""
+    """The value below which a variable with Student's t distribution lies with this probability; by bisection."""
     if probability < 0.5:
         return -t_quantile(1 - probability, degrees)
-    within, high = 2 * probability - 1, 1.0
+    within, low, high = 2 * probability - 1, 0.0, 1.0
     while t_within(high, degrees) < within:
         high *= 2
-    low = 0.0
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if t_within(middle, degrees) < within else (low, middle)
@@ -155,19 +146,12 @@ def t_quantile(probability: float, degrees: int) -> float:
 def t_within(limit: float, degrees: int) -> float:
     """The probability that a t variable lies between -limit and limit: the finite series for whole degrees."""
     angle = math.atan2(limit, math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    is_odd = degrees % 2
-    term = cosine if is_odd else 1.0
-    total = 0.0
+    sine, cosine, is_odd = math.sin(angle), math.cos(angle), degrees % 2
+    term, total = cosine if is_odd else 1.0, 0.0
     for k in range(1 + is_odd, degrees, 2):
         total += term
         term *= k / (k + 1) * cosine * cosine
     return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
-
-
-# Bootstrap
-
-Item = TypeVar("Item")
 
 
 def _bootstrap(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float]) -> Interval:

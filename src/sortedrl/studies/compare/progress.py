@@ -7,36 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from sortedrl.core.wording import printable
 from sortedrl.studies.compare.outcomes import IncompleteRun, read_run
 from sortedrl.studies.compare.runs import Ended, Run
 
-LINE_SECONDS = 60.0  # between plain lines if no run ends
-LIVE_SECONDS = 1.0
+LINE_SECONDS, LIVE_SECONDS = 60.0, 1.0  # between plain lines if no run ends; between changes of the bar
 
 
 class TimeLeft:
     """From the work of this call, in runs: what was done so far, and what is left of all runs."""
 
     def __init__(self, runs: Sequence[Run], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = clock()
-        self._left_at_start = {run.name: 1 - run.fraction_done() for run in runs}
-        self._left = dict(self._left_at_start)
+        self._clock, self._began = clock, clock()
+        self._left = {run.name: 1 - run.fraction_done() for run in runs}
+        self._at_start = sum(self._left.values())
         self._skipped: dict[str, float] = {}  # what runs that failed did not do: neither left nor done
 
     def update(self, run: Run, *, ended: bool) -> None:
         undone = 1 - run.fraction_done()
-        self._left[run.name] = 0.0 if ended else undone
-        self._skipped[run.name] = undone if ended else 0.0
+        self._left[run.name], self._skipped[run.name] = (0.0, undone) if ended else (undone, 0.0)
 
     def seconds(self) -> float | None:
         """None before anything was done."""
         left = sum(self._left.values())
-        done = sum(self._left_at_start.values()) - left - sum(self._skipped.values())
+        done = self._at_start - left - sum(self._skipped.values())
         return (self._clock() - self._began) * left / done if done > 0 else None
 
 
@@ -45,26 +41,29 @@ class StudyProgress:
 
     def __init__(self, runs: Sequence[Run], stream: TextIO, *, finished_before: int = 0) -> None:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._total = len(runs) + finished_before
-        self._finished_before = finished_before
-        self._failed_by_name: dict[str, bool] = {}  # of the runs that ended
+        self._total, self._finished_before = len(runs) + finished_before, finished_before
+        self._failed: dict[str, bool] = {}  # by name, of the runs that ended
         self._running: list[Run] = []
         self._time_left = TimeLeft(runs)
         self._last = time.monotonic()
-        self._live = Live(console=self._console, transient=True, auto_refresh=False)
-        if self._console.is_terminal:
-            self._live.start()
+        self._is_live = self._console.is_terminal
+        columns = (MofNCompleteColumn(), TextColumn("runs"), BarColumn(30), TextColumn("{task.description}"))
+        self._bar = Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False, disable=not self._is_live
+        )
+        self._task = self._bar.add_task("", total=self._total)
+        self._bar.start()
 
     def close(self) -> None:
-        self._live.stop()
+        self._bar.stop()
 
     def started(self, run: Run) -> None:
         self._running.append(run)
-        self._failed_by_name.pop(run.name, None)  # it is tried again
+        self._failed.pop(run.name, None)  # it is tried again
 
     def ended(self, ended: Ended) -> None:
         self._running.remove(ended.run)
-        self._failed_by_name[ended.run.name] = ended.error is not None
+        self._failed[ended.run.name] = ended.error is not None
         self._time_left.update(ended.run, ended=True)
         self._line(f"{ended.run.name}: {_outcome(ended)}")
 
@@ -72,36 +71,27 @@ class StudyProgress:
         self._console.print(text)
 
     def tick(self) -> None:
-        now = time.monotonic()
-        if now - self._last < (LIVE_SECONDS if self._console.is_terminal else LINE_SECONDS):
+        if time.monotonic() - self._last < (LIVE_SECONDS if self._is_live else LINE_SECONDS):
             return
         for run in self._running:
             self._time_left.update(run, ended=False)
-        if self._console.is_terminal:
-            self._last = now
-            self._live.update(self._bar(), refresh=True)
+        if self._is_live:
+            self._last = time.monotonic()
+            self._bar.update(self._task, completed=self._ended, description=self._state(), refresh=True)
         else:
             self._line("running")
 
     @property
     def _ended(self) -> int:
-        return self._finished_before + len(self._failed_by_name)
+        return self._finished_before + len(self._failed)
 
     def _line(self, text: str) -> None:
         self._last = time.monotonic()
-        width = len(str(self._total))
-        self._console.print(f"[{self._ended:{width}}/{self._total}] {text}; {self._state()}")
-
-    def _bar(self) -> Table:
-        grid = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=self._total, completed=self._ended, width=30)
-        grid.add_row(f"{self._ended}/{self._total} runs", bar, self._state())
-        return grid
+        self._console.print(f"[{self._ended:{len(str(self._total))}}/{self._total}] {printable(text)}; {self._state()}")
 
     def _state(self) -> str:
-        failed = sum(self._failed_by_name.values())
+        failed, seconds = sum(self._failed.values()), self._time_left.seconds()
         parts = [f"{len(self._running)} running"] + [f"{failed} failed"] * bool(failed)
-        seconds = self._time_left.seconds()
         if self._ended < self._total and seconds is not None:
             parts.append(f"{duration(seconds)} left")
         return ", ".join(parts)

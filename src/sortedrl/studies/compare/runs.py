@@ -23,25 +23,21 @@ import sys
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.studies.compare.grid import Settings
-from sortedrl.studies.compare.study import Study
-from sortedrl.studies.compare.toml_text import toml_of
+from sortedrl.studies.compare.study import Settings, Study
 from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
 from sortedrl.training.settings import TrainSettings
 
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
 PAUSE_SECONDS = 30.0  # before runs that failed at their start are tried again
-NEW_PLACE = "Use another --out, or a new name for the arm."  # for changed settings
-_WRONG_SETTING = re.compile(r"sortedrl: (\w+) = ")  # how a ConfigurationError starts on the command line
+MAY_CHANGE_BY_ITSELF = {"engine_urls", "prometheus_port"}  # a server may come up, and a port may become free
 TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
@@ -72,11 +68,12 @@ class Run:
     def can_resume(self) -> bool:
         return any(self.folder.glob("checkpoints/update-*"))
 
-    def set_aside(self) -> Path:
-        """Rename the run folder, so that the run starts again; returns its new name."""
-        damaged = self.folder.with_name(f"damaged-{self.folder.name}")
-        shutil.rmtree(damaged, ignore_errors=True)
-        return self.folder.rename(damaged)
+    def settings_when_started(self) -> Settings | None:
+        """None if it was not, or if they cannot be read: `sortedrl train --resume` compares them with its own."""
+        with suppress(OSError, ValueError, RecursionError):
+            started = tomllib.loads(self.config.read_text(encoding="utf-8")) if self.folder.exists() else {}
+            return {key: value for key, value in started.items() if key != "out"} or None
+        return None
 
     def fraction_done(self) -> float:
         """Of its updates; 0 before the first one."""
@@ -98,9 +95,9 @@ class Ended:
 
     @property
     def would_fail_again(self) -> bool:
-        """A setting of it is wrong. A server may come up, and a port may become free."""
-        named = _WRONG_SETTING.match(self.error or "")
-        return named is not None and named[1] in TrainSettings.model_fields.keys() - {"engine_urls", "prometheus_port"}
+        """A setting of it is wrong: its error starts as a ConfigurationError does on the command line."""
+        named = re.match(r"sortedrl: (\w+) = ", self.error or "")
+        return named is not None and named[1] in TrainSettings.model_fields.keys() - MAY_CHANGE_BY_ITSELF
 
 
 def runs_of(study: Study, folder: Path) -> list[Run]:
@@ -112,43 +109,21 @@ def runs_of(study: Study, folder: Path) -> list[Run]:
     ]
 
 
-def refuse_changed_settings(runs: Iterable[Run]) -> None:
-    """A run that was started keeps its settings; a study may add arms and seeds."""
-    for run in runs:
-        if not run.folder.exists():
-            continue
-        try:
-            started = tomllib.loads(run.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue  # `sortedrl train --resume` compares them with its own
-        started.pop("out", None)
-        changed = sorted(
-            key for key in started.keys() | run.settings.keys() if started.get(key) != run.settings.get(key)
-        )
-        if changed:
-            key = changed[0]
-            why = f"{run.folder} was started with {key} = {started.get(key)!r}"
-            raise ConfigurationError(key, run.settings.get(key), why, NEW_PLACE)
-
-
 def wait_for_earlier_runs(runs: Iterable[Run], log: Callable[[str], None], patience: float = SAVE_SECONDS) -> None:
     """Runs of an earlier call that was killed may still be saving."""
-    until, noticed = time.monotonic() + patience, False
+    until = 0.0
     for run in runs:
         while True:
             try:
                 refuse_if_in_use(run.folder)
                 break
             except FolderInUse:
-                if time.monotonic() > until:
+                if not until:
+                    log("waiting for the runs of an earlier call to save and end")
+                    until = time.monotonic() + patience
+                elif time.monotonic() > until:
                     raise
-            if not noticed:
-                log("waiting for the runs of an earlier call to save and end")
-                noticed = True
             time.sleep(POLL_SECONDS)
-
-
-# One run
 
 
 def start(run: Run, cores: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -156,22 +131,42 @@ def start(run: Run, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     if run.folder.exists() and not run.can_resume:
         shutil.rmtree(run.folder)  # killed before its first checkpoint
-    if run.folder.exists():
-        words = ["--resume", str(run.folder)]
-    else:
+    words = ["--resume", str(run.folder)]
+    if not run.folder.exists():
         write_atomically(run.config, toml_of({**run.settings, "out": str(run.folder)}))
         words = ["--config", str(run.config)]
+    pinned = ["sortedrl.studies.compare.pinned", str(os.getpid()), ",".join(map(str, cores))]
     train = [sys.executable, "-m", "sortedrl", "train", *words, "--json"]
-    pinned = [sys.executable, "-m", "sortedrl.studies.compare.pinned", str(os.getpid()), ",".join(map(str, cores))]
+    threads = {"OMP_NUM_THREADS": str(run.settings["threads"] or len(cores))}
     with run.log.open("ab") as log:
         return subprocess.Popen(
-            [*pinned, *train],
+            [sys.executable, "-m", *pinned, *train],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(run.settings["threads"] or len(cores))},
+            env=os.environ | threads,
         )
+
+
+def toml_of(settings: Mapping[str, Any]) -> str:
+    """One key per line, tables inline."""
+    return "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in settings.items())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float):
+        return repr(value)
+    plain = value if isinstance(value, bool | int) else str(value)
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml(key)
 
 
 def error_of(run: Run, exit_code: int) -> str | None:
@@ -206,7 +201,7 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Process:
     run: Run
     popen: subprocess.Popen[bytes]
@@ -216,30 +211,6 @@ class _Process:
     @property
     def made_an_update(self) -> bool:
         return self.run.fraction_done() > self.done_before
-
-
-@dataclass
-class _FailuresInARow:
-    """The runs that failed since the last one that finished."""
-
-    many: int
-    runs: list[Run] = field(default_factory=list)
-    at_start: list[Run] = field(default_factory=list)  # those without a single update, and no setting is wrong
-
-    def add(self, ended: Ended, *, at_start: bool) -> None:
-        if ended.error is None:
-            self.clear()
-            return
-        self.runs.append(ended.run)
-        self.at_start += [ended.run] * (at_start and not ended.would_fail_again)
-
-    def clear(self) -> None:
-        self.runs.clear()
-        self.at_start.clear()
-
-    def are_everywhere(self, waiting: Iterable[Run]) -> bool:
-        """Many, and in every arm that still has runs to start: an arm that always fails does not stop the others."""
-        return len(self.runs) >= self.many and {run.arm for run in waiting} <= {run.arm for run in self.runs}
 
 
 @dataclass
@@ -256,69 +227,76 @@ class Runner:
     on_end: Callable[[Ended], None]
     most_failures: int  # in a row
     pause_seconds: float = PAUSE_SECONDS
+    _waiting: deque[Run] = field(default_factory=deque)
     _running: list[_Process] = field(default_factory=list)
+    _failed: list[Run] = field(default_factory=list)  # since the last run that finished
+    _failed_at_start: list[Run] = field(default_factory=list)  # those without an update, and no setting is wrong
+    _has_paused: bool = False
 
     def run_all(self, runs: Iterable[Run]) -> None:
         """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an error, all runs save and end."""
-        waiting = deque(runs)
+        self._waiting = deque(runs)
         free = deque(core_shares(sorted(os.sched_getaffinity(0)), self.jobs))
-        failures, has_paused = _FailuresInARow(self.most_failures), False
         with _signals_interrupt():
             try:
-                while waiting or self._running:
-                    while waiting and free and not failures.are_everywhere(waiting):
-                        self._start(waiting.popleft(), free.popleft())
+                while self._waiting or self._running:
+                    while self._waiting and free and not self._all_fail:
+                        run, cores = self._waiting.popleft(), free.popleft()
+                        done_before = run.fraction_done() if run.can_resume else 0.0
+                        self._running.append(_Process(run, start(run, cores), cores, done_before))
+                        self.progress.started(run)
                     time.sleep(POLL_SECONDS)
-                    for ended, process in self._ended():
+                    for process in [one for one in self._running if one.popen.poll() is not None]:
+                        self._end(process)
                         free.append(process.cores)
-                        failures.add(ended, at_start=not process.made_an_update)
-                        has_paused = has_paused and bool(failures.runs)
-                        self.on_end(ended)
-                        self.progress.ended(ended)
                     works = any(process.made_an_update for process in self._running)
-                    if failures.are_everywhere(waiting) and (works or not self._running):
-                        again = [] if has_paused else failures.at_start
-                        waiting = self._after_failures(failures, deque([*again, *waiting]), again, works=works)
-                        has_paused = True
-                        failures.clear()
+                    if self._all_fail and (works or not self._running):
+                        self._go_on_or_stop(works=works)
                     self.progress.tick()
             except BaseException:
                 self._stop()
                 raise
             finally:
-                self._kill()
+                for process in self._running:
+                    _kill_group(process.popen)
+                    process.popen.wait()
+                self._running.clear()
 
-    def _start(self, run: Run, cores: tuple[int, ...]) -> None:
-        done_before = run.fraction_done() if run.can_resume else 0.0
-        self._running.append(_Process(run, start(run, cores), cores, done_before))
-        self.progress.started(run)
+    @property
+    def _all_fail(self) -> bool:
+        """Many, and in every arm that still has runs to start: an arm that always fails does not stop the others."""
+        arms = {run.arm for run in self._failed}
+        return len(self._failed) >= self.most_failures and {run.arm for run in self._waiting} <= arms
 
-    def _ended(self) -> Iterator[tuple[Ended, _Process]]:
-        for process in list(self._running):
-            exit_code = process.popen.poll()
-            if exit_code is not None:
-                _kill_group(process.popen)
-                self._running.remove(process)
-                yield Ended(process.run, error_of(process.run, exit_code)), process
+    def _end(self, process: _Process) -> None:
+        _kill_group(process.popen)
+        self._running.remove(process)
+        ended = Ended(process.run, error_of(process.run, process.popen.returncode))
+        if ended.error is None:
+            self._failed, self._failed_at_start, self._has_paused = [], [], False
+        else:
+            self._failed.append(ended.run)
+            self._failed_at_start += [ended.run] * (not process.made_an_update and not ended.would_fail_again)
+        self.on_end(ended)
+        self.progress.ended(ended)
 
-    def _after_failures(
-        self, failures: _FailuresInARow, waiting: deque[Run], again: Sequence[Run], *, works: bool
-    ) -> deque[Run]:
-        """The runs to start now, those that are tried again among them; none if it stops."""
-        if works:  # another run makes updates
-            return waiting
-        if again:
+    def _go_on_or_stop(self, *, works: bool) -> None:
+        """`works`: another run makes updates."""
+        again = [] if self._has_paused else self._failed_at_start
+        if again and not works:
             text = f"{len(again)} runs failed before their first update, one after another"
             self.progress.note(f"{text}: they are tried again in {self.pause_seconds:.0f} s")
             time.sleep(self.pause_seconds)
-            return waiting
-        if waiting:
-            self.progress.note(
-                f"STOPPED: {len(failures.runs)} runs of all arms failed one after another, so {len(waiting)} others "
-                f"are not started. Fix the cause ({failures.runs[-1].log} has the last error); the same command "
-                "continues."
-            )
-        return deque()
+        elif not works:
+            if self._waiting:
+                self.progress.note(
+                    f"STOPPED: {len(self._failed)} runs of all arms failed one after another, so "
+                    f"{len(self._waiting)} others are not started. Fix the cause ({self._failed[-1].log} has the last "
+                    "error); the same command continues."
+                )
+            self._waiting.clear()
+        self._waiting.extendleft(reversed(again))
+        self._failed, self._failed_at_start, self._has_paused = [], [], True
 
     def _stop(self) -> None:
         """Every run saves. A second interrupt ends the wait."""
@@ -328,12 +306,6 @@ class Runner:
         with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
             for process in self._running:
                 process.popen.wait(max(0.0, until - time.monotonic()))
-
-    def _kill(self) -> None:
-        for process in self._running:
-            _kill_group(process.popen)
-            process.popen.wait()
-        self._running.clear()
 
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[tuple[int, ...]]:
@@ -353,12 +325,8 @@ def _kill_group(popen: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
     """SIGTERM and SIGHUP end the study as Ctrl-C does; under nohup SIGHUP stays ignored."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:

@@ -6,26 +6,41 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.studies.compare.grid import Settings, arms_of
+from sortedrl.settings.base import first_error, plain_reason
 from sortedrl.studies.compare.outcomes import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES
 from sortedrl.training.settings import TrainSettings
 
-KEYS = ("question", "seeds", "threshold", "metrics", "keep_models", "settings", "arms", "grid", "contrasts")
-CONTRAST_KEYS = ("name", "arm", "minus", "outcome", "primary")
-COHORT = ("prompts_per_cohort", "rollouts_per_prompt")  # settings whose product is its number of rollouts
-MOST_SEEDS = 10_000
+Settings = dict[str, Any]
 Validate = Callable[[Settings], None]
+COHORT = ("prompts_per_cohort", "rollouts_per_prompt")  # settings whose product is its number of rollouts
+SET_BY_THE_STUDY = ("seed", "out", "resume", "config", "dry_run", "json_output")
+ARM_NAME = re.compile(r"(?!\.{1,2}$)[\w+\-.=,]{1,200}", re.ASCII)  # file systems take 255 bytes
+FIXES = {
+    "seeds": "Use a count, as in seeds = 8, or a list, as in seeds = [0, 1, 5].",
+    "threshold": "Use a number, as in threshold = 0.6.",
+    "metrics": 'Use metrics = ["grad_norm"], with keys of metrics.jsonl.',
+    "grid": "Use KEY = [1, 2], or [grid.KEY] with NAME = { setting = value }.",
+    "contrasts": "Add [[contrasts]] with arm, minus and outcome.",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Contrast:
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Contrast(_Table):
     """`arm` minus `minus`, paired by seed."""
 
     name: str
@@ -35,20 +50,42 @@ class Contrast:
     primary: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Study:
-    """`arms` has the settings that each arm adds to the common `settings`. Exactly one contrast is primary."""
+def _seeds(value: Any) -> Any:
+    """A count stands for the seeds from 0 on."""
+    seeds = tuple(range(value)) if type(value) is int and value <= 10_000 else value
+    return tuple(seeds) if isinstance(seeds, list) else seeds
+
+
+def _contrasts(values: Any) -> Any:
+    """A contrast is named by its arms. A single one is always primary."""
+    if not isinstance(values, list) or not values or any(not isinstance(value, dict) for value in values):
+        raise ConfigurationError("contrasts", values, "the study names nothing to compare", FIXES["contrasts"])
+    found = []
+    for value in values:
+        _refuse_unknown(value, Contrast.model_fields, "contrast")
+        found.append({"name": f"{value.get('arm')} minus {value.get('minus')}", "primary": False} | value)
+    return ({**found[0], "primary": True},) if len(found) == 1 else tuple(found)
+
+
+class Study(_Table):
+    """The file, as it is. Exactly one contrast is primary; every arm has a name and settings of its own."""
 
     name: str
-    question: str
-    seeds: tuple[int, ...]
-    threshold: float | None
-    metrics: tuple[str, ...]
-    keep_models: bool
-    settings: Settings
-    arms: dict[str, Settings]
-    contrasts: tuple[Contrast, ...]
     text: str  # of the file
+    question: str = ""
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_seeds)] = Field(min_length=1)
+    threshold: float | None = None
+    metrics: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    keep_models: bool = False
+    settings: Settings = {}
+    named_arms: dict[str, Settings] = Field(default={}, alias="arms")
+    grid: dict[str, list[Any] | dict[str, Settings]] = {}
+    contrasts: Annotated[tuple[Contrast, ...], BeforeValidator(_contrasts)] = Field(default=(), validate_default=True)
+
+    @cached_property
+    def arms(self) -> dict[str, Settings]:
+        """The settings that each arm adds to the common ones."""
+        return arms_of(self.settings, self.named_arms, self.grid)
 
     @property
     def primary(self) -> Contrast:
@@ -63,9 +100,8 @@ class Study:
     @property
     def plan(self) -> Settings:
         """What could be chosen to suit the results, once they are known."""
-        primary = self.primary
-        named = f"{primary.arm} minus {primary.minus}, {primary.outcome}"
-        return {"seeds": list(self.seeds), "threshold": self.threshold, "primary": named, "arms": list(self.arms)}
+        primary = f"{self.primary.arm} minus {self.primary.minus}, {self.primary.outcome}"
+        return {"seeds": list(self.seeds), "threshold": self.threshold, "primary": primary, "arms": list(self.arms)}
 
     @property
     def digest(self) -> str:
@@ -88,11 +124,10 @@ def digest_of(value: Any) -> str:
 
 def read_study(path: Path) -> Study:
     try:
-        text = path.read_text(encoding="utf-8")
+        return parsed_study(path.read_text(encoding="utf-8"), path.stem)
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigurationError("study", str(path), why, "Name a TOML file; docs/compare.md has one.") from None
-    return parsed_study(text, path.stem)
+        fix = "Name a TOML file; docs/compare.md has one."
+        raise ConfigurationError("study", str(path), plain_reason(error), fix) from None
 
 
 def parsed_study(text: str, name: str) -> Study:
@@ -100,22 +135,18 @@ def parsed_study(text: str, name: str) -> Study:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError("study", name, f"not TOML: {error}", "Fix that line.") from None
-    _refuse_unknown(values, KEYS, "no such key of a study")
-    arms = arms_of(_table(values, "settings"), _table(values, "arms"), _table(values, "grid"))
-    study = Study(
-        name=name,
-        question=_question(values.get("question", "")),
-        seeds=_seeds(values.get("seeds")),
-        threshold=_threshold(values.get("threshold")),
-        metrics=_metrics(values.get("metrics", [])),
-        keep_models=_switch(values.get("keep_models", False)),
-        settings=_table(values, "settings"),
-        arms=arms,
-        contrasts=_contrasts(values.get("contrasts", []), arms),
-        text=text,
-    )
-    for contrast in study.contrasts:
-        _check_outcome(contrast, study)
+    known = [field.alias or key for key, field in Study.model_fields.items() if key not in ("name", "text")]
+    _refuse_unknown(values, known, "study")
+    try:
+        study = Study.model_validate(values | {"name": name, "text": text})
+    except pydantic.ValidationError as error:
+        raise first_error(error, lambda key: FIXES.get(key, "See docs/compare.md.")) from None
+    if len(set(study.seeds)) < len(study.seeds):
+        raise ConfigurationError("seeds", study.seeds, "one is named twice", "Name each one once.")
+    for metric in study.metrics:
+        if metric in OUTCOMES or study.metrics.count(metric) > 1:
+            raise ConfigurationError("metrics", metric, "an outcome has this name already", "Leave it out.")
+    _check_contrasts(study)
     return study
 
 
@@ -128,17 +159,13 @@ def validate_runs(
             try:
                 validate({**study.settings_of(arm), "seed": seed})
             except ConfigurationError as error:
-                why = f"{error.why} (arm {arm})"
-                raise ConfigurationError(error.key, error.value, why, error.fix) from None
+                raise ConfigurationError(error.key, error.value, f"{error.why} (arm {arm})", error.fix) from None
 
 
-# The keys of the file
-
-
-def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], why: str) -> None:
+def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], what: str) -> None:
     for key, value in values.items():
         if key not in known:
-            raise ConfigurationError(key, value, why, nearest(key, known))
+            raise ConfigurationError(key, value, f"no such key of a {what}", nearest(key, known))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -147,100 +174,80 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
 
 
-def _table(values: Mapping[str, Any], key: str) -> Settings:
-    found = values.get(key, {})
-    if not isinstance(found, dict):
-        raise ConfigurationError(key, found, "not a table", f"Write [{key}] and its keys below.")
+def arms_of(settings: Mapping[str, Any], arms: Mapping[str, Any], grid: Mapping[str, Any]) -> dict[str, Settings]:
+    """`[settings]`, overridden by `[arms.NAME]`, at every point of `[grid]`: what each arm adds to the common ones."""
+    if not arms and not grid:
+        raise ConfigurationError("arms", {}, "the study compares nothing", "Add [arms.NAME] tables or a [grid].")
+    found: dict[str, Settings] = {}
+    for (arm, own), *point in product((arms or {"": {}}).items(), *(list(_axis(*one)) for one in grid.items())):
+        name = ",".join([arm] * bool(arms) + [value for value, _ in point])
+        if name in found:
+            raise ConfigurationError("arms", name, "two arms have this name", "Name each one once.")
+        if not ARM_NAME.fullmatch(name):
+            fix = "Use letters, digits and +-._=, only."
+            raise ConfigurationError("arms", name, "the name is that of a folder, of at most 200 characters", fix)
+        found[name] = merged = _merged([("the arm", own), *point])
+        for key in SET_BY_THE_STUDY:
+            if key in (both := {**settings, **merged}):
+                fix = "Use seeds = [...] at the top." if key == "seed" else "Leave it out."
+                raise ConfigurationError(key, both[key], "the study sets it for each run", fix)
+        other = next(arm for arm, values in found.items() if values == merged)
+        if other != name:  # with the same seeds they would be the same runs
+            why = f"it has the same settings as arm {other}"
+            raise ConfigurationError("arms", name, why, "Leave one of them out.")
     return found
 
 
-def _question(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigurationError("question", value, "not text", 'Use question = "...".')
-    return value.strip()
+def _axis(key: str, values: Any) -> Iterator[tuple[str, Settings]]:
+    """The values of a key of the grid: their names and settings."""
+    if not values:
+        raise ConfigurationError(f"grid.{key}", values, "it has no values", FIXES["grid"])
+    for value in values:
+        if isinstance(values, dict):
+            yield value, values[value]
+        elif isinstance(value, str):
+            yield re.sub(r"[^\w+\-.=]", "-", value, flags=re.ASCII), {key: value}
+        elif isinstance(value, bool | int | float):
+            yield f"{key}={str(value).lower()}", {key: value}
+        else:
+            fix = f"Use [grid.{key}] with NAME = {{ {key} = ... }}."
+            raise ConfigurationError(f"grid.{key}", value, "such a value cannot name an arm", fix)
 
 
-def _seeds(value: Any) -> tuple[int, ...]:
-    fix = "Use a count, as in seeds = 8, or a list, as in seeds = [0, 1, 5]."
-    if type(value) is int and 1 <= value <= MOST_SEEDS:
-        return tuple(range(value))
-    if not isinstance(value, list) or not value or any(type(seed) is not int or seed < 0 for seed in value):
-        raise ConfigurationError("seeds", value, "a study needs the seeds of its runs", fix)
-    if len(set(value)) < len(value):
-        raise ConfigurationError("seeds", value, "one is named twice", "Name each one once.")
-    return tuple(value)
+def _merged(tables: Iterable[tuple[str, Settings]]) -> Settings:
+    found: Settings = {}
+    set_by: dict[str, str] = {}
+    for name, settings in tables:
+        for key, value in settings.items():
+            if key in found:
+                why = f"{set_by[key]} and {name} both set it"
+                raise ConfigurationError(key, value, why, "Leave it out of one of them.")
+            found[key], set_by[key] = value, name
+    return found
 
 
-def _threshold(value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ConfigurationError("threshold", value, "not a held-out score", "Use a number, as in threshold = 0.6.")
-    return float(value)
-
-
-def _metrics(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or any(not isinstance(name, str) for name in value):
-        fix = 'Use metrics = ["grad_norm"], with keys of metrics.jsonl.'
-        raise ConfigurationError("metrics", value, "not a list of names", fix)
-    taken = [name for name in value if name in OUTCOMES or value.count(name) > 1]
-    if taken:
-        raise ConfigurationError("metrics", taken[0], "an outcome has this name already", "Leave it out.")
-    return tuple(value)
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigurationError("keep_models", value, "neither true nor false", "Use keep_models = true.")
-    return value
-
-
-# Contrasts
-
-
-def _contrasts(values: Any, arms: Mapping[str, Settings]) -> tuple[Contrast, ...]:
-    if not isinstance(values, list) or not values or any(not isinstance(value, dict) for value in values):
-        fix = "Add [[contrasts]] with arm, minus and outcome."
-        raise ConfigurationError("contrasts", values, "the study names nothing to compare", fix)
-    found = [_contrast(value, arms, primary=len(values) == 1) for value in values]
-    named = [contrast.name for contrast in found if contrast.primary]
-    if len(named) != 1:
-        why = "several contrasts are primary" if named else "no contrast is primary"
+def _check_contrasts(study: Study) -> None:
+    primary = [contrast.name for contrast in study.contrasts if contrast.primary]
+    if len(primary) != 1:
+        why = "several contrasts are primary" if primary else "no contrast is primary"
         fix = "Set primary = true on the one that answers the question."
-        raise ConfigurationError("contrasts", named, why, fix)
-    compared = [(contrast.arm, contrast.minus, contrast.outcome) for contrast in found]
-    for contrast, pair in zip(found, compared, strict=True):
-        if compared.count(pair) > 1:
+        raise ConfigurationError("contrasts", primary, why, fix)
+    seen = set()
+    for contrast in study.contrasts:
+        outcome = contrast.outcome
+        for key, arm in (("arm", contrast.arm), ("minus", contrast.minus)):
+            if arm not in study.arms:
+                raise ConfigurationError(f"contrasts: {key}", arm, "no such arm", nearest(arm, study.arms))
+            if outcome in NEEDS_EVALUATIONS and not study.settings_of(arm).get("eval_every"):
+                why = f"{outcome} needs evaluations during the run (arm {arm})"
+                raise ConfigurationError("eval_every", 0, why, "Set eval_every in [settings], for example 5.")
+        if contrast.arm == contrast.minus:
+            raise ConfigurationError("contrasts: minus", contrast.arm, "an arm minus itself is 0", "Name another arm.")
+        if outcome not in study.outcomes:
+            why, fix = "no such outcome", f"{nearest(outcome, study.outcomes)} {FIXES['metrics']}"
+            if outcome in NEEDS_THRESHOLD:
+                why, fix = "the study has no threshold", FIXES["threshold"]
+            raise ConfigurationError("contrasts: outcome", outcome, why, fix)
+        if (pair := (contrast.arm, contrast.minus, outcome)) in seen:
             raise ConfigurationError("contrasts", contrast.name, "it is there twice", "Leave one out.")
-    return tuple(found)
-
-
-def _contrast(values: dict[str, Any], arms: Mapping[str, Settings], *, primary: bool) -> Contrast:
-    _refuse_unknown(values, CONTRAST_KEYS, "no such key of a contrast")
-    for key in ("arm", "minus", "outcome"):
-        if not isinstance(values.get(key), str):
-            raise ConfigurationError(f"contrasts: {key}", values.get(key), "every contrast needs one", "Add it.")
-    arm, minus = values["arm"], values["minus"]
-    for key in ("arm", "minus"):
-        if values[key] not in arms:
-            raise ConfigurationError(f"contrasts: {key}", values[key], "no such arm", nearest(values[key], arms))
-    if arm == minus:
-        raise ConfigurationError("contrasts: minus", minus, "an arm minus itself is 0", "Name another arm.")
-    marked = values.get("primary", primary)
-    if not isinstance(marked, bool):
-        raise ConfigurationError("contrasts: primary", marked, "neither true nor false", "Use primary = true.")
-    return Contrast(str(values.get("name", f"{arm} minus {minus}")), arm, minus, values["outcome"], marked or primary)
-
-
-def _check_outcome(contrast: Contrast, study: Study) -> None:
-    outcome = contrast.outcome
-    if outcome in NEEDS_THRESHOLD and study.threshold is None:
-        fix = "Set threshold, as in threshold = 0.6."
-        raise ConfigurationError("contrasts: outcome", outcome, "the study has no threshold", fix)
-    if outcome not in study.outcomes:
-        hint = f"{nearest(outcome, study.outcomes)} Keys of metrics.jsonl are listed in metrics = [...]."
-        raise ConfigurationError("contrasts: outcome", outcome, "no such outcome", hint)
-    for arm in (contrast.arm, contrast.minus):
-        if outcome in NEEDS_EVALUATIONS and not study.settings_of(arm).get("eval_every"):
-            why = f"{outcome} needs evaluations during the run (arm {arm})"
-            raise ConfigurationError("eval_every", 0, why, "Set eval_every in [settings], for example 5.")
+        seen.add(pair)
