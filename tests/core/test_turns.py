@@ -13,6 +13,7 @@ from random_runs import case_of
 from scenarios import NEVER, EnvironmentCall, Run, scenario
 from sortedrl.core import Answer, ConfigurationError, Schedule, events
 from sortedrl.core.rollout import ENVIRONMENT
+from sortedrl.core.scoring import Scored
 
 
 def turning(mode: str, lengths: list[int], *, seconds: float = 5.0, **knobs: Any) -> Run:
@@ -193,6 +194,25 @@ def test_turns_that_a_failed_environment_cannot_bring_back_cost_one_failure() ->
     assert run.all(events.EnvironmentFailed)[0].reason == "its environment: broke"
     assert [event.dropped for event in run.all(events.Regenerated)] == [4]
     assert not run.all(events.Rejected) and [rollout.attempt for rollout in run.batches[0]] == [1]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_turns_that_were_lost_after_a_limit_cost_a_failure_only_if_it_is_their_own(counts: bool) -> None:
+    """Rollout 0 ends by a limit, and its environment has lost its turns three times when it is to give a reward."""
+    run = turning("partial", [2], turns=(5,), max_turns=1, max_retries=2, rollouts_per_update=1)
+    scorer: Any = run.controller.scorer
+    collect, lost = scorer.collect, 3
+
+    def lose(scored: Scored) -> Scored:
+        nonlocal lost
+        lost -= 1
+        return scored._replace(error="gone", is_lost=True, counts=counts) if lost >= 0 else scored
+
+    scorer.collect = lambda: [lose(scored) for scored in collect()]
+    run.to_end()
+    assert [event.reason for event in run.all(events.Rejected)] == ["no reward: gone"] * counts
+    assert len(run.all(events.Regenerated)) == (2 if counts else 3)
+    assert [rollout.attempt for batch in run.batches for rollout in batch] == [3] * (not counts)
 
 
 def test_a_prompt_that_fills_the_context_is_rejected_at_load() -> None:

@@ -21,8 +21,8 @@ from sortedrl.core import EngineDied, Request
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Failed
 from sortedrl.core.rollout import Prompt
-from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.sglang import SglangEngine
+from sortedrl.settings.api_key import VARIABLE
 
 KEY = "sk-Zq83_only-for-the-server"
 ROOT = Path(__file__).parents[2]

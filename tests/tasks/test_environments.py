@@ -26,7 +26,7 @@ from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment
 from sortedrl.tasks.turns import turns_of
-from sortedrl.tasks.workers import WorkerError
+from sortedrl.tasks.worker_process import WorkerError
 
 TOKENIZER = chat_tokenizer()
 LIMIT_SECONDS = 30.0
@@ -248,8 +248,8 @@ def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: 
         assert "turn 2 of p0" in shown(turn(environments, bystander, "two")), "replayed in a new process"
 
 
-@pytest.mark.parametrize(("deadline", "reason"), [(0.0, "gave no answer within 1 s"), (1e12, "SIGALRM")])
-def test_a_process_that_its_own_timer_ended_was_blocked(deadline: float, reason: str) -> None:
+@pytest.mark.parametrize(("since", "reason"), [(0.0, "gave no answer within 1 s"), (1e12, "SIGALRM")])
+def test_a_process_that_its_own_timer_ended_was_blocked(since: float, reason: str) -> None:
     """The timer is for runs that cannot kill it in time. An environment may also have a timer of its own."""
 
     class Ended:
@@ -258,8 +258,8 @@ def test_a_process_that_its_own_timer_ended_was_blocked(deadline: float, reason:
         def death(self) -> WorkerError:
             return WorkerError("a worker process died with signal SIGALRM")
 
-    process = _Process(b"", 0, 1.0, lambda results: None)
-    process._deadlines[0] = deadline
+    process = _Process(b"", 0, 1.0, lambda call, result: None, lambda process, note, error: None)
+    process._ready_at = since
     assert reason in str(process._death(Ended()))  # type: ignore[arg-type]
     process.close()
 

@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 
 from processes import PATIENCE_SECONDS, is_running, wait_for_end
-from sortedrl.tasks.workers import WorkerError, WorkerPool, WorkerProcess
+from sortedrl.settings.api_key import VARIABLE
+from sortedrl.tasks.worker_process import Answer, WorkerError, WorkerProcess, message_of
+from sortedrl.tasks.workers import WorkerPool
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 3.0  # beside a call that is to be killed, another one must be answered on a busy machine
@@ -62,6 +64,16 @@ def act(what: str) -> Any:
         threading.Timer(0.1, os._exit, [3]).start()
     if what == "child":
         return subprocess.Popen(["sleep", "600"]).pid
+    if what == "daemon":
+        shell = subprocess.run(["setsid", "sh", "-c", "sleep 600 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
+        return int(shell.stdout)
+    if what in SPOILS:
+        SPOILS[what]()
+    if what == "short sleep":
+        time.sleep(0.5)
+        return "slept"
+    if what == "key":
+        return os.environ.get(VARIABLE)
     if what == "where":
         return os.getcwd()
     if what == "move":
@@ -70,6 +82,26 @@ def act(what: str) -> Any:
         print("x" * 3_000_000, flush=True)
         print("y" * 3_000_000, file=sys.stderr, flush=True)
     return os.getpid()
+
+
+def forge() -> None:
+    """Answer this call, and the next three."""
+    frame = sys._getframe()
+    while "number" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    number, channel = frame.f_locals["number"], frame.f_back.f_locals["channel"]  # type: ignore[union-attr]
+    for forged in (number, number, number + 1, 0):
+        channel.send(message_of(Answer(forged, "returned", "forged")))
+
+
+SPOILS = {
+    "forges": forge,
+    "clears modules": sys.modules.clear,
+    "exits in a thread": lambda: threading.Timer(0.2, os._exit, [3]).start(),
+    "holds the GIL": lambda: threading.Thread(target=lambda: all(itertools.repeat(True))).start(),
+    "closes": lambda: threading.Timer(0.2, os.closerange, [3, 1024]).start(),
+}
 
 
 def actor() -> Callable[[str], Any]:
@@ -123,10 +155,10 @@ def test_a_call_that_ended_itself_before_we_noticed_is_over_its_limit(monkeypatc
     pool.wait_until_ready()
     receive = WorkerProcess._receive
 
-    def receive_late(worker: WorkerProcess, limit_seconds: float) -> tuple[str, Any]:
+    def receive_late(worker: WorkerProcess, number: int, limit_seconds: float) -> Answer:
         if worker._ready:
             worker._process.wait(PATIENCE_SECONDS)
-        return receive(worker, limit_seconds)
+        return receive(worker, number, limit_seconds)
 
     monkeypatch.setattr(WorkerProcess, "_receive", receive_late)
     with pytest.raises(TimeoutError, match=r"no result within 0\.5 s; the worker process was killed"):
@@ -148,6 +180,57 @@ def test_what_a_call_started_ends_with_its_worker(pool: WorkerPool) -> None:
     wait_for_end(child, worker)
 
 
+@pytest.mark.parametrize("end", ["exit", "spin", "close"])
+def test_what_left_its_session_ends_with_its_worker_too(end: str) -> None:
+    pool = WorkerPool(actor, workers=1, limit_seconds=LIMIT_SECONDS)
+    daemon = pool("daemon")
+    assert is_running(daemon)
+    if end != "close":
+        with pytest.raises((WorkerError, TimeoutError)):
+            pool(end)
+    pool.close()
+    wait_for_end(daemon)
+
+
+SLOW = ("holds the GIL", "closes")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] if what in SLOW else []) for what in SPOILS]
+)
+def test_what_a_call_did_to_its_worker_is_not_held_against_the_next(what: str) -> None:
+    pool = WorkerPool(actor, workers=1, limit_seconds=LIMIT_SECONDS)
+    with suppress(WorkerError, TimeoutError):
+        pool(what)
+    assert [pool("short sleep") for _ in range(3)] == ["slept"] * 3
+    pool.close()
+
+
+def test_a_worker_without_memory_is_replaced() -> None:
+    """A call that leaks fails in the end; the next one has all the memory again."""
+    pool = WorkerPool(partial(partial, take), workers=1, limit_seconds=20, memory_bytes=2**29)
+    assert [pool(2**28, False), pool(2**27, True), pool(2**27, True)] == [2**28, 2**27, 2**27]
+    assert pool(2**28, False) == 2**28
+    with pytest.raises(WorkerError, match="MemoryError"):
+        pool(2**30, False)
+    pool.close()
+
+
+KEPT: list[bytearray] = []
+
+
+def take(size: int, keep: bool) -> int:
+    taken = bytearray(size)
+    if keep:
+        KEPT.append(taken)
+    return len(taken)
+
+
+def test_a_worker_does_not_get_the_key_of_a_server(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "secret")
+    assert pool("key") is None
+
+
 def test_workers_end_with_their_pool_even_in_a_call(tmp_path: Path) -> None:
     pool = WorkerPool(actor, workers=2, limit_seconds=600)
     idle = pool("pid")
@@ -158,7 +241,7 @@ def test_workers_end_with_their_pool_even_in_a_call(tmp_path: Path) -> None:
     ids = pool.process_ids()
     assert idle in ids and len(ids) >= 2
     pool.close()
-    with pytest.raises(WorkerError, match=r"died|lost"):
+    with pytest.raises(WorkerError, match=r"died|lost|closed"):
         busy.result(PATIENCE_SECONDS)
     wait_for_end(*ids)
 

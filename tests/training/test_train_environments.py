@@ -318,7 +318,7 @@ def descendants_of(process: int) -> list[int]:
 
 def _is_worker(process: int) -> bool:
     try:
-        return b"environment_workers" in Path(f"/proc/{process}/cmdline").read_bytes()
+        return b"environment_server" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -23,9 +23,9 @@ from sortedrl.core.engine import EngineDied, Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers import streams as server_streams
-from sortedrl.engines.servers.api_key import VARIABLE
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
+from sortedrl.settings.api_key import VARIABLE
 from sortedrl.testing.engine_contract import Ledger
 from tiny_llama import ON_GPU, logprobs_of, shake, tiny_model
 from weight_handles import GPU, fabricated

@@ -37,7 +37,8 @@ class Answer(NamedTuple):
     """To one call. With `observation` the rollout goes on, without one the episode is over.
 
     `reward`: at the end of an episode; None leaves it to the scorer. `error`: why there is neither, for example an
-    exception or a timeout. `is_lost`: the recorded turns cannot be brought back.
+    exception or a timeout. `is_lost`: the recorded turns cannot be brought back; `counts`: that is a failure of this
+    environment, not of another one that took it along.
     """
 
     rollout_id: int
@@ -47,6 +48,7 @@ class Answer(NamedTuple):
     detail: Any = None
     error: str | None = None
     is_lost: bool = False
+    counts: bool = True
 
 
 class Environments(Protocol):

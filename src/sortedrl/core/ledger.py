@@ -205,7 +205,8 @@ class Ledger:
     # After the engine
 
     def score(self, scored: Scored) -> None:
-        """Take in a score. Without a usable reward the rollout is rejected; the score of an old attempt is ignored."""
+        """Take in a score. Without a usable reward the rollout is rejected, or regenerated if its turns were lost. The
+        score of an old attempt is ignored."""
         buffer = self.state.buffer
         rollout = buffer.awaiting_score(scored.rollout_id, scored.attempt)
         if rollout is None:
@@ -215,7 +216,11 @@ class Ledger:
         except (TypeError, ValueError) as unfit:
             reward, error = 0.0, scored.error or str(unfit)
         if error is not None:
-            self.reject(rollout, f"{NO_REWARD}{error}")
+            rollout.failures += scored.is_lost and scored.counts
+            if scored.is_lost and rollout.failures <= self.state.schedule.max_retries:
+                self.regenerate(rollout, error)
+            else:
+                self.reject(rollout, f"{NO_REWARD}{error}")
             return
         group = buffer.score(rollout, reward, scored.detail)
         self.log.append(events.Scored(self.clock.now(), rollout.id, reward))

@@ -19,7 +19,8 @@ SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts
 class Scored(NamedTuple):
     """`error`: why there is no reward, for example an exception or a timeout.
 
-    `attempt` is the rollout's when it was submitted: a score of an earlier attempt is ignored.
+    `attempt` is the rollout's when it was submitted: a score of an earlier attempt is ignored. `is_lost`: its
+    environment cannot bring back its turns, so it is regenerated; `counts` as in `Answer`.
     """
 
     rollout_id: int
@@ -27,6 +28,8 @@ class Scored(NamedTuple):
     detail: Any = None
     error: str | None = None
     attempt: int = 0
+    is_lost: bool = False
+    counts: bool = True
 
 
 class Scorer(Protocol):

@@ -96,7 +96,7 @@ class Turns:
     def _take(self, answer: Answer, rollout: Rollout, call: _Call) -> None:
         fault = answer.error or fault_of(answer)
         if answer.is_lost:
-            if self._ledger.fail_environment(rollout, CANNOT_BRING_BACK, counts=not call.is_retry):
+            if self._ledger.fail_environment(rollout, CANNOT_BRING_BACK, counts=answer.counts and not call.is_retry):
                 self._ledger.regenerate(rollout, CANNOT_BRING_BACK)
         elif fault is not None:
             self._fail(rollout, f"its environment: {fault}")

@@ -72,8 +72,8 @@ class EnvironmentCalls(ABC, Generic[P]):
         if pending.call is not None:
             self._answers.append(answer)
         else:
-            scored = Scored(answer.rollout_id, answer.reward, answer.detail, answer.error, pending.attempt)
-            self._scores.append(scored)
+            _, _, _, reward, detail, error, is_lost, counts = answer
+            self._scores.append(Scored(pending.rollout_id, reward, detail, error, pending.attempt, is_lost, counts))
 
     @abstractmethod
     def submit_end(self, rollout: Rollout) -> None:

@@ -36,7 +36,8 @@ class Call:
 class Result(NamedTuple):
     """Of one call: an observation (chat messages), a reward as (value, correct, parts), or an error.
 
-    `replayed`: the observations of the earlier turns, if the instance had to step through them again; None: not."""
+    `replayed`: the observations of the earlier turns, if the instance had to step through them again; None: not.
+    `counts`: that its turns cannot be replayed counts as a failure. Not if another instance ended its process."""
 
     call: int
     observation: list[dict[str, Any]] | None = None
@@ -45,6 +46,7 @@ class Result(NamedTuple):
     is_lost: bool = False
     replayed: list[list[dict[str, Any]]] | None = None
     state: Any = None
+    counts: bool = True
 
 
 class Host(Protocol):
@@ -69,18 +71,23 @@ class Instances:
     """The live instances of one process.
 
     `in_main_thread` of the run: there a KeyboardInterrupt is Ctrl-C, which ends the run. In worker processes and other
-    threads it is an error of the environment.
+    threads it is an error of the environment. `ends_process`: a MemoryError is raised, because other instances may be
+    the reason, and the process should end.
     """
 
-    def __init__(self, build: Callable[[], Environment], *, in_main_thread: bool = False) -> None:
+    def __init__(
+        self, build: Callable[[], Environment], *, in_main_thread: bool = False, ends_process: bool = False
+    ) -> None:
         self._build = build
+        self._ends_process = ends_process
+        self._time_limits: dict[int, asyncio.Timeout] = {}  # by call
         self._errors = (Exception, SystemExit) if in_main_thread else (Exception, SystemExit, KeyboardInterrupt)
         self._live: dict[int, Environment] = {}
 
     async def answer(self, call: Call, limit_seconds: float) -> Result:
         """Raises no error of the environment. After one the instance is closed."""
         try:
-            async with asyncio.timeout(limit_seconds):
+            async with asyncio.timeout(limit_seconds) as self._time_limits[call.number]:
                 result = await self._answered(call)
         except Lost as error:
             result = Result(call.number, error=str(error), is_lost=True)
@@ -88,10 +95,20 @@ class Instances:
             reason = reason_of(error) if str(error) else f"no answer within {limit_seconds:g} s"
             result = Result(call.number, error=reason)
         except self._errors as error:
+            if self._ends_process and isinstance(error, MemoryError):
+                raise
             result = Result(call.number, error=reason_of(error))
+        finally:
+            self._time_limits.pop(call.number, None)
         if result.observation is None:
             await self.close(call.instance, limit_seconds)
         return result
+
+    def excuse(self, culprit: int, seconds: float) -> None:
+        """A call blocked the event loop for so long: the others get that time in addition."""
+        for call, limit in self._time_limits.items():
+            if call != culprit and not limit.expired():
+                limit.reschedule((limit.when() or 0.0) + seconds)
 
     async def close(self, instance: int, limit_seconds: float) -> None:
         environment = self._live.pop(instance, None)

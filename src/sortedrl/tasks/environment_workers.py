@@ -1,24 +1,27 @@
 """Environment instances in worker processes, so that they can neither crash nor block this process.
 
-Each process holds many instances and answers their calls concurrently, in one event loop. A call has a time limit: one
-that awaits too long is canceled in its process; one that blocks the event loop beyond the limit gets the process
-killed, and every call in it is answered with an error. The next call to an instance that was lost with its process
-brings it back (environment_host.py).
+Each process holds many instances and answers their calls concurrently, in one event loop. A call that awaits too long
+is canceled in its process. A process whose event loop is blocked beyond the limit is killed.
+
+Only the culprit pays for a process that ends: all other calls in it are made again, and instances that were lost are
+brought back with their next call (environment_host.py). The culprit is known from a note that a process keeps in shared
+memory: for which problem and call its event loop works at the moment. That problem gets a process of its own, where its
+calls are made again. If nothing was noted, because a thread ended the process, half of the problems in it move to
+another process, and so on, until the culprit is alone. Only a call that ends a process which no other problem shares
+is answered with an error.
 
 One thread per process owns the process and its connection. Calls and results pass through queues.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import os
+import mmap
 import pickle
 import selectors
-import signal
 import socket
-import struct
+import tempfile
 import threading
 import time
 import weakref
@@ -28,49 +31,50 @@ from contextlib import suppress
 from functools import partial
 
 from sortedrl.core.scoring import reason_of
-from sortedrl.tasks.environment import Environment, EnvironmentTask
-from sortedrl.tasks.environment_host import Call, Instances, Result
-from sortedrl.tasks.inbox import Inbox
-from sortedrl.tasks.workers import (
-    LOST_CONNECTION,
-    Channel,
-    WorkerError,
-    WorkerProcess,
-    built,
-    end_group,
-    memory_per_worker,
-    message_of,
-    pickled,
+from sortedrl.tasks.environment import EnvironmentTask
+from sortedrl.tasks.environment_host import Call, Result
+from sortedrl.tasks.environment_server import (
+    GRACE_SECONDS,
+    MAX_ANSWER_BYTES,
+    SERVER,
+    Note,
+    Page,
+    instances_of,
+    problem_of,
 )
+from sortedrl.tasks.inbox import Inbox
+from sortedrl.tasks.worker_process import Answer, WorkerError, WorkerProcess, memory_per_worker, pickled
 
-GRACE_SECONDS = 2.0  # for a process to answer that a call exceeded its limit
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
 CLOSE_SECONDS = 5.0
-_NUMBER = struct.Struct("!Q")  # of the call, before each answer
+MOST_EXTRA_PROCESSES = 16
 
 
 class WorkerHosts:
-    """A host (environment_host.py) in `workers` processes; an instance stays in its process. Raises ValueError if the
-    task cannot be pickled."""
+    """A host (environment_host.py) in `workers` processes and those of problems that ended a process; an instance stays
+    in its process. Raises ValueError if the task cannot be pickled."""
 
     def __init__(
         self, task: EnvironmentTask, *, workers: int, limit_seconds: float, memory_bytes: int | None = None
     ) -> None:
-        build = pickled(partial(_instances_of, task))
+        build, memory_bytes = pickled(partial(instances_of, task)), memory_bytes or memory_per_worker()
         self._done: Inbox[Result] = Inbox()
-        self._processes = [
-            _Process(build, memory_bytes or memory_per_worker(), limit_seconds, self._done.add) for _ in range(workers)
-        ]
+        self._new = partial(_Process, build, memory_bytes, limit_seconds, self._take, self._after_end)
+        self._lock = threading.Lock()  # of what follows: the threads of processes use it, too
+        self._processes = [self._new() for _ in range(workers)]
+        self._extra: list[_Process] = []
         self._process_of: dict[int, _Process] = {}  # by instance
-        weakref.finalize(self, _close_all, self._processes)
+        self._alone: set[int] = set()  # problems that ended a process
+        self._lost: set[int] = set()  # instances that were lost by the fault of another
+        weakref.finalize(self, _close_all, self._processes, self._extra)
 
     def submit(self, call: Call) -> None:
-        process = self._process_of.get(call.instance)
-        if process is None:
-            process = min(self._processes, key=lambda one: one.instances)
-            process.instances += 1
-            self._process_of[call.instance] = process
-        process.send(call)
+        with self._lock:
+            process = self._process_of.get(call.instance)
+            if process is None:
+                process = self._process_for(problem_of(call))
+                process.instances[call.instance] = problem_of(call)
+                self._process_of[call.instance] = process
+            process.send(call)
 
     def collect(self) -> list[Result]:
         return self._done.collect()
@@ -79,37 +83,103 @@ class WorkerHosts:
         self._done.wait(timeout_seconds)
 
     def drop(self, instance: int) -> None:
-        process = self._process_of.pop(instance, None)
-        if process is not None:
-            process.instances -= 1
-            process.send(instance)
+        with self._lock:
+            self._lost.discard(instance)
+            process = self._process_of.pop(instance, None)
+            if process is not None:
+                del process.instances[instance]
+                process.send(instance)
 
     def wait_until_ready(self) -> None:
         """Start a process and wait until the task is there. Raises WorkerError if that fails."""
         self._processes[0].wait_until_ready()
 
     def process_ids(self) -> list[int]:
-        return [process.process_id for process in self._processes if process.process_id is not None]
+        processes = [*self._processes, *self._extra]
+        return [process.process_id for process in processes if process.process_id is not None]
 
     def close(self) -> None:
         """Kill all processes; calls that are pending stay without a result."""
-        _close_all(self._processes)
+        _close_all(self._processes, self._extra)
+
+    def _process_for(self, problem: int) -> _Process:
+        for process in self._extra:
+            if problem in process.instances.values():
+                return process
+        if problem in self._alone:
+            return self._empty_process() or min(self._extra, key=_size)
+        return min(self._processes, key=_size)
+
+    def _empty_process(self) -> _Process | None:
+        """None if there are too many."""
+        for process in self._extra:
+            if not process.instances:
+                return process
+        if len(self._extra) == MOST_EXTRA_PROCESSES:
+            return None
+        self._extra.append(self._new())
+        return self._extra[-1]
+
+    # In the thread of a process
+
+    def _take(self, call: Call, result: Result) -> None:
+        with self._lock:
+            counts = call.instance not in self._lost
+            self._lost.discard(call.instance)
+        self._done.add([result._replace(counts=counts)])
+
+    def _after_end(self, process: _Process, note: Note, error: str) -> None:
+        """Its process has ended, for which `note` names the culprit: the calls of all others are made again."""
+        with self._lock:
+            calls = process.take_unanswered()
+            problems = set(process.instances.values())
+            if note.problem:
+                self._alone.add(note.problem)
+            place = self._empty_process() if len(problems) > 1 else None
+            if place is not None:
+                guilty, known = [], {i for i, problem in process.instances.items() if problem == note.problem}
+                half = sorted(problems)[: len(problems) // 2]
+                self._lost.update(process.instances.keys() - known)
+                self._move({note.problem} if note.problem else set(half), process, place)
+            else:
+                guilty = [call for call in calls if call.number == note.call] or calls
+                if len(guilty) < len(calls):
+                    self._lost.update(process.instances.keys() - {call.instance for call in guilty})
+            for call in calls:
+                if call not in guilty and call.instance in self._process_of:
+                    self._process_of[call.instance].send(call)
+        self._done.add([Result(call.number, error=error) for call in guilty])
+
+    def _move(self, problems: set[int], process: _Process, place: _Process) -> None:
+        for instance in [instance for instance, problem in process.instances.items() if problem in problems]:
+            place.instances[instance] = process.instances.pop(instance)
+            self._process_of[instance] = place
 
 
 class _Process:
-    """One worker process, started with the first message and again after its death."""
+    """One worker process, started with the first message and again after its end.
+
+    `on_end(process, note, error)` takes care of the calls without an answer (`take_unanswered`).
+    """
 
     def __init__(
-        self, build: bytes, memory_bytes: int, limit_seconds: float, on_results: Callable[[list[Result]], None]
+        self,
+        build: bytes,
+        memory_bytes: int,
+        limit_seconds: float,
+        on_result: Callable[[Call, Result], None],
+        on_end: Callable[[_Process, Note, str], None],
     ) -> None:
-        self.instances = 0
-        self._start = partial(WorkerProcess, build, memory_bytes, __name__)
+        self.instances: dict[int, int] = {}  # and their problems
+        self._build = (build, memory_bytes, SERVER)
         self._limit_seconds = limit_seconds
-        self._on_results = on_results
+        self._on_result = on_result
+        self._on_end = on_end
         self._outbox: deque[Call | int | None] = deque()  # calls, instances to close, None to start the process
-        self._deadlines: dict[int, float] = {}  # by number of the call
-        self._call_of: dict[int, int] = {}  # by instance: the number of its last call
+        self._calls: dict[int, Call] = {}  # that were sent, by number
         self._worker: WorkerProcess | None = None
+        self._page: Page | None = None
+        self._ready_at = 0.0
         self._ready = threading.Event()
         self._start_error: WorkerError | None = None
         self._wake, self._woken = socket.socketpair()
@@ -136,6 +206,13 @@ class _Process:
         if self._start_error is not None:
             raise self._start_error
 
+    def take_unanswered(self) -> list[Call]:
+        """The calls that were sent or are to be sent. From now on they are none of its own."""
+        calls = [*self._calls.values(), *(message for message in self._outbox if isinstance(message, Call))]
+        self._calls.clear()
+        self._outbox.clear()
+        return calls
+
     def close(self) -> None:
         self._closed = True
         if self._thread is not None:
@@ -150,54 +227,61 @@ class _Process:
                 try:
                     self._send_messages()
                     self._receive_results()
-                except (WorkerError, TimeoutError) as error:
-                    self._lose_all(str(error))
                 except Exception as error:  # this thread must not end before the run
-                    self._lose_all(reason_of(error))
+                    self._end(str(error) if isinstance(error, WorkerError | TimeoutError) else reason_of(error))
         finally:
-            if self._worker is not None:
-                self._worker.kill()
+            self._drop_worker()
             self._woken.close()
 
     def _send_messages(self) -> None:
         while self._outbox and not self._closed:
             message = self._outbox.popleft()
             if isinstance(message, Call):
-                self._deadlines[message.number] = math.inf  # from here on an error is a result
-                self._call_of[message.instance] = message.number
+                self._calls[message.number] = message  # from here on an error is a result
             elif message is not None:
-                self._deadlines.pop(self._call_of.pop(message, -1), None)
+                self._calls = {number: call for number, call in self._calls.items() if call.instance != message}
                 if self._worker is None:
                     continue  # the instance is gone with its process
             try:
-                call = pickle.dumps((self._limit_seconds, message))
+                content = pickle.dumps((self._limit_seconds, message))
             except Exception as error:  # __reduce__ and __getstate__ may raise anything
                 self._fail(message, f"the problem cannot be sent to a worker process: {reason_of(error)}")
                 continue
             worker = self._worker or self._started()
+            if worker is None:
+                return
             try:
-                worker.channel.send(call, self._limit_seconds)
+                worker.channel.send(content, self._limit_seconds)
             except TimeoutError:
                 raise TimeoutError(self._killed("took no call")) from None
             except OSError:
                 raise self._death(worker) from None
-            if isinstance(message, Call):
-                self._deadlines[message.number] = time.monotonic() + self._limit_seconds + GRACE_SECONDS
 
-    def _started(self) -> WorkerProcess:
+    def _started(self) -> WorkerProcess | None:
+        """None if it cannot be started, which is an error of all calls."""
         try:
-            self._worker = worker = self._start()
-            worker.wait_until_ready()
+            with tempfile.TemporaryFile() as file:
+                file.truncate(mmap.PAGESIZE)
+                self._page = Page(file.fileno())
+                self._worker = WorkerProcess(*self._build, file.fileno())
+            self._worker.wait_until_ready()
         except (WorkerError, OSError) as error:  # OSError: no process can be made
             self._start_error = error if isinstance(error, WorkerError) else WorkerError(reason_of(error))
-            raise
+            for call in self.take_unanswered():
+                self._on_result(call, Result(call.number, error=str(self._start_error)))
+            self._drop_worker()
         finally:
+            self._ready_at = time.monotonic()
             self._ready.set()
-        return worker
+        return self._worker
+
+    def _note(self) -> Note:
+        note = Note(0, 0, 0.0) if self._page is None else self._page.read()
+        return note._replace(since=max(note.since, self._ready_at))
 
     def _receive_results(self) -> None:
-        """Waits for results, messages to send, or the first deadline."""
-        deadline = min(self._deadlines.values(), default=math.inf)
+        """Waits for results, messages to send, or the time when the event loop has been blocked for too long."""
+        deadline = self._note().since + self._limit_seconds + GRACE_SECONDS if self._calls else math.inf
         left = None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
         with selectors.PollSelector() as selector:  # opens no file
             selector.register(self._woken, selectors.EVENT_READ)
@@ -208,28 +292,31 @@ class _Process:
             self._woken.recv(4096)
         if self._worker is not None and self._worker.channel in readable:
             self._take_result(self._worker)
-        elif deadline <= time.monotonic():
+        elif self._calls and self._is_blocked():
             raise TimeoutError(self._killed("gave no answer"))
+
+    def _is_blocked(self) -> bool:
+        return time.monotonic() >= self._note().since + self._limit_seconds + GRACE_SECONDS
 
     def _take_result(self, worker: WorkerProcess) -> None:
         try:
-            answer = worker.channel.receive(self._limit_seconds, MAX_ANSWER_BYTES + _NUMBER.size)
-            (number,) = _NUMBER.unpack_from(answer)
-            kind, value = json.loads(answer[_NUMBER.size :])
-            result = Result(number, error=value) if kind == "raised" else Result(*value)
+            answer = Answer(*json.loads(worker.channel.receive(self._limit_seconds, MAX_ANSWER_BYTES)))
+            is_error = answer.kind == "raised"
+            result = Result(answer.number, error=answer.value) if is_error else Result(*answer.value)
         except TimeoutError:
             raise TimeoutError(self._killed("sent half an answer")) from None
         except (EOFError, OSError):
             raise self._death(worker) from None
-        except (ValueError, TypeError, struct.error):
+        except (ValueError, TypeError):
             raise WorkerError("a worker process sent an invalid message and was killed") from None
-        if self._deadlines.pop(number, None) is not None:
-            self._on_results([result])
+        call = self._calls.pop(answer.number, None)
+        if call is not None:
+            self._on_result(call, result)
 
     def _death(self, worker: WorkerProcess) -> WorkerError | TimeoutError:
         death = worker.death()
-        is_late = min(self._deadlines.values(), default=math.inf) <= time.monotonic()
-        return TimeoutError(self._killed("gave no answer")) if is_late and worker.ended_by_its_timer else death
+        is_late = worker.ended_by_its_timer and self._is_blocked()
+        return TimeoutError(self._killed("gave no answer")) if is_late else death
 
     def _killed(self, what: str) -> str:
         return (
@@ -238,83 +325,26 @@ class _Process:
         )
 
     def _fail(self, message: Call | int | None, error: str) -> None:
-        if isinstance(message, Call) and self._deadlines.pop(message.number, None) is not None:
-            self._on_results([Result(message.number, error=error)])
+        if isinstance(message, Call) and self._calls.pop(message.number, None) is not None:
+            self._on_result(message, Result(message.number, error=error))
 
-    def _lose_all(self, error: str) -> None:
+    def _end(self, error: str) -> None:
+        note = self._note()
+        self._drop_worker()
+        self._on_end(self, note, error)
+
+    def _drop_worker(self) -> None:
         if self._worker is not None:
             self._worker.kill()
-            self._worker = None
-        lost, self._deadlines = list(self._deadlines), {}
-        self._call_of.clear()
-        self._on_results([Result(number, error=error) for number in lost])
+        if self._page is not None:
+            self._page.close()
+        self._worker = self._page = None
 
 
-def _close_all(processes: list[_Process]) -> None:
-    for process in processes:
+def _close_all(*parts: list[_Process]) -> None:
+    for process in [process for part in parts for process in part]:
         process.close()
 
 
-def _instances_of(task: EnvironmentTask) -> Instances:
-    build: Callable[[], Environment] = task.environment
-    return Instances(build)
-
-
-# In the worker process
-
-
-def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
-    """The main loop of a worker process: answers calls until the connection closes."""
-    channel, instances = built(descriptor, parent, memory_bytes)
-    asyncio.run(_Server(channel, instances).run())
-
-
-class _Server:
-    def __init__(self, channel: Channel, instances: Instances) -> None:
-        self._channel = channel
-        self._instances = instances
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by instance
-        self._closing: set[asyncio.Task[None]] = set()
-        self._limit_seconds = 0.0
-
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        reader = threading.Thread(target=self._read, args=(loop,), daemon=True)
-        reader.start()
-        while True:
-            # On systems where a process does not end with its parent, nothing else would end a blocked loop.
-            signal.setitimer(signal.ITIMER_REAL, self._limit_seconds + 2 * GRACE_SECONDS if self._tasks else 0.0)
-            await asyncio.sleep(GRACE_SECONDS / 2)
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        while True:
-            try:
-                limit_seconds, message = pickle.loads(self._channel.receive())
-            except BaseException:  # the parent closed the connection
-                end_group()
-            loop.call_soon_threadsafe(self._take, limit_seconds, message)
-
-    def _take(self, limit_seconds: float, message: Call | int | None) -> None:
-        self._limit_seconds = limit_seconds
-        if isinstance(message, Call):
-            self._tasks[message.instance] = asyncio.create_task(self._answer(message))
-        elif message is not None:
-            task = asyncio.create_task(self._drop(message))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    async def _answer(self, call: Call) -> None:
-        result = await self._instances.answer(call, self._limit_seconds)
-        self._tasks.pop(call.instance, None)
-        try:
-            self._channel.send(_NUMBER.pack(call.number) + message_of("returned", result, MAX_ANSWER_BYTES))
-        except BaseException:
-            os._exit(LOST_CONNECTION)
-
-    async def _drop(self, instance: int) -> None:
-        task = self._tasks.pop(instance, None)
-        if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        await self._instances.close(instance, self._limit_seconds)
+def _size(process: _Process) -> int:
+    return len(process.instances)

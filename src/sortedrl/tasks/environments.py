@@ -148,11 +148,11 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         answer = pending.answer()
         difference = self._difference(pending.turns, result)
         if difference is not None:
-            result = Result(result.call, error=difference, is_lost=True)
+            result = Result(result.call, error=difference, is_lost=True, counts=result.counts)
         if result.observation is None:
             self._end(pending)
         if result.error is not None:
-            return answer._replace(error=result.error, is_lost=result.is_lost)
+            return answer._replace(error=result.error, is_lost=result.is_lost, counts=result.counts)
         if result.reward is not None:
             value, correct, parts = result.reward
             turns = sum(turn.observation is not None for turn in pending.turns) + 1

@@ -27,7 +27,8 @@ from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, reason_of
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
-from sortedrl.tasks.workers import WorkerError, WorkerPool
+from sortedrl.tasks.worker_process import WorkerError
+from sortedrl.tasks.workers import WorkerPool
 
 
 class Decoder(Protocol):

@@ -19,7 +19,8 @@ from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_functi
 from sortedrl.tasks.served import ServedEnvironments, ServedTask
 from sortedrl.tasks.task import Task
 from sortedrl.tasks.tools import BUILT_IN_TOOLS
-from sortedrl.tasks.workers import WorkerError, WorkerPool
+from sortedrl.tasks.worker_process import WorkerError
+from sortedrl.tasks.workers import WorkerPool
 from sortedrl.training.resources import Resources
 from sortedrl.training.settings import ModelSettings
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from sortedrl.core.configuration import ConfigurationError
-
-VARIABLE = "SORTEDRL_API_KEY"
+from sortedrl.settings.api_key import VARIABLE
 
 
 class ApiKey:

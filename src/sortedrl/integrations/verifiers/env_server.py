@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sortedrl.core.scoring import one_line
-from sortedrl.tasks.workers import WorkerError
+from sortedrl.tasks.worker_process import WorkerError
 
 START_SECONDS = 300.0  # imports can be slow on a busy machine
 EXIT_SECONDS = 10.0  # for episodes to end their programs, before all are killed

@@ -24,7 +24,7 @@ from sortedrl.integrations.verifiers.environments import VerifiersEnvironments
 from sortedrl.integrations.verifiers.renderer import renderer_of, renderer_settings
 from sortedrl.integrations.verifiers.service import Service
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.workers import WorkerError
+from sortedrl.tasks.worker_process import WorkerError
 
 
 class VerifiersTask:
