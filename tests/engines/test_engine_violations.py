@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
@@ -81,6 +82,8 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
         "the engine reported a log-probability that is not a finite number from -10000 to 0",
     ),
     "infinity": (after(Started, lambda c: tokens(c, [float("-inf")])), "log-probability"),
+    "beyond the learner's float32": (after(Started, lambda c: tokens(c, [-1e39])), "from -10000 to 0"),
+    "far out of range": (after(Started, lambda c: tokens(c, [-1.0, -1e300])), "from -10000 to 0"),
     "null": (after(Started, lambda c: tokens(c, [None])), "log-probability"),
     "NaN in a tuple": (
         after(Started, lambda c: Tokens(c.id, c.at, Segment((7,), (float("nan"),), 0))),
@@ -194,6 +197,40 @@ def test_an_engine_whose_tokens_keep_an_old_version_ends_the_run_with_the_reason
         for batch in controller:
             assert batch.update < 2
             controller.publish({})
+
+
+class RunsAhead(PacedEngine):
+    """Calls the tokens that it returns when it is aborted those of the weights that follow."""
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        self._step()
+        return [self._of_next_version(change) for change in super().abort(ids)]
+
+    def _of_next_version(self, change: Change) -> Change:
+        if not isinstance(change, Tokens):
+            return change
+        return change._replace(segment=replace(change.segment, version=change.segment.version + 1))
+
+
+def test_tokens_of_published_weights_that_the_engine_does_not_have_yet_cost_their_rollout() -> None:
+    """With overlap, the learner's version counts up before the engine is aborted and gets the weights."""
+    log: list[Any] = []
+    schedule = Schedule(
+        mode="partial",
+        rollouts_per_update=4,
+        prompts_per_cohort=12,
+        max_response_tokens=40,
+        overlap=True,
+        max_retries=99,
+    )
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
+    engine = RunsAhead(slots=4, length_of=lambda request: 2 + request.id)
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
+    for _ in controller:
+        controller.carry_on(engine.now() + 0.01)
+        controller.publish()
+    failed = [event.reason for event in log if isinstance(event, events.Failed)]
+    assert "the engine reported tokens of version 1, and the last update_weights was to version 0" in failed
 
 
 class ReturnsSomethingElse(PacedEngine):

@@ -38,7 +38,7 @@ class EngineReports:
         self._running = ledger.state.buffer.running
         self.ignored = 0
         self.restored_version = 0  # of the checkpoint: no new token is older
-        self.engine_version = 0  # of the last weight update, which found nothing submitted: no new token is older
+        self.engine_version = 0  # of the last weight update, which found nothing submitted: every new token has it
 
     def poll(self, until: float | None) -> None:
         self.apply(checked_changes(self._engine, "poll", self._engine.poll(until)))
@@ -142,10 +142,8 @@ class EngineReports:
             return f"{made} tokens where {room} were left: {limits}"
         if segment.version < 0:
             return f"tokens of version {segment.version}, and versions count from 0"
-        if segment.version > self._ledger.state.version:
-            return f"tokens of version {segment.version}, and the newest is {self._ledger.state.version}"
-        if segment.version < self.engine_version:
-            now = self.engine_version
+        now = max(self.engine_version, self.restored_version)
+        if segment.version != now:
             return f"tokens of version {segment.version}, and the last update_weights was to version {now}"
         newest = rollout.newest_version
         if newest is not None and segment.version < newest:
