@@ -19,7 +19,7 @@ from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
-from sortedrl.core.engine import Engine, EngineBase, Finished, Preempted, Started
+from sortedrl.core.engine import Engine, EngineBase, Failed, Finished, Preempted, Started
 from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
@@ -296,6 +296,43 @@ def test_only_the_end_was_not_reported() -> None:
     ledger.submit(requests(5))
     ledger.run()
     assert ledger.finished == {0: True} and ledger.tokens(0) == [0, 1, 2, 3, 4]
+
+
+class Fails(PacedEngine):
+    """Fails these requests after their first token."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        super().__init__(slots=2)
+        self._fails = fails
+
+    def _report(self) -> list[Any]:
+        changes = []
+        for change in super()._report():
+            if not self._fails(change.id) or isinstance(change, Started):
+                changes.append(change)
+            elif self._running.pop(change.id, None) is not None:
+                changes += [change, Failed(change.id, change.at, "no")]
+        return changes
+
+
+def test_a_request_that_fails_continues_on_another_member_and_one_that_fails_what_others_do_is_taken_out() -> None:
+    members = [Fails(lambda id: True), *paced(2, 2)]
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(*[20] * 60))
+    ledger.run()
+    assert sorted(ledger.finished) == list(range(60)) and not ledger.failed
+    assert all(ledger.tokens(id) == list(range(20)) for id in range(60)), "behind the token that it had"
+    assert ledger.engine.lost == {0: "it failed 8 requests that other engines completed"}  # type: ignore[attr-defined]
+
+
+def test_a_request_that_fails_on_every_member_fails_and_no_member_is_to_blame() -> None:
+    members = [Fails(lambda id: id % 3 == 0) for _ in range(4)]
+    ledger = Ledger(pool_of(members))
+    ledger.submit(requests(*[20] * 60))
+    ledger.run()
+    assert sorted(ledger.failed) == list(range(0, 60, 3)) and len(ledger.finished) == 40
+    assert sum(request.id == 0 for member in members for request in member.submitted) == 3
+    assert ledger.engine.lost == {}  # type: ignore[attr-defined]
 
 
 # Weights

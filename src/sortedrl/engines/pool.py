@@ -17,6 +17,10 @@ A member is lost when a call raises `EngineDied` or when a weight update fails. 
 - its slots stay empty and still count in `slots`, so that the metrics show the loss (as KV-limited or queued), until
   another engine takes its place (`rejoin`), which starts to work at the next `update_weights`;
 - when the last member is lost, `poll`, `update_weights` and `sleep` raise `EngineDied`.
+
+A request that fails on one member is tried on others first, and the caller sees a preemption. Only one that fails on
+`_MEMBERS_TO_TRY` of them, or on all, is reported as failed. A member that fails what others complete is lost, too: one
+that refuses everything immediately always has free slots, so it would get most of the requests.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +39,7 @@ from sortedrl.core.engine import (
     Engine,
     EngineBase,
     EngineDied,
+    Failed,
     Finished,
     Preempted,
     Request,
@@ -50,6 +55,9 @@ from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, re
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
 _CLOSE_SECONDS = 5.0
+_MEMBERS_TO_TRY = 3  # before a request counts as failed
+_MOST_BLAME = 8.0  # one for each request that a member failed and another completed
+_BLAME_PER_SUCCESS = 0.125  # less: up to one request in nine may fail
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +70,8 @@ class _Entry:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     in_slot: bool = False
-    has_moved: bool = False  # it was on a member that was lost
+    has_moved: bool = False  # it was on another member
+    failed_on: list[_Member] = field(default_factory=list)
     unwanted: bool = False  # is being aborted
 
     @property
@@ -105,6 +114,7 @@ class _Member:
         self.inbox: list[_Entry] = []  # on the way there
         self.calls: deque[_Call] = deque()
         self.has_weights = True
+        self.blame = 0.0
         self.lost: str | None = None  # why
 
     @property
@@ -278,15 +288,17 @@ class Pool(EngineBase):
         try:
             while True:
                 with self._lock:
-                    while not (self._is_closed or member.calls or member.entries):
+                    while not (self._is_closed or member.lost or member.calls or member.entries):
                         member.wake.wait()
-                    if self._is_closed:
+                    if self._is_closed or member.lost:
                         return
                     new = [entry.remaining(self._version) for entry in member.inbox]
                     member.inbox.clear()
                     call = member.calls[0] if member.calls else None
                 changes = _advanced(member.engine, new, call)
                 with self._lock:
+                    if member.lost:  # taken out meanwhile
+                        return
                     self._note(member, changes)
                     if self._queue:
                         self._dispatch()  # a member may have become available
@@ -300,11 +312,11 @@ class Pool(EngineBase):
         except BaseException as caught:  # also SystemExit: the pool would wait for this thread forever
             error = caught if isinstance(caught, Exception) else RuntimeError(reason_of(caught))
             with self._lock:
-                if self._is_closed:
+                if self._is_closed or member.lost:
                     return
                 if not (isinstance(error, EngineDied) or (call is not None and call.loses_on_any_error)):
                     self._defect = error
-                self._lose(member, error)
+                self._lose(member, f"{type(error).__name__}: {error}")
 
     def _note(self, member: _Member, changes: Sequence[Change]) -> None:
         freed = False
@@ -323,8 +335,12 @@ class Pool(EngineBase):
                 entry.in_slot = False
             else:
                 del member.entries[change.id]
-                del self._entries[change.id]
                 freed = True
+                if isinstance(change, Failed) and self._try_elsewhere(member, entry):
+                    continue
+                del self._entries[change.id]
+                if isinstance(change, Finished):
+                    self._blame(member, entry.failed_on)
             member.last_time = max(member.last_time, min(change.at + member.clock_offset, now))
             self._outbox.append(change._replace(at=member.last_time))
         if freed:
@@ -332,22 +348,32 @@ class Pool(EngineBase):
         if changes:
             self._news.notify_all()
 
-    def _lose(self, member: _Member, error: Exception) -> None:
-        member.lost = f"{type(error).__name__}: {error}"
+    def _try_elsewhere(self, member: _Member, entry: _Entry) -> bool:
+        """Whether the request, which failed on this member, waits for another one."""
+        entry.failed_on.append(member)
+        is_last = len(entry.failed_on) >= _MEMBERS_TO_TRY or not self._untried(entry)
+        if entry.left == 0 or is_last:
+            return False
+        self._requeue([entry])
+        return True
+
+    def _untried(self, entry: _Entry) -> list[_Member]:
+        return [member for member in self._members if member.is_working and member not in entry.failed_on]
+
+    def _blame(self, member: _Member, failed: Sequence[_Member]) -> None:
+        """`member` has completed a request that others had failed."""
+        member.blame = max(0.0, member.blame - _BLAME_PER_SUCCESS)
+        for other in failed:
+            other.blame += 1.0
+            if other.blame >= _MOST_BLAME and other.lost is None:
+                self._lose(other, f"it failed {_MOST_BLAME:g} requests that other engines completed")
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        member.lost = reason
+        member.wake.notify_all()
         for call in member.calls:
             call.done = True
-        at = self.now()
-        back = sorted(member.entries.values(), key=lambda entry: entry.order)
-        for entry in back:
-            entry.has_moved = True
-            if entry.left == 0 and not entry.unwanted:  # it has all tokens, only its end was not reported
-                self._outbox.append(Finished(entry.request.id, at, truncated=True))
-                del self._entries[entry.request.id]
-            elif entry.in_slot:
-                self._outbox.append(Preempted(entry.request.id, at, entry.context_tokens))
-                entry.in_slot = False
-        waiting = [entry for entry in back if entry.left and not entry.unwanted]
-        self._queue.extendleft(reversed(waiting))
+        moved = self._requeue(member.entries.values())
         member.entries.clear()
         member.inbox.clear()
         _log.warning(
@@ -355,7 +381,7 @@ class Pool(EngineBase):
             self._members.index(member) + 1,
             len(self._members),
             member.lost,
-            counted(len(waiting), "request"),
+            counted(moved, "request"),
             counted(sum(other.is_working for other in self._members), "remaining engine"),
         )
         self._dispatch()
@@ -364,12 +390,18 @@ class Pool(EngineBase):
     # With the lock held
 
     def _dispatch(self) -> None:
-        """Send the head of the queue to its previous member, or to the least loaded one with a free slot."""
-        while self._queue:
-            free = self._members_with_room()
-            if not free:
-                return
+        """Send each request to its previous member, or to the least loaded one with a free slot, in order.
+
+        One that failed on a member waits for another one, and does not hold the others up.
+        """
+        passed: list[_Entry] = []
+        while self._queue and (free := self._members_with_room()):
             entry = self._queue.popleft()
+            if entry.failed_on and (untried := self._untried(entry)):
+                free = [member for member in free if member in untried]
+                if not free:
+                    passed.append(entry)
+                    continue
             home = self._home_of.pop(entry.request.id, None)
             member = home if home in free else min(free, key=lambda m: m.load)
             member.entries[entry.request.id] = entry
@@ -377,6 +409,7 @@ class Pool(EngineBase):
             if entry.has_moved:  # clocks are inexact: its new start must not precede its preemption
                 member.last_time = self.now()
             member.wake.notify_all()
+        self._queue.extendleft(reversed(passed))
 
     def _members_with_room(self) -> list[_Member]:
         """The available members; if there are none, the unavailable ones, since one of them must be tried."""
@@ -394,15 +427,26 @@ class Pool(EngineBase):
             self._call(member, _Call(_abort_of(waiting[:room]), gives_back=waiting[:room]))
 
     def _take_back(self, member: _Member, ids: Sequence[int]) -> None:
-        back = [entry for id in ids if (entry := member.entries.pop(id, None)) is not None]
-        for entry in back:
-            entry.has_moved = True
-            if entry.in_slot:
-                self._outbox.append(Preempted(entry.request.id, self.now(), entry.context_tokens))
-                entry.in_slot = False
-        waiting = sorted((entry for entry in back if not entry.unwanted), key=lambda entry: entry.order)
-        self._queue.extendleft(reversed(waiting))
+        self._requeue([entry for id in ids if (entry := member.entries.pop(id, None)) is not None])
         self._dispatch()
+
+    def _requeue(self, entries: Iterable[_Entry]) -> int:
+        """Requests that left their member go to the head of the queue; returns how many."""
+        at = self.now()
+        waiting = []
+        for entry in sorted(entries, key=lambda entry: entry.order):
+            entry.has_moved = True
+            if entry.left == 0 and not entry.unwanted:  # it has all tokens, only its end was not reported
+                self._outbox.append(Finished(entry.request.id, at, truncated=True))
+                del self._entries[entry.request.id]
+                continue
+            if entry.in_slot:
+                self._outbox.append(Preempted(entry.request.id, at, entry.context_tokens))
+                entry.in_slot = False
+            if not entry.unwanted:
+                waiting.append(entry)
+        self._queue.extendleft(reversed(waiting))
+        return len(waiting)
 
     def _call(self, member: _Member, call: _Call) -> None:
         member.calls.append(call)
