@@ -138,24 +138,30 @@ class TestWeights:
 
         with pytest.raises(EngineDied, match=r"failed halfway: .*connection broke"):
             engine.update_weights(torn(), 1)
-        engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
-        with pytest.raises(EngineDied, match="failed halfway"):
-            engine.poll()
+        for call in (lambda: engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)]), engine.poll):
+            with pytest.raises(EngineDied, match="failed halfway"):
+                call()
         engine.close()
 
-    def test_an_error_in_a_step_before_a_load_ends_the_engine(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("call", ["get_output", "reset_prefix_cache", "sleep", "wake_up"])
+    def test_an_error_of_vllm_around_a_load_ends_the_engine(
+        self, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken() -> Any:
+        def broken(*_: Any) -> Any:
             raise RuntimeError("CUDA error: an illegal memory access")
 
         model = tiny_model(tmp_path, tied=False)
         engine = engine_of(tmp_path, 2)
-        monkeypatch.setattr(engine._scheduler, "has_requests", lambda: True)
-        monkeypatch.setattr(engine._core, "get_output", broken)
-        for _ in range(2):
-            with pytest.raises(EngineDied, match="illegal memory access"):
-                engine.update_weights(dict(model.named_parameters()), 1)
+        engine._can_sleep = True
+        monkeypatch.setattr(engine._scheduler, "has_requests", lambda: call == "get_output")
+        for name in ("sleep", "wake_up"):
+            monkeypatch.setattr(engine._core, name, lambda *_: None)
+        monkeypatch.setattr(engine._core, call, broken)
+        with pytest.raises(EngineDied, match="illegal memory access"):
+            engine.sleep()
+            engine.update_weights(dict(model.named_parameters()), 1)
+        with pytest.raises(EngineDied, match="illegal memory access"):
+            engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
         monkeypatch.undo()
         engine.close()
 

@@ -1,8 +1,9 @@
 """Reuse of stale KV cache: by default the KV cache is cleared at every weight update; `reuse_kv_cache` keeps it.
 
-Stale KV is used only by the responses that produced it. The cache salt of a request is the weight version under which
-its response started. So a resumed response finds its own KV, while a new one, a weight check or an evaluation only
-sees KV of the current weights.
+The cache salt of a request is the weight version under which its response started. So stale KV is used only by
+responses that started under its version: a resumed response finds its own KV, and responses to one prompt that started
+under one version share the KV of the prompt. A new response, a weight check or an evaluation only sees KV of the
+current weights.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class VllmEngine(EngineBase):
         for request in requests:
             self._stop_watches.of(request)  # an error must not leave half of the requests in the engine
         self._require_weights()
+        self._raise_if_dead()
         self._wake()
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)
@@ -152,6 +153,8 @@ class VllmEngine(EngineBase):
                 self._unreported.append(Failed(request.id, self.now(), reason))
 
     def poll(self, until: float | None = None) -> list[Change]:
+        if not self._unreported:
+            self._raise_if_dead()
         while self._inside and not self._unreported and (until is None or self.now() < until):
             self._step()
         if until is not None and not self._inside and not self._unreported:
@@ -181,8 +184,10 @@ class VllmEngine(EngineBase):
                 raise EngineDied(self._died) from error
             self._has_weights = True
             self._wake()
-        if not self.kv_cache_reuse.survives_update_to(version) and not self._core.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: stale KV would be used")
+        if not self.kv_cache_reuse.survives_update_to(version):
+            with self._in_vllm():
+                if not self._core.reset_prefix_cache():
+                    raise RuntimeError("it did not reset its prefix cache, and stale KV would be used")
         self.version = version
 
     def sleep(self) -> None:
@@ -247,8 +252,7 @@ class VllmEngine(EngineBase):
 
     def _step(self) -> None:
         """Run one step of vLLM and report its changes: preemptions, starts, new tokens, ends."""
-        if self._died is not None:
-            raise EngineDied(self._died)
+        self._raise_if_dead()
         began = self.now()
         with self._in_vllm():  # includes freeing the objects of the last step
             self._outputs = self._core.get_output().outputs
@@ -321,14 +325,17 @@ class VllmEngine(EngineBase):
 
     def _drain(self) -> None:
         """Wait for steps in flight: they run under the old weights."""
-        if self._died is not None:
-            raise EngineDied(self._died)
+        self._raise_if_dead()
         core = self._core.engine_core
         with self._in_vllm():
             while core.scheduler.has_requests() or core.batch_queue:
                 self._core.get_output()
         self._running.clear()
         self._followed = []
+
+    def _raise_if_dead(self) -> None:
+        if self._died is not None:
+            raise EngineDied(self._died)
 
     @contextmanager
     def _in_vllm(self) -> Iterator[None]:
@@ -357,7 +364,8 @@ class VllmEngine(EngineBase):
             return
         require_empty_for_sleep(len(self._inside))
         self._drain()
-        self._core.sleep(1 if keep_weights else 2)  # vLLM's level 2 keeps no weights
+        with self._in_vllm():
+            self._core.sleep(1 if keep_weights else 2)  # vLLM's level 2 keeps no weights
         self._asleep = ["weights", "kv_cache"]
         self._has_weights = keep_weights
 
@@ -370,7 +378,8 @@ class VllmEngine(EngineBase):
     def _wake(self, *, weights_only: bool = False) -> None:
         """Allocate the memory again: each part once, since vLLM fails if it is woken twice."""
         for part in [part for part in self._asleep if part == "weights" or not weights_only]:
-            self._core.wake_up([part])
+            with self._in_vllm():
+                self._core.wake_up([part])
             self._asleep.remove(part)
 
 
