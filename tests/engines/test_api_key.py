@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+import threading
+import traceback
 from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +27,12 @@ from sortedrl.core import EngineDied, Request
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Failed
 from sortedrl.core.rollout import Prompt
+from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.settings.api_key import VARIABLE
 
 KEY = "sk-Zq83_only-for-the-server"
+LOGIN = "some-user:only-for-the-proxy"
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,17 +72,84 @@ def test_a_missing_or_wrong_key_is_one_clear_line(
     assert "sk-wrong-one" not in str(raised.value)
 
 
-def test_a_key_that_the_server_repeats_is_hidden(server: SglangStandIn) -> None:
-    """The stand-in puts what was sent into its answer: in a failed request, and in a weight update."""
-    engine = engine_at(server, KEY)
+@pytest.mark.parametrize("use", ["a request", "a weight update"])
+def test_a_key_that_the_server_repeats_is_hidden(use: str, server: SglangStandIn) -> None:
+    """The stand-in puts what was sent into its answer."""
+    engine = SglangEngine(server.url, slots=2, eos_token_ids=[7], api_key=KEY, unavailable_seconds=0.3)
     server.api_key = "another since"
-    engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
-    failed = [change for _ in range(2) for change in engine.poll() if isinstance(change, Failed)]
-    assert "Unauthorized: Bearer (hidden)" in failed[0].reason
-    with pytest.raises(EngineDied) as raised:
-        engine.update_weights(model_of("Llama").state_dict(), 1)
-    assert "(hidden)" in str(raised.value) and KEY not in str(raised.value)
+    if use == "a request":
+        engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
+    with pytest.raises(EngineDied, match=r"Unauthorized: Bearer \(hidden\)") as raised:
+        while use == "a request":
+            engine.poll()
+        engine.update_weights({}, 1)
+    assert not shown_of(KEY, "".join(traceback.format_exception(raised.value)))
     engine.close()
+
+
+def shown_of(secret: str, text: str) -> list[str]:
+    """Parts of it, too: what is left of a key that was cut."""
+    parts = [secret[i : i + 8] for i in range(len(secret) - 7)]
+    return [part for part in parts if part in text]
+
+
+class EchoServer:
+    """Answers every request with status 400 and what it was sent, behind so many other characters."""
+
+    def __init__(self, before: int, escaped: bool) -> None:
+        class Echo(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                text = json.dumps({"message": "x" * before + f" {self.headers['Authorization']}"})
+                body = text.replace("s", "\\u0073").encode() if escaped else text.encode()
+                self.send_response(400)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+@pytest.mark.parametrize("before", [0, 410, 420, 430, 440])
+def test_a_server_that_echoes_headers_at_the_start_shows_no_secret(before: int, *, escaped: bool) -> None:
+    """Nor a part of one where the reason is cut; of a user and password in the URL, neither they nor their header."""
+    with closing(EchoServer(before, escaped)) as echo:
+        for url, key in ((f"http://{echo.address}", KEY), (f"http://{LOGIN}@{echo.address}", None)):
+            with pytest.raises(ConfigurationError) as raised:
+                SglangEngine(url, slots=2, eos_token_ids=[7], api_key=key)
+            text = "".join(traceback.format_exception(raised.value))
+            assert before or "(hidden)" in text
+            for secret in (KEY, LOGIN, LOGIN.partition(":")[2], base64.b64encode(LOGIN.encode()).decode()):
+                assert not shown_of(secret, text)
+
+
+def test_a_user_and_a_password_in_the_url_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Credentials(f"http://{LOGIN}@host:1/").headers == {
+        "Authorization": f"Basic {base64.b64encode(LOGIN.encode()).decode()}"
+    }
+    assert Credentials(f"http://{LOGIN}@host:1/").url == "http://host:1"
+    monkeypatch.setenv(VARIABLE, KEY)
+    with pytest.raises(ConfigurationError, match="Leave one out"):
+        Credentials(f"http://{LOGIN}@host:1")
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm-server", "embedded"])
+def test_a_password_among_the_settings_is_refused_without_showing_it(engine: str, capfd: Any, tmp_path: Path) -> None:
+    words = ["--engine", engine, "--engine-urls", f"http://{LOGIN}@127.0.0.1:1", "--out", str(tmp_path / "run")]
+    for extra in ([], ["--dry-run"]):
+        assert main(["train", *words, *extra]) == 2
+    printed = capfd.readouterr()
+    assert LOGIN.partition(":")[2] not in printed.out + printed.err and printed.err.count(VARIABLE) == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_file_of_a_run_and_nothing_that_it_prints_has_the_key(

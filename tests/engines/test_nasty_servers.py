@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
@@ -64,7 +66,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.1)
     monkeypatch.setattr(server_streams, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(server_streams, "STOP_SECONDS", 0.3)
-    monkeypatch.setattr(server_streams, "SETTLE_SECONDS", 0.05)
 
 
 # What goes wrong
@@ -170,6 +171,13 @@ def busy_then_silent(count: int) -> Setup:
     return lambda server: setattr(server, "act", act)
 
 
+def for_one_prompt(act: Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[Any]]) -> Setup:
+    async def act_on_it(server: NastyServer, request: web.Request, body: dict[str, Any]) -> Any:
+        return await act(server, request, body) if prompt_of(body) == 3 else None
+
+    return lambda server: setattr(server, "act", act_on_it)
+
+
 def busy_for_one_prompt(others: int) -> Setup:
     """Refuses one prompt until it has accepted so many others."""
 
@@ -177,7 +185,7 @@ def busy_for_one_prompt(others: int) -> Setup:
         accepted: set[int] = set()
 
         async def act(_: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-            prompt = (body.get("token_ids") or body["input_ids"])[0]
+            prompt = prompt_of(body)
             if prompt == 3 and len(accepted) < others:
                 return await status(429)()
             accepted.add(prompt)
@@ -186,6 +194,15 @@ def busy_for_one_prompt(others: int) -> Setup:
         server.act = act
 
     return set_up
+
+
+def prompt_of(body: dict[str, Any]) -> int:
+    return int((body.get("token_ids") or body["input_ids"])[0])
+
+
+async def drips(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A token well within the time that a stream may be silent, and so on without end."""
+    return await server.stream(request, server.lines(body), pause=0.6 * SHORT_SILENCE_SECONDS)
 
 
 async def drips_comments(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -287,15 +304,15 @@ class Fault:
     silence_seconds: float = DEADLINE_SECONDS
 
 
-def silence(set_up: Setup, outcome: str = RIGHT, says: str = "no token for") -> Fault:
+def silence(set_up: Setup, outcome: str = RIGHT, says: str = "in the last 0.5 s") -> Fault:
     return Fault(set_up, outcome, says, silence_seconds=SHORT_SILENCE_SECONDS)
 
 
 DEEP = b"[" * 100_000
 FAULTS: dict[str, Fault] = {
     # One odd line in a stream
-    "an error as a string": Fault(line(b'{"error": "overloaded"}'), says="overloaded"),
-    "an error as a list": Fault(line(b'{"error": ["a", 1]}')),
+    "an error as a string": Fault(line(b'{"error": "overloaded"}'), LOSSLESS),
+    "an error as a list": Fault(line(b'{"error": ["a", 1]}'), LOSSLESS),
     "an empty list": Fault(line(b"[]"), says="not a JSON object"),
     "a string": Fault(line(b'"hello"'), says="not a JSON object"),
     "a number": Fault(line(b"17")),
@@ -310,6 +327,8 @@ FAULTS: dict[str, Fault] = {
     "a log-probability that is NaN": Fault(token_event([12], [float("nan")]), says="log-probability"),
     "a log-probability that is null": Fault(token_event([12], [None]), says="log-probability"),
     "a log-probability that is a string": Fault(token_event([12], ["-1"]), says="log-probability"),
+    "a log-probability beyond the learner's float32": Fault(token_event([12], [-1e39]), says="log-probability"),
+    "a log-probability far out of range": Fault(token_event([12], [-1e300]), says="log-probability"),
     "an infinite log-probability": Fault(token_event([12], [float("-inf")]), says="log-probability"),
     "a log-probability above 0": Fault(token_event([12], [0.5]), says="log-probability"),
     "no log-probability": Fault(token_event([12], [])),
@@ -326,10 +345,22 @@ FAULTS: dict[str, Fault] = {
     "a count that is no number": Fault(token_event([12], [-0.1], count="two"), says="count"),
     # Ends
     "an end without a token": Fault(altered(lambda s, _: [s.event([], [], 0, "stop"), b"[DONE]"]), says="token"),
+    "a stop without an end token": Fault(
+        altered(lambda s, lines: [lines[0], s.event([12], [-0.13], 2, "stop"), b"[DONE]"]), says="eos_token_ids"
+    ),
+    "a weight version that is no text": Fault(
+        altered(lambda s, lines: [re.sub(rb'(version": )"[^"]*"', rb"\g<1>null", line) for line in lines]),
+        dialects=("vllm",),
+        says="weight version",
+    ),
+    "a weight version that is a number": Fault(
+        altered(lambda s, lines: [re.sub(rb'(version": )"[^"]*"', rb"\g<1>17", line) for line in lines]),
+        says="weight version",
+    ),
     "an unknown end": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, "tired")]), says="tired"),
     "an end of another type": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, [1, 2])])),
-    "no end": Fault(altered(lambda s, lines: lines[:2]), says="before the end"),
-    "done without an end": Fault(altered(lambda s, lines: [lines[0], b"[DONE]"]), says="before the end"),
+    "no end": Fault(altered(lambda s, lines: lines[:2]), LOSSLESS),
+    "done without an end": Fault(altered(lambda s, lines: [lines[0], b"[DONE]"]), LOSSLESS),
     "an event twice": Fault(altered(lambda s, lines: [x for y in lines[:-2] for x in (y, y)] + lines[-2:]), LOSSLESS),
     "done twice": Fault(altered(lambda s, lines: [*lines, b"[DONE]"]), LOSSLESS),
     "the last event twice": Fault(altered(lambda s, lines: [*lines[:-1], lines[-2], b"[DONE]"]), LOSSLESS),
@@ -339,14 +370,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "no limit to a response": Fault(ignore_budget, LOSSLESS),
     # Streams and HTTP
-    "a reset in mid-line": Fault(every(4, reset_mid_line), says="connection broke"),
-    "no answer": Fault(every(4, no_answer), says="connection broke"),
-    "a page of HTML": Fault(every(4, html), says="text/html"),
-    "an error with status 200": Fault(every(4, error_as_200), says="no room"),
-    "a redirect": Fault(every(4, status(302, Location="http://127.0.0.1:1/")), says="redirects to"),
+    "a reset in mid-line": Fault(every(4, reset_mid_line), LOSSLESS),
+    "no answer": Fault(every(4, no_answer), LOSSLESS),
+    "a page of HTML": Fault(every(4, html), LOSSLESS),
+    "an error with status 200": Fault(every(4, error_as_200), LOSSLESS),
+    "a redirect": Fault(every(4, status(302, Location="http://127.0.0.1:1/")), LOSSLESS),
     "garbage as gzip": Fault(every(4, garbage_as_gzip)),
     "status 400": Fault(every(4, status(400, "not like this")), says="not like this"),
-    "status 500": Fault(every(4, status(500, "<html>oops</html>")), says="oops"),
+    "status 500": Fault(every(4, status(500, "<html>oops</html>")), LOSSLESS),
+    "status 500 for one prompt, always": Fault(for_one_prompt(status(500, "oops")), says="500: oops"),
+    "resets for one prompt, always": Fault(for_one_prompt(no_answer), says="connection broke"),
+    "a stream that drips": silence(first(6, drips)),
     "a stream that falls silent": silence(first(6, silent_after_a_token)),
     "a stream that is silent from its start": silence(first(6, silent)),
     "comments instead of tokens": silence(first(6, drips_comments)),
@@ -371,6 +405,8 @@ FAULTS: dict[str, Fault] = {
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),
     "503 in every stream": Fault(first(10**9, error_503_in_the_stream), DIES, "restarting"),
+    "a page of HTML for ever": Fault(first(10**9, html), DIES, "text/html"),
+    "500 for ever": Fault(first(10**9, status(500, "oops")), DIES, "500: oops"),
     "gone": Fault(vanishes(6, None), DIES, "no longer responds"),
     "another server": Fault(restart, DIES, "restarted"),
     # Small questions
@@ -441,16 +477,20 @@ class Run:
     rejected: list[str]
     preempted: int
     error: BaseException | None
+    rollouts: int
 
 
-def run_on(engine: Any, weights: Path) -> Run:
+def run_on(engine: Any, weights: Path, rollouts: int = ROLLOUTS) -> Run:
     log: list[Any] = []
-    prompts = [Prompt(f"p{i}", [3 + i, *[2] * (PROMPT_TOKENS - 1)]) for i in range(ROLLOUTS)]
+    prompts = [Prompt(f"p{i}", [3 + i, *[2] * (PROMPT_TOKENS - 1)]) for i in range(rollouts)]
     schedule = Schedule(
-        mode="partial", rollouts_per_update=6, prompts_per_cohort=ROLLOUTS, max_response_tokens=MAX_RESPONSE_TOKENS
+        mode="partial",
+        rollouts_per_update=max(6, rollouts // 3),
+        prompts_per_cohort=rollouts,
+        max_response_tokens=MAX_RESPONSE_TOKENS,
     )
     controller = Controller(engine, Prompts(prompts), ScoreAtOnce(len), schedule, log=EventLog(log.append))
-    run = Run([], [], [], 0, None)
+    run = Run([], [], [], 0, None, rollouts)
 
     def work() -> None:
         try:
@@ -481,7 +521,7 @@ def check_trained(run: Run, *, is_endless: bool = False) -> None:
         assert rollout.logprobs == [expected_logprob(token) for token in made]
         assert rollout.truncated == (made[-1] != END)
     if run.error is None:
-        assert len(run.trained) + len(run.rejected) == ROLLOUTS
+        assert len(run.trained) + len(run.rejected) == run.rollouts
 
 
 def engine_at(server: NastyServer, **options: Any) -> HttpEngine:
@@ -526,6 +566,89 @@ def test_a_run_ends_right_or_with_one_clear_error(
     assert run.failed or not fault.says or fault.outcome == LOSSLESS, "the fault was not seen"
 
 
+THE_REQUESTS_OWN = (400, 404, 413, 422)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
+    dialect: str, server_loop: ServerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other one of 300 to 599 in turn, before the server works."""
+    monkeypatch.setattr(outage, "LONGEST_PAUSE_SECONDS", 0.01)
+    codes = iter([code for code in range(300, 600) if code not in (304, *THE_REQUESTS_OWN)])
+
+    async def act(*_: Any) -> web.Response | None:
+        code = next(codes, None)
+        return None if code is None else web.Response(status=code, text="not now")
+
+    server = NastyServer(dialect, server_loop.loop)
+    server.act = act
+    with closing(engine_at(server)) as engine:
+        run = run_on(engine, tmp_path)
+    server.close()
+    check_trained(run)
+    assert run.error is None and len(run.trained) == ROLLOUTS and not run.failed
+    assert next(codes, None) is None, "each was sent"
+
+
+@pytest.mark.parametrize("code", THE_REQUESTS_OWN)
+def test_a_status_about_the_request_fails_it_at_once(code: int, server_loop: ServerLoop, tmp_path: Path) -> None:
+    server = NastyServer("vllm", server_loop.loop)
+    for_one_prompt(status(code, "not like this"))(server)
+    with closing(engine_at(server)) as engine:
+        run = run_on(engine, tmp_path)
+    server.close()
+    check_trained(run)
+    assert run.error is None and len(run.trained) == ROLLOUTS - 1 and run.preempted == 0
+    assert len(run.failed) == 3 and "not like this" in run.rejected[0]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("hole", [status(400, "no"), status(404, "no"), html], ids=["400", "404", "HTML"])
+def test_in_a_pool_a_server_that_fails_what_others_do_costs_no_rollout(
+    dialect: str, hole: Any, server_loop: ServerLoop, tmp_path: Path
+) -> None:
+    """It has free slots all the time, so it would get most of the requests. Every 30th request it serves."""
+    servers = [NastyServer(dialect, server_loop.loop) for _ in range(4)]
+
+    async def act(server: NastyServer, *request: Any) -> web.Response | None:
+        return await hole(server, *request) if server.asked % 30 else None
+
+    servers[1].act = act
+    pool = Pool([engine_at(server) for server in servers])
+    run = run_on(pool, tmp_path, rollouts=60)
+    pool.close()
+    for server in servers:
+        server.close()
+    check_trained(run)
+    assert run.error is None and len(run.trained) == 60 and not run.failed
+    if hole is not html:  # such a server is busy, as far as one can tell, and gets no work
+        assert list(pool.lost) == [1] and "requests that other engines completed" in pool.lost[1]
+
+
+def test_without_counts_of_tokens_the_server_is_named_at_the_start_and_with_some_all_are_wanted(
+    server_loop: ServerLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without them, lost and repeated events cannot be noticed."""
+
+    def without_count(server: NastyServer, lines: list[bytes], body: Any = None) -> list[bytes]:
+        return [line.replace(b'"usage"', b'"other"') for line in lines]
+
+    for some in (False, True):
+        caplog.clear()
+        server = NastyServer("vllm", server_loop.loop)
+        if some:
+            altered(without_count)(server)
+        else:
+            server.alter = without_count
+        with closing(engine_at(server)) as engine:
+            run = run_on(engine, tmp_path)
+        server.close()
+        check_trained(run)
+        assert run.error is None and bool(run.failed) == some
+        assert caplog.text.count("lost or repeated events") == (not some)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_in_a_pool_the_work_of_a_busy_server_goes_elsewhere(
     dialect: str, server_loop: ServerLoop, tmp_path: Path
@@ -566,14 +689,14 @@ def test_a_server_that_always_fails_ends_the_run(
 ) -> None:
     monkeypatch.setattr(server_streams, "FEWEST_FAULTS", 12)
     server = NastyServer(dialect, server_loop.loop)
-    every(1, html)(server)
+    altered(lambda server, lines: [b"[]"], nth=1)(server)
     engine = engine_at(server)
     try:
         run = run_on(engine, tmp_path)
     finally:
         engine.close()
         server.close()
-    assert isinstance(run.error, EngineDied) and "requests all failed" in str(run.error) and "html" in str(run.error)
+    assert isinstance(run.error, EngineDied) and "requests all failed" in str(run.error) and "JSON" in str(run.error)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

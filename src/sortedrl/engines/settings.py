@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.registry import check_name, check_urls
+from sortedrl.engines.servers.credentials import without_credentials
 from sortedrl.settings.base import OptionTexts, literal
 
 Slots = Annotated[
@@ -47,6 +48,15 @@ class EngineSettings(BaseModel):
 def check_engine(settings: EngineSettings) -> None:
     options = settings.engine_options
     check_name(settings.engine)
+    for url in settings.engine_urls:
+        if without_credentials(url) != url:
+            raise ConfigurationError(
+                "engine_urls",
+                without_credentials(url),
+                "it has a user or a password: settings are written to the run folder, and other users can see command "
+                "lines",
+                'Set the environment variable SORTEDRL_API_KEY, for example to "Basic dXNlcjpwYXNzd29yZA==".',
+            )
     _refuse_old_options(options)
     check_urls(settings.engine, settings.engine_urls, settings.slots)
     if "api_key" in options:

@@ -27,16 +27,17 @@ from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.refusals import require_empty, require_new
-from sortedrl.engines.servers.api_key import ApiKey
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.dialect import Source
-from sortedrl.engines.servers.messages import ANY_VOCABULARY, BUSY, Identity, Malformed, Refused, said
+from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
 from sortedrl.engines.servers.weight_broadcast import WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
 
+FAILED_UPDATE_SECONDS = 5.0  # for how long a weight update is tried again after status 500
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -44,8 +45,8 @@ T = TypeVar("T")
 class HttpEngine(ServerStreams, EngineBase):
     """See the docstrings of this module and of streams.py, which explains `silence_seconds` and `unavailable_seconds`.
 
-    `tokenizer` is only needed for stop strings; `api_key`: see api_key.py. `vocabulary` is the vocabulary size of the
-    model; larger token ids are refused.
+    `tokenizer` is only needed for stop strings; `api_key`: see credentials.py. `vocabulary` is the vocabulary size of
+    the model; larger token ids are refused.
     """
 
     copies_weights = True
@@ -72,30 +73,34 @@ class HttpEngine(ServerStreams, EngineBase):
                 raise ConfigurationError(
                     name, seconds, "a time limit in seconds must be positive", "Set it to more than 0."
                 )
-        self.url = url.rstrip("/")
+        self._credentials = Credentials(url, api_key)
+        self.url = self._credentials.url
         self.slots = checked_slots(slots)
         self.version = 0
         self.max_length: int | None = None  # of prompt plus response, if the server reports it
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
-        self.api_key = ApiKey(api_key)
         self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         self._eos = sorted(set(eos_token_ids))
         self._seeded = seeded
         self._name_prefix = f"sortedrl-{time.time_ns():x}"
         self._has_hinted = False  # at a faster weight transfer
         super().__init__(
-            ServerConnection(self.url, self.api_key),
+            ServerConnection(self._credentials),
             StopWatches(tokenizer),
             vocabulary=vocabulary or ANY_VOCABULARY,
             silence_seconds=silence_seconds,
             unavailable_seconds=unavailable_seconds,
         )
-        self._thread = threading.Thread(target=self._run_loop, name=f"engine {url}", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=f"engine {self.url}", daemon=True)
         self._thread.start()
         try:
             self._result_of(self._open())
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, ConfigurationError):  # it may repeat what the server said
+                raise ConfigurationError(
+                    error.key, error.value, self._credentials.clean(error.why), error.fix
+                ) from None
             raise
 
     # The protocol
@@ -179,7 +184,7 @@ class HttpEngine(ServerStreams, EngineBase):
             if isinstance(source, WeightBroadcast):
                 fix += " on other GPUs of this machine, or without the NCCL backend"
             self._die(f"the weight update to version {version} did not complete ({said(error)}); {fix}")
-            raise EngineDied(f"{self.url}: {self._outbox.death}") from error
+            raise EngineDied(f"{self.url}: {self._outbox.death}") from None  # the error may repeat a secret
 
     def close(self) -> None:
         """Stop the engine's thread; the server keeps running."""
@@ -204,7 +209,7 @@ class HttpEngine(ServerStreams, EngineBase):
             self._identity_check.expected = await self.identity()
         except (Refused, *BROKEN) as error:
             if isinstance(error, Refused) and error.is_about_the_key:
-                raise self.api_key.refused_by(self.url) from None
+                raise self._credentials.refused() from None
             raise ConfigurationError(
                 "url",
                 self.url,
@@ -246,9 +251,12 @@ class HttpEngine(ServerStreams, EngineBase):
                 after = await self.identity()
                 break
             except (Refused, *NOT_REACHED) as error:
-                is_busy = not isinstance(error, Refused) or error.status in BUSY
                 self._outage.note(self.now(), said(error), getattr(error, "retry_after", None))
-                if not is_busy or self._outage.is_hopeless(self.now(), began):
+                is_over = self._outage.is_hopeless(self.now(), began)
+                if isinstance(error, Refused):  # 500 is more often an error of the update than of a proxy
+                    is_over |= not error.is_servers_state
+                    is_over |= error.status == 500 and self.now() - began > FAILED_UPDATE_SECONDS
+                if is_over:
                     raise
                 await asyncio.sleep(self._outage.retry_at - self.now())
         self._outage.end()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.engines.servers.api_key import ApiKey
+from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, retry_after
 from sortedrl.settings.install_hint import install_hint
 
@@ -33,9 +33,9 @@ _ERROR_SECONDS = 5.0  # to read the text of an error; the status is enough
 class ServerConnection:
     """Bound to the event loop in which it was opened."""
 
-    def __init__(self, url: str, api_key: ApiKey) -> None:
-        self.url = url
-        self.api_key = api_key
+    def __init__(self, credentials: Credentials) -> None:
+        self.url = credentials.url
+        self.credentials = credentials
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self, connect_seconds: float) -> None:
@@ -43,7 +43,7 @@ class ServerConnection:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
             read_bufsize=_LONGEST_LINE,
-            headers=self.api_key.headers,
+            headers=self.credentials.headers,
         )
 
     async def close(self) -> None:
@@ -75,7 +75,8 @@ class ServerConnection:
                 raise await _refusal(response)
             if response.content_type != "text/event-stream":
                 text = await _text(response, _LONGEST_ERROR)
-                raise Malformed(f"it returned {response.content_type} instead of a stream: {reason_of(text)}")
+                reason = f"it returned {response.content_type} instead of a stream: {reason_of(text)}"
+                raise Refused(response.status, reason)
             async for line in response.content:
                 if line.startswith(b"data:"):
                     data = line[5:].strip()

@@ -29,7 +29,7 @@ class Waiting:
 
     request: Request
     place: int
-    turned_away: int = 0
+    turned_away: int = 0  # times in a row, without a token
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +44,9 @@ class Sent:
     sent_at: float
     stop_strings: StopStrings | None
     heard_at: float  # when its last token arrived, or when it was sent
+    paced_at: float  # when the last of each `FEWEST_TOKENS` tokens arrived, or when it was sent
+    paced_tokens: int = 0  # how many it had then
+    is_back: bool = False  # since then it has lost its slot and got it back
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     in_slot: bool = False

@@ -1,7 +1,7 @@
 """Messages from an inference server, validated before any other code sees them.
 
-A malformed message (`Malformed`) fails the request it belongs to. `Refused` has the HTTP status: those in `BUSY` are
-about the server, not about the request, and lead to waiting.
+A malformed message (`Malformed`) fails the request it belongs to. `Refused` has the HTTP status, which says whether
+it is about the request (`REQUESTS_OWN`) or about the server's state.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from sortedrl.core.rollout import HIGHEST_LOGPROB
+from sortedrl.core.rollout import HIGHEST_LOGPROB, LOWEST_LOGPROB
 
-BUSY = frozenset({429, 502, 503, 504})
+REQUESTS_OWN = frozenset({400, 404, 413, 422})  # all other statuses are about the server, or may be
+BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})  # certainly about the server
 ANY_VOCABULARY = 1 << 31  # if the vocabulary size is unknown
-_LONGEST_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,16 @@ class Identity:
 
 
 class Refused(Exception):
-    """The server returned an error. `status` is the HTTP status, also for an error within a stream."""
+    """The server returned no stream. `status` is the HTTP status, also for an error within a stream."""
 
     def __init__(self, status: int, reason: str, retry_after: float | None = None) -> None:
         super().__init__(reason)
         self.status = status
         self.retry_after = retry_after
+
+    @property
+    def is_servers_state(self) -> bool:
+        return self.status not in REQUESTS_OWN
 
     @property
     def is_about_the_key(self) -> bool:
@@ -103,20 +107,27 @@ def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
     if not set(map(type, logprobs)) <= {float, int}:
         bad = _first(logprobs, lambda p: type(p) not in (float, int))
         raise Malformed(f"a log-probability is not a number: {bad!r}")
-    if not math.isfinite(sum(logprobs)) or max(logprobs) > HIGHEST_LOGPROB:
-        bad = _first(logprobs, lambda p: not math.isfinite(p) or p > HIGHEST_LOGPROB)
-        raise Malformed(f"a log-probability is {bad}")
+    if not (min(logprobs) >= LOWEST_LOGPROB and max(logprobs) <= HIGHEST_LOGPROB and math.isfinite(sum(logprobs))):
+        bad = _first(logprobs, lambda p: not LOWEST_LOGPROB <= p <= HIGHEST_LOGPROB)
+        raise Malformed(f"a log-probability is {bad}, and they are from {LOWEST_LOGPROB:g} to 0")
     return delta
 
 
 def _first(values: Sequence[Any], is_bad: Any) -> Any:
-    return str(next((value for value in values if is_bad(value)), "too large"))[:60]
+    return str(next(value for value in values if is_bad(value)))
 
 
 def whole_number(value: Any, what: str) -> int:
     """A validated count from the server; raises Malformed."""
     if type(value) is not int or value < 0:
-        raise Malformed(f"the {what} is {str(value)[:60]!r}")
+        raise Malformed(f"the {what} is {str(value)!r}")
+    return value
+
+
+def weight_version(value: Any) -> str:
+    """A validated weight version from the server; raises Malformed."""
+    if not isinstance(value, str):
+        raise Malformed(f"the weight version is {value!r}, not a text")
     return value
 
 
@@ -125,14 +136,10 @@ def parsed(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"{_start_of(data)} is not JSON ({said(error)})") from None
+        raise Malformed(f"this is not JSON ({said(error)}): {data.decode(errors='replace')!r}") from None
     if not isinstance(event, dict):
-        raise Malformed(f"{_start_of(data)} is not a JSON object")
+        raise Malformed(f"this is not a JSON object: {data.decode(errors='replace')!r}")
     return event
-
-
-def _start_of(data: bytes) -> str:
-    return repr(data[:80].decode(errors="replace"))
 
 
 def refusal_in(event: Mapping[str, Any]) -> Refused | None:
@@ -150,11 +157,11 @@ def reason_of(answer: Any) -> str:
         try:
             answer = json.loads(answer)
         except (ValueError, RecursionError):
-            return str(answer).strip()[:_LONGEST_REASON]
+            return str(answer).strip()
     for key in ("error", "detail", "message"):
         if isinstance(answer, Mapping) and answer.get(key):
             answer = answer[key]
-    return str(answer)[:_LONGEST_REASON]
+    return str(answer)
 
 
 def retry_after(header: str | None) -> float | None:
@@ -173,4 +180,4 @@ def retry_after(header: str | None) -> float | None:
 
 def said(error: BaseException) -> str:
     """The message of an exception, or its type if it has none."""
-    return str(error)[:_LONGEST_REASON] or type(error).__name__
+    return str(error) or type(error).__name__

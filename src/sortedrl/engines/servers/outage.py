@@ -27,7 +27,7 @@ class Outage:
 
     def __init__(self, give_up_seconds: float) -> None:
         self._give_up_seconds = give_up_seconds
-        self._rounds = 0
+        self.rounds = 0
         self._watched = False
         self.reason = ""
         self.since: float | None = None  # None: no outage
@@ -40,15 +40,15 @@ class Outage:
     def note(self, now: float, reason: str, asked_for: float | None = None, *, watched: bool = False) -> None:
         """A request was refused, or (`watched`) a health check failed."""
         if self.since is None:
-            self.since, self._rounds, self._watched = now, 0, watched
+            self.since, self.rounds, self._watched = now, 0, watched
             self.retry_at = now
         self._watched = self._watched and watched
         self.reason = reason
         if now < self.retry_at:
             return
-        doubled = FIRST_PAUSE_SECONDS * 2 ** min(self._rounds, 10) * random.uniform(*_JITTER)
+        doubled = FIRST_PAUSE_SECONDS * 2 ** min(self.rounds, 10) * random.uniform(*_JITTER)
         pause = min(max(doubled, asked_for or 0.0), LONGEST_PAUSE_SECONDS)
-        self._rounds += 1
+        self.rounds += 1
         self.retry_at = now + min(pause, self._give_up_seconds)
 
     def is_well_again(self) -> None:

@@ -15,8 +15,8 @@ from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
 class Outbox:
     """`news` guards `inside`, `death` and the delivered changes; held changes belong to the engine's thread."""
 
-    def __init__(self, hide: Callable[[str], str]) -> None:
-        self._hide = hide  # removes secrets from reasons
+    def __init__(self, clean: Callable[[str], str]) -> None:
+        self._clean = clean  # removes secrets from reasons
         self.news = threading.Condition()
         self.inside: set[int] = set()  # requests that have not ended
         self.death: str | None = None  # why the engine is dead
@@ -57,14 +57,14 @@ class Outbox:
         with self.news:
             held, self._held = self._held, []
             self._hand_out([c for c, trusted in held if trusted and not isinstance(c, Started | Preempted)])
-            self.death = self.death or self._hide(reason)
+            self.death = self.death or self._clean(reason)
             self.news.notify_all()
 
     def _hand_out(self, changes: Iterable[Change]) -> None:
         with self.news:
             for change in changes:
                 if isinstance(change, Failed):
-                    change = change._replace(reason=self._hide(change.reason))
+                    change = change._replace(reason=self._clean(change.reason))
                 self._changes.append(change)
                 if isinstance(change, Finished | Failed):
                     self.inside.discard(change.id)

@@ -34,7 +34,15 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
+from sortedrl.engines.servers.messages import (
+    Delta,
+    Identity,
+    Malformed,
+    Refused,
+    reason_of,
+    weight_version,
+    whole_number,
+)
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _EMPTY_SECONDS = 30.0
@@ -147,7 +155,7 @@ class SglangEngine(HttpEngine):
             tokens=[token for _, token, *_ in fresh],
             logprobs=[logprob for logprob, *_ in fresh],
             end=reason["type"] if reason is not None else None,
-            weights=None if weights is None else str(weights),
+            weights=None if weights is None else weight_version(weights),
         )
 
     async def abort_on_server(self, names: Sequence[str]) -> bool:

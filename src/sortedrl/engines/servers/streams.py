@@ -6,11 +6,12 @@
 - **Abort**: the server is told to abort, and its streams are read to the end, so that all generated tokens arrive. If
   the server does not support that, the connection is closed and the tokens received so far are kept.
 - **Messages** are validated (messages.py). An invalid one fails its request, with the reason.
-- **Limits**: a response is cut at its end (response_end.py), even if the server sends more. A stream without a token
-  for `silence_seconds` on a healthy server fails its request.
-- **Outage**: a server that is busy, unhealthy or unreachable does not fail its requests. They wait here (waiting.py)
-  with the tokens generated so far (reported as Preempted) until the server generates again (outage.py): a request that
-  it accepts and leaves without a token for `silence_seconds` counts as refused. After `unavailable_seconds` it is dead.
+- **Limits**: a response is cut at its end (response_end.py), even if the server sends more. A stream with fewer than
+  `FEWEST_TOKENS` tokens in `silence_seconds` on a healthy server fails its request.
+- **Outage**: a server that is busy, unhealthy or unreachable, or that breaks a connection, does not fail its requests.
+  They wait here (waiting.py) with the tokens generated so far (reported as Preempted) until the server generates again
+  (outage.py): a request that it accepts and leaves without a token for `silence_seconds` counts as refused. After
+  `unavailable_seconds` it is dead. A request that is refused again, while the server generates for another one, fails.
 - **Identity**: whenever the server may have restarted, the tokens of new streams are held back until it has confirmed
   that it has the same weights (identity_check.py). If it has not, they are dropped and the engine is dead.
 - **Death**: tokens received so far are delivered, then every call raises `EngineDied` with the reason. Any error in the
@@ -26,13 +27,14 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
-from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
-from sortedrl.core.rollout import Segment
+from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Sampling, Started, Tokens
+from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.wording import counted
 from sortedrl.engines.refusals import unknown_token
 from sortedrl.engines.servers import response_end
 from sortedrl.engines.servers.background import BackgroundTasks
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
-from sortedrl.engines.servers.dialect import Sent, ServerDialect
+from sortedrl.engines.servers.dialect import Sent, ServerDialect, Waiting
 from sortedrl.engines.servers.identity_check import IdentityCheck
 from sortedrl.engines.servers.messages import BUSY, Delta, Malformed, OtherWeights, Refused, checked, refusal_in, said
 from sortedrl.engines.servers.outage import Outage, silent_after_busy
@@ -42,9 +44,11 @@ from sortedrl.engines.stop_strings import StopWatches
 
 WATCH_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0  # timeout of a short request
-SETTLE_SECONDS = 0.5  # until a server that is shutting down no longer reports that it is healthy
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
 STOP_SECONDS = 2.0  # for aborted streams to end
+ROUNDS_UNTIL_WARNING = 4  # of refusals: 2 to 4 s
+TIMES_REFUSED = 3  # in a row, of one request, until it is found out whether that is about the request
+FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 FEWEST_FAULTS = 64  # consecutive failures (or two per slot) after which the server counts as broken
 _log = logging.getLogger(__name__)
 
@@ -65,7 +69,8 @@ class ServerStreams(ServerDialect):
         self._stop_watches = stop_watches
         self._vocabulary = vocabulary
         self._eos_set = frozenset(self._eos)
-        self._outbox = Outbox(connection.api_key.hidden_in)
+        self._clean = connection.credentials.clean
+        self._outbox = Outbox(self._clean)
         self._is_closed = False
         self._queue = WaitingRequests()
         self._sent: dict[str, Sent] = {}
@@ -73,7 +78,9 @@ class ServerStreams(ServerDialect):
         self._server_is_full = False
         self._silence_seconds = silence_seconds
         self._outage = Outage(unavailable_seconds)
+        self._has_warned = False  # about an outage
         self._probe: Sent | None = None  # sent during an outage to see whether it is over
+        self._asking = asyncio.Lock()  # while it is found out whether a refusal is about the request
         self._token_at = float("-inf")  # when the last token of any stream arrived
         self._faults = 0  # consecutive requests that failed because of the server
         self._background = BackgroundTasks(connection.url, self._die)
@@ -110,34 +117,36 @@ class ServerStreams(ServerDialect):
         while self._queue and len(self._sent) < self.slots and self._outbox.death is None and not self._is_closed:
             if self._outage.is_on and (self._probe is not None or self._outage.retry_at > self.now()):
                 return
-            waiting = self._queue.pop()
-            self._names_given += 1
-            name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
-            request, now = waiting.request, self.now()
-            watch = self._stop_watches.of(request)
-            prefix, turn = request.prefix_tokens, request.turn_tokens
-            sent = Sent(waiting, name, prefix, turn, self.room_for(request), now, watch, heard_at=now)
-            self._sent[name] = sent
+            waiting = self._queue.pop_least_refused() if self._outage.is_on else self._queue.pop()
+            sent = self._about_to_send(waiting)
+            self._sent[sent.name] = sent
             if self._outage.is_on:
                 self._probe = sent
             if not self._server_is_full:
                 sent.in_slot = True
-                self._outbox.add(Started(request.id, now))
+                self._outbox.add(Started(sent.request.id, sent.sent_at))
             sent.task = self._loop.create_task(self._stream(sent))
             sent.task.add_done_callback(self._background.note_end_of)
             self._begin_to_confirm()  # before its first token arrives
+
+    def _about_to_send(self, waiting: Waiting) -> Sent:
+        self._names_given += 1
+        name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
+        request, now = waiting.request, self.now()
+        watch = self._stop_watches.of(request)
+        prefix, turn = request.prefix_tokens, request.turn_tokens
+        return Sent(waiting, name, prefix, turn, self.room_for(request), now, watch, heard_at=now, paced_at=now)
 
     async def _stream(self, sent: Sent) -> None:
         """Handle one response from its first to its last delta, and report every outcome."""
         try:
             await self._read(sent)
         except Refused as refusal:
-            if refusal.status in BUSY:
-                self._turn_away(sent, f"HTTP status {refusal.status}: {refusal}", refusal.retry_after)
-            elif refusal.status < 500:
-                self._fail(sent, f"the server refused it: {refusal}", is_servers_fault=False)
+            if refusal.is_servers_state:
+                reason, is_busy = f"HTTP status {refusal.status}: {refusal}", refusal.status in BUSY
+                await self._fail_or_wait(sent, reason, refusal.retry_after, is_busy=is_busy)
             else:
-                await self._fail_or_wait(sent, f"the server failed: {refusal}")
+                self._fail(sent, f"the server refused it: {refusal}", is_servers_fault=False)
         except NOT_REACHED as error:
             self._turn_away(sent, f"it is unreachable: {said(error)}")
         except BROKEN as error:
@@ -160,8 +169,7 @@ class ServerStreams(ServerDialect):
                 delta = checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
                 self._check_weights(sent, delta)
                 if delta.tokens and self._outage.since is not None and sent.sent_at >= self._outage.since:
-                    self._outage.end()
-                    self._send_waiting()
+                    self._end_outage()
                 if self._hear(sent, delta):
                     return
         if not self._finish_if_whole(sent):
@@ -191,16 +199,22 @@ class ServerStreams(ServerDialect):
     def _hear(self, sent: Sent, delta: Delta) -> bool:
         """Report the delta; returns whether it was the last."""
         tokens, own_end = response_end.take(sent, list(delta.tokens), self._eos_set)
-        end = delta.end
-        if own_end is not None and (own_end == "stop" or end != "stop" or len(tokens) < len(delta.tokens)):
-            end = own_end  # aborted in the step of its last token, or a stop string is completed at the limit
+        end = own_end or delta.end  # the server's may be that of an abort in the step of the last token
         if end in ("stop", "length") and not sent.tokens:
             raise Malformed(f"the response ended ({end}) without a token")
+        if end == "stop" and own_end is None:
+            last = sent.tokens[-1]
+            del sent.tokens[len(sent.logprobs) :]
+            raise Malformed(f"the response ended (stop) with token {last}, which is not one of eos_token_ids")
         now = self.now()
         if tokens:
             sent.heard_at = self._token_at = now
             sent.logprobs += delta.logprobs[: len(tokens)]
+            if len(sent.tokens) >= sent.paced_tokens + FEWEST_TOKENS:
+                sent.paced_at, sent.paced_tokens, sent.is_back = now, len(sent.tokens), False
             if not sent.in_slot:
+                if not sent.is_back:
+                    sent.paced_at, sent.is_back = now, True
                 sent.in_slot = True
                 self._outbox.add(Started(sent.request.id, now))
         changes: list[Change] = []
@@ -228,17 +242,43 @@ class ServerStreams(ServerDialect):
 
     # Failures of a request, in the engine's thread
 
-    async def _fail_or_wait(self, sent: Sent, reason: str) -> None:
-        """Fail the request, or make it wait if a health check shows that the server is the problem."""
+    async def _fail_or_wait(
+        self, sent: Sent, reason: str, asked_for: float | None = None, *, is_busy: bool = False
+    ) -> None:
+        """Make the request wait; fail it if it meets this again and again while the server generates for another one.
+
+        `is_busy`: it is about the server, unless that would be given up now.
+        """
         self._identity_check.doubt()
-        if sent.unwanted or sent.ended:
-            return
-        await asyncio.sleep(SETTLE_SECONDS)
-        if not await self._is_alive():
-            self._turn_away(sent, reason)
-            return
+        if not is_busy:
+            self._begin_to_confirm()  # it may have restarted
+        async with self._asking:  # if many meet this at once, the first one finds out
+            if sent.unwanted or sent.ended:
+                return
+            is_new = sent.tokens or sent.waiting.turned_away < TIMES_REFUSED - 1
+            is_new = is_new or (self._outage.is_on and sent is not self._probe)
+            if is_new or (is_busy and not self._is_hopeless()) or not await self._generates():
+                self._turn_away(sent, reason, asked_for)
+                return
         await self._identity_check.confirm()
-        self._fail(sent, reason)
+        self._fail(sent, reason, is_servers_fault=False)
+        self._end_outage()
+
+    async def _generates(self) -> bool:
+        """Whether the server generates a token for a request that is not the scheduler's."""
+        sampling = Sampling(ignore_eos=True)
+        other = self._about_to_send(Waiting(Request(-1, Prompt("", [1]), (), 1, 0, sampling), place=0))
+        path, body = self.generation(other.request, other.name)
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS), aclosing(self._connection.events(path, body)) as events:
+                async for event in events:
+                    if refusal_in(event) is not None:
+                        return False
+                    if self.delta_of(event, other).tokens:
+                        return True
+        except Exception as error:  # for any reason: it does not
+            _log.debug("%s does not generate: %s", self.url, self._clean(said(error)))
+        return False
 
     def _fail(self, sent: Sent, reason: str, *, is_servers_fault: bool = True) -> None:
         if sent.unwanted or sent.ended or self._outbox.death is not None:
@@ -267,10 +307,21 @@ class ServerStreams(ServerDialect):
     def _note_outage(self, reason: str, asked_for: float | None = None, *, watched: bool = False) -> None:
         now = self.now()
         self._outage.note(now, reason, asked_for, watched=watched)
-        if self._outage.is_hopeless(now, self._token_at):
+        if self._is_hopeless():
             self._die(f"it no longer responds ({reason})")
-        else:
-            self._loop.call_later(max(0.0, self._outage.retry_at - now) + 0.001, self._send_waiting)
+            return
+        if self._outage.rounds == ROUNDS_UNTIL_WARNING and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s is unavailable, and requests wait: %s", self.url, self._clean(reason))
+        self._loop.call_later(max(0.0, self._outage.retry_at - now) + 0.001, self._send_waiting)
+
+    def _end_outage(self) -> None:
+        self._outage.end()
+        self._probe = None  # it may go on for long: the next outage needs another one
+        self._send_waiting()
+
+    def _is_hopeless(self) -> bool:
+        return self._outage.is_hopeless(self.now(), self._token_at)
 
     async def _abort(self, unwanted: set[int]) -> None:
         self._queue.remove(unwanted)
@@ -285,6 +336,7 @@ class ServerStreams(ServerDialect):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for sent in leaving:
+            self._leave(sent)  # a task that was canceled before its first step has not done so
             self._finish_if_whole(sent)
         if self._outbox.is_holding:
             await self._identity_check.confirm()
@@ -294,7 +346,7 @@ class ServerStreams(ServerDialect):
             async with asyncio.timeout(ABORT_SECONDS):
                 return await self.abort_on_server(names)
         except Exception as error:  # closing the connections ends the requests, too
-            _log.debug("%s failed to abort: %s", self.url, said(error))
+            _log.debug("%s failed to abort: %s", self.url, self._clean(said(error)))
             return False
 
     # The server's state, in the engine's thread
@@ -334,17 +386,17 @@ class ServerStreams(ServerDialect):
                 self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
 
     def _cut_silent(self) -> None:
-        """Fail requests without a token for too long. Preempted ones may wait while others produce tokens."""
+        """Fail requests with too few tokens for too long. Preempted ones may wait while others produce tokens."""
         if self._outage.is_on:
             self._turn_away_silent_probe()
             return
-        longest_ago = self.now() - self._silence_seconds
-        all_are_silent = all(sent.heard_at < longest_ago for sent in self._sent.values())
-        silent = [s for s in self._sent.values() if s.heard_at < longest_ago and (s.in_slot or all_are_silent)]
+        now, seconds = self.now(), self._silence_seconds
+        slow = [sent for sent in self._sent.values() if sent.paced_at < now - seconds]
+        all_are_silent = all(sent.heard_at < now - seconds for sent in self._sent.values())
+        silent = [s for s in slow if s.in_slot or all_are_silent or s.heard_at > now - seconds / 2]
         for sent in silent:
-            self._fail(
-                sent, f"no token for {self._silence_seconds:g} s, although the server reports that it is healthy"
-            )
+            made = counted(len(sent.tokens) - sent.paced_tokens, "token")
+            self._fail(sent, f"{made} in the last {seconds:g} s, though the server says it is healthy")
             if sent.task is not None:
                 sent.task.cancel()
         if silent:

@@ -31,6 +31,7 @@ Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, whole_number
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, weight_version, whole_number
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
@@ -54,6 +55,7 @@ _GENERATE = "/inference/v1/generate"
 _RUNNING = "vllm:num_requests_running"
 _STARTED = "process_start_time_seconds"
 _NO_SUCH_ROUTE = (404, 405, 501)
+_log = logging.getLogger(__name__)
 
 
 class VllmServerEngine(HttpEngine):
@@ -61,6 +63,7 @@ class VllmServerEngine(HttpEngine):
 
     start_command = _START
     _can_abort = True  # until a request shows otherwise
+    _counts_tokens: bool | None = None  # in its events; known with the first one
     _group: BroadcastGroup  # new whenever the server is checked: its process may be another one
 
     async def check_server(self) -> None:
@@ -145,13 +148,23 @@ class VllmServerEngine(HttpEngine):
         choice = event["choices"][0]
         logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
         usage = event.get("usage")
+        made = None if usage is None else whole_number(usage.get("completion_tokens"), "count of tokens")
+        self._note_count(made)
         return Delta(
             tokens=choice["token_ids"] or (),
             logprobs=logprobs,
             end=choice.get("finish_reason"),
-            made=None if usage is None else whole_number(usage.get("completion_tokens"), "count of tokens"),
+            made=made,
             weights=_weights_in(choice.get("weight_versions") or ()),
         )
+
+    def _note_count(self, made: int | None) -> None:
+        """A server that counts its tokens must do so in every event; one that does not is named once."""
+        if made is None and self._counts_tokens:
+            raise Malformed("an event has no count of tokens (usage)")
+        if made is None and self._counts_tokens is None:
+            _log.warning("%s does not count its tokens (usage): lost or repeated events cannot be noticed", self.url)
+        self._counts_tokens = made is not None
 
     async def abort_on_server(self, names: Sequence[str]) -> bool:
         if self._can_abort:
@@ -215,5 +228,5 @@ class VllmServerEngine(HttpEngine):
 
 def _weights_in(spans: Sequence[dict[str, Any]]) -> str | None:
     """The weight version of a response's tokens; all of them if there are several, which is an error."""
-    versions = [str(span["version"]) for span in spans]
+    versions = [weight_version(span["version"]) for span in spans]
     return " and ".join(dict.fromkeys(versions)) if versions else None

@@ -9,11 +9,9 @@ from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.servers.dialect import Waiting
 
-_TURNS_AT_THE_HEAD = 3  # of a refused request, before others are tried first
-
 
 class WaitingRequests:
-    """In the order of submission. A refused request goes back to its place, and after three turns to the end."""
+    """In the order of submission, also of those that a server turned away."""
 
     def __init__(self) -> None:
         self._queue: deque[Waiting] = deque()
@@ -23,17 +21,23 @@ class WaitingRequests:
         return len(self._queue)
 
     def add(self, request: Request) -> None:
-        self._queue.append(Waiting(request, self._new_place()))
+        self._places_given += 1
+        self._queue.append(Waiting(request, self._places_given))
 
     def pop(self) -> Waiting:
         return self._queue.popleft()
 
+    def pop_least_refused(self) -> Waiting:
+        """For a server that may be unavailable: it may refuse one request and take all others."""
+        waiting = min(self._queue, key=lambda entry: entry.turned_away)
+        self._queue.remove(waiting)
+        return waiting
+
     def take_back(self, waiting: Waiting, made: Segment | None) -> None:
         """A request that the server turned away; `made`: what it has generated."""
         waiting.turned_away += 1
-        if waiting.turned_away % _TURNS_AT_THE_HEAD == 0:
-            waiting.place = self._new_place()
         if made is not None:
+            waiting.turned_away = 1
             request = waiting.request
             waiting.request = request._replace(
                 prefix=(*request.prefix, made), max_new_tokens=request.max_new_tokens - len(made)
@@ -42,7 +46,3 @@ class WaitingRequests:
 
     def remove(self, ids: Container[int]) -> None:
         self._queue = deque(waiting for waiting in self._queue if waiting.request.id not in ids)
-
-    def _new_place(self) -> int:
-        self._places_given += 1
-        return self._places_given
