@@ -249,7 +249,7 @@ def first_difference(expected: Any, found: Any, where: str) -> str | None:
 
 
 def require_consistent_log(run: Path) -> None:
-    log, damage, earlier_runs = read_intact(run / "events.jsonl")
+    log, damage, earlier_runs, _ = read_intact(run / "events.jsonl")
     times = [event.at for event in log]
     trained = Counter(id for event in log if isinstance(event, events.Updated) for id in event.rollouts)
     loaded = {event.first + i for event in log if isinstance(event, events.Loaded) for i in range(event.rollouts)}

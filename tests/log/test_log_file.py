@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from full_disk import fill, small_file_system
-from sortedrl.core.events import Event, Phase, RolledBack, RunBegan, Updated
+from sortedrl.core.events import Event, Lost, Phase, RolledBack, RunBegan, Updated
 from sortedrl.log.atomic_write import atomic_writer, write_atomically
 from sortedrl.log.file import EventFile, all_void, recover_file
 from sortedrl.log.lines import written
-from sortedrl.log.reading import read_events, without_rolled_back
+from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.log.recovery import CheckpointMark
 
 FIRST = RunBegan(0.0, 2, "partial", {})
@@ -22,7 +22,7 @@ SAVED: list[Event] = [
     Phase(2.0, "checkpoint"),
 ]
 LATER: list[Event] = [Phase(3.0, "harvest"), Phase(4.0, "learner")]
-MARK = CheckpointMark(events=len(SAVED), harvests=1, updates=1, loaded=0)
+MARK = CheckpointMark(events=len(SAVED), harvests=1)
 
 
 def resume(path: Path) -> str:
@@ -43,14 +43,25 @@ def test_a_resumed_file_counts_what_the_checkpoint_counts(torn: str, tmp_path: P
     assert without_rolled_back(read_events(path)) == [*SAVED, Phase(5.0, "end")]
 
 
-def test_a_damaged_file_is_copied_and_its_readable_part_takes_its_place(tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_read_becomes_a_lost_event_and_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    damaged = written([*SAVED, *LATER]).replace('"phase":"start"', '"phase":"st', 1)
-    path.write_text(damaged)
-    notice = resume(path)
-    assert "1 of 4 events up to the checkpoint are lost" in notice
-    assert (tmp_path / "events.damaged-1.jsonl").read_text() == damaged
-    assert list(read_events(path))[-2:] == [RolledBack(2.0, 0), Phase(5.0, "end")]
+    path.write_text(written([*SAVED, *LATER]).replace('"phase":"start"', '"phase":"st', 1))
+    assert "1 of 4 events up to the checkpoint are lost" in resume(path)
+    log = [SAVED[0], Lost(0.0), *SAVED[2:], *LATER, RolledBack(2.0, 2), Phase(5.0, "end")]
+    assert list(read_events(path)) == log
+    assert resume(path) == ""
+    assert list(read_events(path)) == [*log, RolledBack(2.0, 1), Phase(5.0, "end")]
+
+
+@pytest.mark.parametrize("content", [None, "", "#\n" + written([*SAVED[1:], *LATER])])
+def test_without_its_start_a_log_starts_again(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert "of 4 events up to the checkpoint are lost" in resume(path)
+    at = 1.0 if content else 0.0
+    log = [FIRST._replace(at=at), Phase(at, "checkpoint"), Phase(5.0, "end")]
+    assert read_intact(path) == (log, [], 0, 2)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
@@ -59,7 +70,7 @@ def test_damage_is_reported_once_even_if_no_checkpoint_follows(kept: int, tmp_pa
     path.write_text(written(SAVED[:kept]))
     assert "of 4 events up to the checkpoint are lost" in resume(path)
     assert resume(path) == resume(path) == ""
-    assert [copy.name for copy in tmp_path.glob("*damaged*")] == ["events.damaged-1.jsonl"]
+    assert len(list(read_events(path))) == kept + (1 + 4 - kept + 1) + 2 + 2
 
 
 def test_a_new_file_refuses_an_existing_one_and_a_fresh_start_voids_its_events(tmp_path: Path) -> None:

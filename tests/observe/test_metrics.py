@@ -46,11 +46,13 @@ def submitted(at: float, rollout: int, *, attempt: int = 0, kept: int = 0, expec
     return Submitted(at, rollout, attempt, 10, kept, expected)
 
 
-def updated(at: float, lengths: Sequence[int], *, first: int = 0, version: int = 0, sampled: int = 0) -> Updated:
+def updated(
+    at: float, lengths: Sequence[int], *, first: int = 0, version: int = 0, sampled: int = 0, update: int = 0
+) -> Updated:
     """A batch of fresh rollouts, all sampled under one version."""
     ids = tuple(range(first, first + len(lengths)))
     segments = tuple(((sampled, length),) for length in lengths)
-    return Updated(at, 0, 0, version, ids, tuple(lengths), (1.0,) * len(ids), segments, (0,) * len(ids))
+    return Updated(at, update, 0, version, ids, tuple(lengths), (1.0,) * len(ids), segments, (0,) * len(ids))
 
 
 # Slot-time
@@ -318,7 +320,9 @@ def test_staleness_is_by_token() -> None:
 
 
 def test_rates_are_per_wall_clock_hour() -> None:
-    result = run_metrics(updated(0.0, [5, 5]), Phase(0.0, "learner"), updated(0.0, [5, 5], first=2), Phase(36.0, "end"))
+    result = run_metrics(
+        updated(0.0, [5, 5]), Phase(0.0, "learner"), updated(0.0, [5, 5], first=2, update=1), Phase(36.0, "end")
+    )
     assert result.updates_per_hour == pytest.approx(200)
     assert result.trained_rollouts_per_hour == pytest.approx(400)
     assert result.trained_tokens_per_hour == pytest.approx(2000)
@@ -338,7 +342,10 @@ def sortedness(batches: Sequence[Sequence[int]], *, group: int = 1) -> float | N
     """Of updates with these lengths; `group`: rollouts that are trained on together."""
     settings = {"rollouts_per_prompt": group, "whole_groups": group > 1}
     firsts = accumulate((len(batch) for batch in batches), initial=0)
-    updates = [updated(0.0, batch, first=first) for batch, first in zip(batches, firsts, strict=False)]
+    updates = [
+        updated(0.0, batch, first=first, update=i)
+        for i, (batch, first) in enumerate(zip(batches, firsts, strict=False))
+    ]
     return Metrics().fold([RunBegan(0.0, 2, "partial", settings), *updates]).run_metrics().sortedness
 
 

@@ -17,7 +17,6 @@ from sortedrl.core.wording import counted, printable
 from sortedrl.log.atomic_write import atomic_writer
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import read_intact
-from sortedrl.log.repair import repaired
 from sortedrl.observe.trace import write_trace
 from sortedrl.observe.watch import newest_run
 from sortedrl.settings.base import Settings, as_json
@@ -73,7 +72,7 @@ def _intact_log(source: Path) -> tuple[list[Event], int]:
         raise ConfigurationError("run", str(source), "it has no events", fix)
     if read.notice:
         print(f"sortedrl: {printable(str(source))}: {read.notice}", file=sys.stderr)
-    return repaired(read.events).log, len(read.damage)
+    return read.events, len(read.damage) + read.lost
 
 
 def _write_trace(log: list[Event], out: Path) -> None:

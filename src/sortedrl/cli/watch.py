@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -39,7 +38,7 @@ SETTINGS = WatchSettings
 
 
 def run(settings: WatchSettings) -> int:
-    """Exit code 1 if the log stopped growing or is damaged."""
+    """Exit code 1 if the log stopped growing."""
     folder = settings.run or watch.newest_run(Path("runs"))
     if folder is None or not watch.is_run(folder):
         raise ConfigurationError("run", str(folder or "runs"), "there is no run", "Name a run folder, as in runs/NAME.")
@@ -53,9 +52,6 @@ def run(settings: WatchSettings) -> int:
             return int(seen.get("outcome") in watch.FAILED)
         with console_of_run(settings) as console:
             watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
-    except watch.DamagedLog as error:
-        print(f"sortedrl: {printable(str(error))}; `sortedrl report` shows the intact part", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     for line in watch.outcome_line(folder, watched).split("\n"):

@@ -13,11 +13,10 @@ import string
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import compress
-from math import isfinite
 from typing import Any, get_type_hints
 
 from sortedrl.core.events import Aborted, Event, Finished, Loaded, Observed, Scored, Started, Submitted, TurnEnded
-from sortedrl.log.lines import Damage, decoded_or_damage
+from sortedrl.log.lines import LARGEST, Damage, decoded_or_damage
 
 _OF_NUMBERS = (Submitted, Started, Aborted, TurnEnded, Observed, Scored)
 _NO_NUMBERS = str.maketrans("", "", string.digits + "-")
@@ -25,7 +24,7 @@ _NO_NUMBERS = str.maketrans("", "", string.digits + "-")
 _ONLY_NUMBERS = str.maketrans('":{}\n', "  [],", string.ascii_letters + "_")
 _ONE_PROMPT = re.compile(  # with printable ASCII, without escapes
     r'\{"event":"Loaded","at":((?:0|[1-9][0-9]{0,99})\.[0-9]{1,99}),"cohort":([1-9][0-9]{0,99}),'
-    r'"first":([1-9][0-9]{0,99}),"rollouts":([1-9][0-9]{0,99}),"prompts":\["([ !#-\[\]-~]*)"\]\}\n'
+    r'"first":([1-9][0-9]{0,99}),"rollouts":([1-9][0-9]{0,6}),"prompts":\["([ !#-\[\]-~]*)"\]\}\n'
 ).fullmatch
 _Maker = Callable[[list[Any]], Event]
 
@@ -64,7 +63,7 @@ def _decoded(lines: str, makers: Iterable[_Maker]) -> list[Event] | None:
         found = [make(row) for make, row in zip(makers, rows, strict=True)]
     except (ValueError, TypeError):
         return None
-    return found if all(map(isfinite, [event.at for event in found])) else None
+    return found if all(map(LARGEST.__gt__, [abs(event.at) for event in found])) else None
 
 
 @cache

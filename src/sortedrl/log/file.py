@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from sortedrl.core.events import Event, Phase, RolledBack, RunBegan
-from sortedrl.log.atomic_write import write_atomically
-from sortedrl.log.lines import JsonLines, written
+from sortedrl.log.lines import JsonLines
 from sortedrl.log.process_lock import HeldByAnother, ProcessLock, lock_of_log
 from sortedrl.log.reading import counting_lines
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog, recover
@@ -53,6 +52,8 @@ class EventFile:
     def roll_back(self, recovered: RecoveredLog) -> None:
         """Mark the events after `recovered` as void."""
         self._write(RolledBack(recovered.last_time, recovered.void))
+        for event in recovered.padding:
+            self._write(event)
 
     def flush(self) -> None:
         """Readers see all events when this returns."""
@@ -78,30 +79,22 @@ def _writer_lock(path: Path) -> ProcessLock | None:
 
 
 class RecoveredFile(NamedTuple):
-    """`notice`: what was lost and where the damaged file is; empty if nothing was damaged."""
+    """`notice`: what was lost; empty if nothing was."""
 
     log: RecoveredLog
     notice: str
 
 
 def recover_file(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredFile:
-    """The event log up to a checkpoint. A damaged file is copied, and its readable part takes its place.
-
-    `first` replaces a lost first event.
-    """
+    """The event log up to a checkpoint; `first` is the run's first event."""
     recovered = recover(path, mark, first)
-    if not recovered.is_damaged:
-        return RecoveredFile(recovered, "")
-    copy = copy_of_damaged(path)
-    write_atomically(path, written(recovered.events))
-    where = f"the damaged log is now {copy.name}" if copy else "the log was missing"
-    lost = f"{recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
-    return RecoveredFile(recovered, f"{path}: {lost}; {where}")
+    lost = f"{path}: {recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
+    return RecoveredFile(recovered, lost if recovered.lost else "")
 
 
 def all_void(path: Path) -> RecoveredLog:
     """For a run that starts from the beginning in a file with earlier events: none of them counts."""
-    return RecoveredLog([], len(counting_lines(path)) if path.exists() else 0, is_damaged=False)
+    return RecoveredLog([], [], len(counting_lines(path)) if path.exists() else 0, 0)
 
 
 def copy_of_damaged(path: Path) -> Path | None:

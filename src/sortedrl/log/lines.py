@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -17,8 +16,11 @@ from sortedrl.core.events import (
     Event,
     Finished,
     Gate,
+    Loaded,
     Observed,
+    RunBegan,
     Scored,
+    SlotsChanged,
     Started,
     Streamed,
     Submitted,
@@ -34,6 +36,9 @@ _COLUMNS: dict[type, tuple[str, ...]] = {  # fields that are tuples, lists in JS
 }
 _PLAIN_TYPES: dict[Any, set[type]] = {int: {int}, float: {float, int}, str: {str}}  # of decoded values, by field type
 _JSON = json.JSONDecoder()
+_OF_FEW = (Gate, RunBegan, SlotsChanged, Loaded)  # kinds with values that are checked one by one
+MOST = 10_000_000  # slots of a run, or rollouts that are loaded together
+LARGEST = 1e100
 _new: Any = tuple.__new__
 
 
@@ -133,23 +138,35 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
         for place, fits in _checks_of_columns()[kind]:
             if not fits(event[place]):
                 return Damage(number, f"{kind.__name__} with a wrong value")
-    if isinstance(event, Gate) and event.why not in GATES:
-        return Damage(number, "Gate with a wrong value")
-    if not _is_finite(event.at):
+    if isinstance(event, _OF_FEW) and not _is_possible(event):
+        return Damage(number, f"{kind.__name__} with a wrong value")
+    if not is_number(event.at):
         return Damage(number, f"{type(event).__name__} without a time")
     if isinstance(event, Updated):
+        if not event.rollouts:
+            return Damage(number, "Updated without a rollout")
         if len({len(column) for column in event[4:]}) != 1:
             return Damage(number, "Updated with columns of different lengths")
-        if not all(map(_is_finite, event.rewards)):
+        if not all(map(is_number, event.rewards)):
             return Damage(number, "Updated with a reward that is not a finite number")
-    elif isinstance(event, Streamed) and not _is_finite(event.seconds):
+    elif isinstance(event, Streamed) and not is_number(event.seconds):
         return Damage(number, "Streamed with seconds that are not a finite number")
     return event
 
 
-def _is_finite(value: float) -> bool:
-    """Also False for an int that is too large for a float, for which `math.isfinite` raises an error."""
-    return abs(value) <= sys.float_info.max
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a run may write: sums and products of several are finite, too."""
+    return type(value) in (int, float) and abs(value) < LARGEST
+
+
+def _is_possible(event: Gate | RunBegan | SlotsChanged | Loaded) -> bool:
+    """Whether folds can work with values of the right type."""
+    if isinstance(event, Gate):
+        return event.why in GATES
+    if isinstance(event, Loaded):
+        return event.first >= 0 and 0 <= event.rollouts <= MOST
+    group = event.settings.get("rollouts_per_prompt", 1) if isinstance(event, RunBegan) else 1
+    return 0 < event.slots <= MOST and type(group) is int and group > 0
 
 
 _SEEN_TO_FIT: set[tuple[type, ...]] = set()  # an event and its fields; whether a column fits depends on more

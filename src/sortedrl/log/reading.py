@@ -10,17 +10,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from sortedrl.core.errors import UserError
-from sortedrl.core.events import FORMAT, Event, HarvestBegan, Lost, Phase, RolledBack, RunBegan
+from sortedrl.core.events import FORMAT, Event, Lost, RolledBack, RunBegan
 from sortedrl.log.decoder import decoded_text
 from sortedrl.log.lines import Damage, decode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_MARKS = frozenset({RunBegan, RolledBack, Damage})  # after which earlier lines may no longer count
+_MARKS = frozenset({RunBegan, RolledBack})  # after which earlier lines may no longer count
 _AT_ONCE = 100_000  # characters, and then up to the end of the line
 
 
@@ -35,7 +36,7 @@ class SeveralRuns(UserError, ValueError):
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a log file, including those that a rollback made void. Stops at a torn last line."""
     require_known_format(path)
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             if not line.endswith("\n"):
                 return
@@ -63,11 +64,13 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
 
 
 class IntactLog(NamedTuple):
-    """Of the last run in a log: the events that count, and the unreadable lines. Earlier runs are only counted."""
+    """Of the last run in a log: the events that count, in order of time, and the unreadable lines. Earlier runs are
+    only counted, and so are lines that were unreadable when an earlier version resumed the run."""
 
     events: list[Event]
     damage: list[Damage]
     earlier_runs: int
+    lost: int = 0
 
     @property
     def notice(self) -> str:
@@ -81,17 +84,25 @@ def read_intact(path: Path) -> IntactLog:
 
     An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
     """
-    kept, earlier_runs = _last_run(_batches(path))
+    kept, earlier_runs = _last_run(batches_of(path))
+    of_kind = Counter(map(type, kept))
     damage: list[Damage] = []
-    if not {Damage, Lost}.isdisjoint(map(type, kept)):
+    if of_kind[Damage] or of_kind[Lost]:
         damage = [line for line in kept if isinstance(line, Damage)]
         kept = [line for line in kept if not isinstance(line, (Damage, Lost))]
-    return IntactLog(kept, damage, earlier_runs)  # type: ignore[arg-type]
+    return IntactLog(_in_order(kept), damage, earlier_runs, of_kind[Lost])  # type: ignore[arg-type]
+
+
+def _in_order(log: list[Event]) -> list[Event]:
+    """Where the mark of a rollback is lost, time goes back: an event is at the time of the one before it then."""
+    times = [event.at for event in log]
+    latest = list(accumulate(times, max))
+    return log if times == latest else [event._replace(at=at) for event, at in zip(log, latest, strict=True)]
 
 
 def counting_lines(path: Path) -> list[Event | Damage]:
     """The last run in the log without void events; unreadable lines keep their places."""
-    return _last_run(_batches(path))[0]
+    return _last_run(batches_of(path))[0]
 
 
 def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int]:
@@ -103,15 +114,11 @@ def _last_run(batches: Iterable[list[Event | Damage]]) -> tuple[list[Event | Dam
     kept: list[Event | Damage] = []
     earlier_runs = 0
     void = VoidTime()
-    is_damaged = False
     for batch in batches:
-        if not is_damaged and not void.seconds and _MARKS.isdisjoint(map(type, batch)):
+        if not void.seconds and _MARKS.isdisjoint(map(type, batch)):
             kept += batch
             continue
         for line in batch:
-            if type(line) not in _MARKS and not isinstance(line, HarvestBegan):
-                kept.append(void.taken_from(line) if void.seconds else line)  # type: ignore[arg-type]
-                continue
             if isinstance(line, RolledBack):
                 del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
                 void = VoidTime.between(kept, line)
@@ -120,9 +127,6 @@ def _last_run(batches: Iterable[list[Event | Damage]]) -> tuple[list[Event | Dam
                 kept.clear()
                 void = VoidTime()
                 earlier_runs += 1
-            elif isinstance(line, HarvestBegan) and is_damaged:
-                _drop_what_a_lost_mark_made_void(kept, line.harvest)
-            is_damaged = is_damaged or isinstance(line, Damage)
             kept.append(line if isinstance(line, Damage) else void.taken_from(line))
     return kept, earlier_runs
 
@@ -146,7 +150,8 @@ class VoidTime(NamedTuple):
         return earlier
 
 
-def _batches(path: Path) -> Iterator[list[Event | Damage]]:
+def batches_of(path: Path) -> Iterator[list[Event | Damage]]:
+    """Each line of the file, in batches."""
     require_known_format(path)
     lines = 0
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
@@ -154,24 +159,6 @@ def _batches(path: Path) -> Iterator[list[Event | Damage]]:
             batch = decoded_text(text + file.readline(), first_line=lines + 1)
             lines += len(batch)
             yield batch
-
-
-def _drop_what_a_lost_mark_made_void(kept: list[Event | Damage], harvest: int) -> None:
-    """If a harvest starts a second time after damage, the run was resumed there and its mark is unreadable."""
-    saved = damaged = None  # last checkpoint before the harvest first started; last damage after it
-    began_before = False
-    for place in range(len(kept) - 1, -1, -1):
-        line = kept[place]
-        if isinstance(line, Damage) and damaged is None:
-            damaged = place
-        elif isinstance(line, HarvestBegan):
-            if line.harvest < harvest:
-                break
-            began_before, saved = True, None
-        elif isinstance(line, Phase) and line.phase == "checkpoint" and saved is None:
-            saved = place
-    if began_before and saved is not None and damaged is not None and saved < damaged:
-        del kept[saved + 1 : damaged + 1]
 
 
 def require_known_format(path: Path) -> None:

@@ -1,7 +1,8 @@
 """All metrics of a run, as one fold over its event log. The same fold serves simulated and real runs.
 
 Feed `Metrics` every event, then ask for `metrics()` at any time. Definitions are in docs/design.md; the invariants
-here: 0 <= bubble <= idle <= 1, and the parts of bubble and idle add up to them.
+here: 0 <= bubble <= idle <= 1, and the parts of bubble and idle add up to them. They hold for a log that lacks events,
+too: an event of a rollout that is not where the event says, or of an update that was counted, is ignored.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Metrics:
         self._moment: Moment | None = None  # of `_time`, once it is needed
         self._phase = ""
         self._gate = "open"
-        self._live = 0  # submitted to the engine, in a slot or in its queue
+        self._live: set[int] = set()  # submitted to the engine, in a slot or in its queue
         self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
         self._phase_seconds: defaultdict[str, float] = defaultdict(float)  # other phases than harvest
@@ -132,6 +133,7 @@ class Metrics:
         self._count = dict.fromkeys(_COUNTS, 0)
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
+        self._loaded = self._next_update = 0  # rollouts and updates before these were seen, or are lost
         self._updates: list[UpdateLengths] = []
         self._reward_sum = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
@@ -144,7 +146,7 @@ class Metrics:
         self._wall_clock = WallClock()
         self._turns = TurnTally()
         self._rollouts_per_prompt = 1
-        self._trains_whole_groups = self._keeps_seeds = False
+        self._trains_whole_groups = self._keeps_seeds = self._overlaps = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.RunBegan: self._on_run,
             events.SlotsChanged: self._on_slots_changed,
@@ -217,7 +219,7 @@ class Metrics:
             self._phase_seconds[self._phase] += seconds
             return
         self._harvest_seconds += seconds
-        submitted, running = min(self.slots, self._live), len(self._in_slot)
+        submitted, running = min(self.slots, len(self._live)), len(self._in_slot)
         if submitted > running:
             part = "kv_limited" if self._memory_is_short else "queued"
             self._empty[part] += (submitted - running) * seconds
@@ -250,6 +252,7 @@ class Metrics:
         self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
         self._trains_whole_groups = event.settings.get("whole_groups", False)
         self._keeps_seeds = event.settings.get("keep_seed", False)
+        self._overlaps = event.settings.get("overlap", False)
 
     def _on_slots_changed(self, event: events.SlotsChanged) -> None:
         if not self.slots:  # the events before the resume are missing
@@ -265,6 +268,9 @@ class Metrics:
 
     def _on_phase(self, event: events.Phase) -> None:
         self._phase = event.phase
+        if self._live and event.phase != HARVEST and not self._overlaps:  # the events of their ends are lost
+            self._live.clear()
+            self._in_slot.clear()
         self._wall_clock.phase(event.phase, self._now())
 
     def _on_published(self, event: events.Published) -> None:
@@ -279,22 +285,25 @@ class Metrics:
     # Rollouts
 
     def _on_loaded(self, event: events.Loaded) -> None:
-        self._count["loaded"] += event.rollouts
+        end = event.first + event.rollouts
+        self._count["loaded"] += max(0, end - max(event.first, self._loaded))
+        self._loaded = max(self._loaded, end)
 
     def _on_submitted(self, event: events.Submitted) -> None:
         rollout = event.rollout
-        self._live += 1
+        self._live.add(rollout)
         prefilled_before = event.prefix or event.attempt or rollout in self._first_expected
         self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.prefix
         if self._turns.in_use:
-            new = self._turns.submit(rollout)
+            new = self._turns.submit(rollout, event.at)
             self._count["prefill"] += new
             self._count["re_prefill"] -= new
         if not prefilled_before:
             self._first_expected[rollout] = event.expected
 
     def _on_started(self, event: events.Started) -> None:
-        self._in_slot.add(event.rollout)
+        if event.rollout in self._live:
+            self._in_slot.add(event.rollout)
         if self._memory_is_short:
             self._note_room()
 
@@ -305,16 +314,16 @@ class Metrics:
         self._count["re_prefill"] += event.recompute
 
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
-        self._leave_engine(event.rollout, event.made)
-        self._turns.end_turn(event)
+        if self._leave_engine(event.rollout, event.made):
+            self._turns.end_turn(event)
 
     def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
         self._turns.failures += 1
 
     def _on_finished(self, event: events.Finished) -> None:
         rollout = event.rollout
-        if not (self._turns.in_use and self._turns.leave(rollout, event.at)):
-            self._leave_engine(rollout, event.made)
+        if not self._leave_engine(rollout, event.made) and not self._turns.leave(rollout, event.at):
+            return
         self._count["truncated"] += event.truncated
         if self._attempts is not None:
             sampled = event.length - self._turns.tokens_of(rollout)
@@ -325,13 +334,13 @@ class Metrics:
         self._wall_clock.score(event.rollout, self._now())
 
     def _on_aborted(self, event: events.Aborted) -> None:
-        self._leave_engine(event.rollout, event.made)
-        self._drop(event.rollout, event.dropped)
+        if self._leave_engine(event.rollout, event.made):
+            self._drop(event.rollout, event.dropped)
 
     def _on_failed(self, event: events.Failed) -> None:
-        self._leave_engine(event.rollout, event.made)
-        self._count["failures"] += 1
-        self._drop(event.rollout, event.dropped)
+        if self._leave_engine(event.rollout, event.made):
+            self._count["failures"] += 1
+            self._drop(event.rollout, event.dropped)
 
     def _on_regenerated(self, event: events.Regenerated) -> None:
         self._count["regenerated"] += 1
@@ -355,21 +364,30 @@ class Metrics:
             if self._attempts is not None:
                 self._attempts.dropped(rollout, self._group_of(rollout), dropped)
 
-    def _leave_engine(self, rollout: int, made: int) -> None:
-        self._live -= 1
+    def _leave_engine(self, rollout: int, made: int) -> bool:
+        """Whether it was there."""
+        if rollout not in self._live:
+            return False
+        self._live.remove(rollout)
         self._in_slot.discard(rollout)
         if self._memory_is_short:
             self._note_room()
         self._count["generated"] += made
+        return True
 
     def _note_room(self) -> None:
-        self._memory_is_short = min(self.slots, self._live) > len(self._in_slot)
+        self._memory_is_short = min(self.slots, len(self._live)) > len(self._in_slot)
 
     def _on_streamed(self, event: events.Streamed) -> None:
         self._streamed.update(event.rollouts)
         self._streamed_seconds += event.seconds
 
     def _on_updated(self, event: events.Updated) -> None:
+        if event.update < self._next_update:
+            return
+        self._next_update = event.update + 1
+        self._live.difference_update(event.rollouts)
+        self._in_slot.difference_update(event.rollouts)
         self._count["streamed"] += len(self._streamed.intersection(event.rollouts))
         self._streamed.clear()
         self._wall_clock.update(self._now())

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.core.wording import printable
+from sortedrl.log.lines import is_number
 from sortedrl.observe.metrics import Metrics, Snapshot
 
 REWARDS_SHOWN = 60  # updates
@@ -195,16 +196,13 @@ def is_metrics_line(line: Any) -> bool:
     return all(map(is_number, (line["update"], line.get("seconds"), *needed)))
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a number that a run may write, of which products are finite, too."""
-    return type(value) in (int, float) and abs(value) < 1e100
-
-
 class RolloutPlaces:
-    """The place of every rollout that is neither trained nor rejected."""
+    """The place of every loaded rollout that is neither trained nor rejected. Events of others, whose `Loaded` line is
+    lost, are ignored."""
 
     def __init__(self) -> None:
         self._place: dict[int, str] = {}
+        self._loaded = 0  # rollouts before this one were seen, or are lost
         self._kept: dict[int, int] = {}  # prefix tokens of submitted rollouts
         self._count = dict.fromkeys(Places._fields, 0)
         self.handlers: dict[type, Callable[[Any], None]] = {  # events that move a rollout
@@ -226,8 +224,10 @@ class RolloutPlaces:
         return Places(**self._count)
 
     def _on_loaded(self, event: events.Loaded) -> None:
-        self._place.update(dict.fromkeys(range(event.first, event.first + event.rollouts), WAITING))
-        self._count[WAITING] += event.rollouts
+        new = range(max(event.first, self._loaded), event.first + event.rollouts)
+        self._place.update(dict.fromkeys(new, WAITING))
+        self._count[WAITING] += len(new)
+        self._loaded = max(self._loaded, new.stop)
 
     def _on_submitted(self, event: events.Submitted) -> None:
         self._kept[event.rollout] = event.prefix
@@ -240,10 +240,10 @@ class RolloutPlaces:
         self._move(rollout, RESUMABLE if kept else WAITING)
 
     def _move(self, rollout: int, place: str) -> None:
-        if rollout in self._place:  # otherwise its `Loaded` line is missing
+        if rollout in self._place:
             self._count[self._place[rollout]] -= 1
-        self._count[place] += 1
-        self._place[rollout] = place
+            self._count[place] += 1
+            self._place[rollout] = place
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """Rollouts that were trained on or rejected."""

@@ -14,10 +14,13 @@ applies:
     kept       it was aborted and its tokens were kept for resume, or it finished and the log ends before its update
     trained    it finished in this slot and is in an update
 
-Invariants: each slice has exactly one outcome; slices of a slot do not overlap; their durations add up to the busy
-slot-time of observe/metrics.py; `made` adds up to the generated tokens, except for running slices, whose tokens are
-not in the log yet. `update` is the update in which the tokens of the slice were trained on, for every outcome (a kept
-slice has one once its rollout was trained on), or None.
+Events are ignored if those before them are lost: of a rollout that was not loaded or submitted, or in no slot of the
+run. Where the end of a slice is lost, the next one in its slot or the end of the harvest ends it.
+
+Invariants: each slice has exactly one outcome; slices of a slot do not overlap. If no event is lost, their durations
+add up to the busy slot-time of observe/metrics.py, and `made` adds up to the generated tokens, except for running
+slices, whose tokens are not in the log yet. `update` is the update in which the tokens of the slice were trained on,
+for every outcome (a kept slice has one once its rollout was trained on), or None.
 """
 
 from __future__ import annotations
@@ -133,6 +136,7 @@ class _Stay:
 class _Timeline:
     def __init__(self) -> None:
         self._stays: list[_Stay] = []
+        self._holder: list[_Stay | None] = []  # by slot: the latest one
         self._in_slot: dict[int, _Stay] = {}  # by rollout, like all below
         self._untrained: dict[int, list[_Stay]] = {}  # slices whose tokens are neither trained nor dropped yet
         self._since_submit: dict[int, list[_Stay]] = {}
@@ -140,12 +144,14 @@ class _Timeline:
         self._in_environment: set[int] = set()
         self._cohort: dict[int, int] = {}  # in modes with a cohort gate
         self._open: Counter[int] = Counter()  # rollouts neither trained nor rejected, by cohort, in these modes
-        self._gated = False
-        self._version = self._harvest = 0
+        self._gated = self._overlaps = False
+        self._version = self._harvest = self._loaded = 0
 
     def fold(self, log: Sequence[Event]) -> list[Slice]:
         handlers: dict[type, Callable[[Any], None]] = {
             events.RunBegan: self._on_run,
+            events.SlotsChanged: self._on_slots,
+            events.Phase: self._on_phase,
             events.Loaded: self._on_loaded,
             events.HarvestBegan: self._on_harvest,
             events.Published: self._on_published,
@@ -174,11 +180,23 @@ class _Timeline:
     def _on_run(self, event: events.RunBegan) -> None:
         built_in = STRATEGIES.get(event.mode)  # the first logs of this format do not have `gated`
         self._gated = event.gated or (built_in is not None and built_in.gated)
+        self._overlaps = event.settings.get("overlap", False)
+        self._on_slots(event)
+
+    def _on_slots(self, event: events.RunBegan | events.SlotsChanged) -> None:
+        self._holder = [None] * event.slots
+
+    def _on_phase(self, event: events.Phase) -> None:
+        if self._in_slot and event.phase != "harvest" and not self._overlaps:
+            for stay in list(self._in_slot.values()):
+                self._leave_slot(stay.rollout, event.at, KEPT)
 
     def _on_loaded(self, event: events.Loaded) -> None:
         if self._gated:
-            self._cohort |= dict.fromkeys(range(event.first, event.first + event.rollouts), event.cohort)
-            self._open[event.cohort] += event.rollouts
+            new = range(max(event.first, self._loaded), event.first + event.rollouts)
+            self._cohort |= dict.fromkeys(new, event.cohort)
+            self._open[event.cohort] += len(new)
+            self._loaded = max(self._loaded, new.stop)
 
     def _on_harvest(self, event: events.HarvestBegan) -> None:
         self._harvest, self._version = event.harvest, event.version
@@ -193,19 +211,25 @@ class _Timeline:
         self._since_submit[event.rollout] = []
 
     def _on_started(self, event: events.Started) -> None:
-        rollout = event.rollout
-        is_ahead = self._gated and self._cohort[rollout] > min(self._open)
-        attempt = self._submitted[rollout].attempt
-        stay = _Stay(event.slot, event.at, rollout, attempt, self._version, self._harvest, is_ahead)
+        rollout, slot = event.rollout, event.slot
+        submitted, cohort = self._submitted.get(rollout), self._cohort.get(rollout)
+        if submitted is None or rollout in self._in_slot or not 0 <= slot < len(self._holder):
+            return
+        before = self._holder[slot]
+        if before is not None and before.end is None:
+            self._leave_slot(before.rollout, event.at, KEPT)
+        is_ahead = cohort is not None and cohort > min(self._open)
+        stay = _Stay(slot, event.at, rollout, submitted.attempt, self._version, self._harvest, is_ahead)
         self._stays.append(stay)
-        self._in_slot[rollout] = stay
+        self._holder[slot] = self._in_slot[rollout] = stay
         self._since_submit[rollout].append(stay)
         self._untrained.setdefault(rollout, []).append(stay)
 
     def _on_preempted(self, event: events.Preempted) -> None:
-        self._leave_slot(event, PREEMPTED)
-        submitted = self._submitted[event.rollout]
-        self._count_made(event.rollout, max(0, event.recompute - submitted.prompt_tokens - submitted.prefix))
+        submitted = self._submitted.get(event.rollout)
+        if submitted is not None:
+            self._leave_slot(event.rollout, event.at, PREEMPTED)
+            self._count_made(event.rollout, max(0, event.recompute - submitted.prompt_tokens - submitted.prefix))
 
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
         self._leave_engine(event, STEPPED)
@@ -230,19 +254,19 @@ class _Timeline:
         if event.dropped:
             self._drop(event.rollout)
 
-    def _leave_slot(self, event: Any, outcome: str) -> None:
-        stay = self._in_slot.pop(event.rollout, None)
+    def _leave_slot(self, rollout: int, at: float, outcome: str) -> None:
+        stay = self._in_slot.pop(rollout, None)
         if stay is not None:  # otherwise it was in the engine's queue
-            stay.end = event.at
+            stay.end = at
             stay.outcome = LOOKAHEAD if stay.is_ahead and outcome in (KEPT, STEPPED) else outcome
 
     def _leave_engine(self, event: Any, outcome: str) -> None:
-        self._leave_slot(event, outcome)
+        self._leave_slot(event.rollout, event.at, outcome)
         self._count_made(event.rollout, event.made)
 
     def _count_made(self, rollout: int, since_submit: int) -> None:
         """The log counts tokens since submit, so subtract those of earlier slices."""
-        stays = self._since_submit[rollout]
+        stays = self._since_submit.get(rollout, [])
         if len(stays) == 1:
             stays[0].made = since_submit
         elif stays:

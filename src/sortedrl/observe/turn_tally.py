@@ -41,8 +41,9 @@ class TurnTally:
         self._tokens[event.rollout] = self.tokens_of(event.rollout) + event.tokens
         self._unseen[event.rollout] = self._unseen.get(event.rollout, 0) + event.tokens
 
-    def submit(self, rollout: int) -> int:
+    def submit(self, rollout: int, at: float) -> int:
         """How many of its tokens the engine prefills for the first time."""
+        self.leave(rollout, at)
         return self._unseen.pop(rollout, 0)
 
     def leave(self, rollout: int, at: float) -> bool:

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core import events
-from sortedrl.core.events import Event, RolledBack, RunBegan, Sink
+from sortedrl.core.events import Event, Lost, RolledBack, RunBegan, Sink
 from sortedrl.log.decoder import decoded_text
 from sortedrl.log.lines import Damage
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, VoidTime, last_run, require_known_format, without_rolled_back
-from sortedrl.log.repair import consistent
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_metrics_line, is_update
@@ -55,13 +54,6 @@ def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
             due = event.at + seconds
 
     return sink
-
-
-class DamagedLog(ValueError):
-    """A complete line of the event log cannot be read."""
-
-    def __init__(self, path: Path, damage: Damage) -> None:
-        super().__init__(f"line {damage.line} of {path} cannot be read: {damage.why}")
 
 
 class Watched(NamedTuple):
@@ -149,6 +141,7 @@ class Follower:
         self._event_file = GrowingFile(folder / "events.jsonl")
         self._metrics_file = GrowingFile(folder / "metrics.jsonl")
         self._earlier_runs = 0
+        self._is_damaged = False
         self._read_all(announce_newest=True)
 
     def catch_up(self) -> None:
@@ -189,7 +182,7 @@ class Follower:
         log = self._of_last_run(self._decoded(self._event_file.all(), 1))
         resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
         self._void_time = VoidTime()  # of the latest roll-back
-        self._feed(consistent(counted := without_rolled_back(log[:resumed])))
+        self._feed(counted := without_rolled_back(log[:resumed]))
         if resumed:
             self._phases = ["start"]
             mark = log[resumed - 1]
@@ -225,12 +218,14 @@ class Follower:
                 self._updates = event.update + 1
 
     def _decoded(self, lines: Sequence[str], first_line: int) -> list[Event]:
-        log: list[Event] = []
-        for event in decoded_text("".join([f"{line}\n" for line in lines]), first_line):
-            if isinstance(event, Damage):
-                raise DamagedLog(self._event_file.path, event)
-            log.append(event)
-        return log
+        """With `Lost` for each line that cannot be read, and a notice about the first one."""
+        found = decoded_text("".join([f"{line}\n" for line in lines]), first_line)
+        damage = next((line for line in found if isinstance(line, Damage)), None)
+        if damage is not None and not self._is_damaged:
+            self._is_damaged = True
+            why = f"line {damage.line} cannot be read ({damage.why}): metrics lack it"
+            self._console.log(f"{self._event_file.path}: {why}")
+        return [Lost(self._last_at or 0.0) if isinstance(line, Damage) else line for line in found]
 
     def _seen_at(self) -> float:
         """When the run last wrote, on this process's clock."""

@@ -13,7 +13,6 @@ from sortedrl.core.events import Batched, EventLog, RunBegan
 from sortedrl.core.wording import counted
 from sortedrl.log.file import EventFile
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog
-from sortedrl.log.repair import consistent
 from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_metrics_line
@@ -77,7 +76,7 @@ class RunRecord:
     def roll_back(self, recovered: RecoveredLog, updates: int, seconds: float) -> None:
         """Go back to a checkpoint after `updates` updates, `seconds` after the start: later events stay in the log
         behind a mark, and no metric counts them; later lines are dropped."""
-        for event in consistent(recovered.events):
+        for event in recovered.events:
             for sink in self.log.sinks:
                 sink(event)
         self.write_events().roll_back(recovered)

@@ -35,7 +35,6 @@ from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.file import EventFile, recover_file
 from sortedrl.log.process_lock import lock_of_log, process_is_there
 from sortedrl.log.recovery import CheckpointMark
-from sortedrl.log.repair import consistent
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.problem_digests import why_changed
 
@@ -126,12 +125,12 @@ class ScheduledRun:
         _refuse_changes(saved["schedule"], asdict(self._schedule))
         _refuse_other_rows(saved.get("rows"), self._prompts)
         _require_log(log_path)
-        mark = replace(CheckpointMark.of(saved["controller"]), events=saved["events"])
+        mark = CheckpointMark.of(saved["controller"] | {"events": saved["events"]})
         recovered, notice = recover_file(log_path, mark, self._controller.first_event())
         if notice:
             _logger.warning(notice)
         self._log.count = saved["events"]
-        self.metrics.fold(consistent(recovered.events))
+        self.metrics.fold(recovered.events)
         self._file = EventFile.open(log_path)
         self._file.roll_back(recovered)
         self._log.sinks.append(self._file)

@@ -48,7 +48,6 @@ from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.file import EventFile, all_void, recover_file
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog
-from sortedrl.log.repair import consistent
 from sortedrl.observe.metrics import Metrics
 
 PARTITION = "train"
@@ -316,7 +315,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             recovered, notice = recover_file(path, CheckpointMark.of(self._restored["controller"]), first)
             if notice:
                 _logger.warning(notice)
-        self.metrics.fold(consistent(recovered.events))
+        self.metrics.fold(recovered.events)
         self._events = EventFile.open(path)
         if recovered.void:
             self._events.roll_back(recovered)

@@ -13,11 +13,12 @@ from statistics import fmean
 from typing import Any
 
 from sortedrl.core.wording import counted
+from sortedrl.log.lines import is_number
 from sortedrl.observe.report.curves import Curve, Dot, curve, line, rounded, thinned
 from sortedrl.observe.report.folds import UpdatePoint
 from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
-from sortedrl.observe.run_state import ROUNDING_NATS, is_number
+from sortedrl.observe.run_state import ROUNDING_NATS
 from sortedrl.observe.timeline import Slice
 
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
@@ -117,8 +118,9 @@ def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
 
 def slot_time_parts(run: Run) -> dict[str, float]:
     """Fractions of wall-clock slot-time: work by outcome, the parts of the bubble, other phases. They add up to 1."""
-    slot_bins = (len(run.occupancy.edges) - 1) * run.occupancy.slots
-    work = {part: math.fsum(run.occupancy.parts.get(part, ())) / max(1.0, slot_bins) for part in WORK}
+    work = {part: math.fsum(run.occupancy.parts.get(part, ())) for part in WORK}
+    busy = (1 - run.run_metrics.idle) / (math.fsum(work.values()) or 1.0)
+    work = {part: slots * busy for part, slots in work.items()}
     return {part: share for part, share in (work | run.run_metrics.idle_parts).items() if share > 0}
 
 

@@ -16,10 +16,9 @@ from typing import Any
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
 from sortedrl.core.wording import counted
-from sortedrl.log.lines import Damage
+from sortedrl.log.lines import is_number
 from sortedrl.log.paused_gc import paused_gc
-from sortedrl.log.reading import read_intact
-from sortedrl.log.repair import repaired
+from sortedrl.log.reading import IntactLog, read_intact
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.folds import (
     Change,
@@ -33,7 +32,7 @@ from sortedrl.observe.report.folds import (
     staleness_floor,
     update_points,
 )
-from sortedrl.observe.run_state import is_metrics_line, is_number, is_update
+from sortedrl.observe.run_state import is_metrics_line, is_update
 from sortedrl.observe.slot_totals import slot_counts
 from sortedrl.observe.timeline import Slice, slices
 
@@ -145,12 +144,11 @@ def _read_run(path: Path, name: str) -> Run:
         read = read_intact(path)
     except OSError as error:
         raise ConfigurationError("runs", str(path), f"{error.strerror}", _FIX) from None
-    repair = repaired(read.events)
-    log = repair.log
-    if not log:
-        raise ConfigurationError("runs", str(path), "it contains no valid event", _FIX)
+    log = read.events
+    if not any(isinstance(event, RunBegan) for event in log):
+        raise ConfigurationError("runs", str(path), "the start of a run is not in it, or cannot be read", _FIX)
     folder = path.parent if path.name == EVENTS else None
-    outline = [event for event in log if type(event) in _OUTLINE]
+    outline = _outline(log)
     stays = slices(log)
     counts = slot_counts(outline)
     run_metrics, occupancy = slot_time(log, stays)
@@ -159,7 +157,7 @@ def _read_run(path: Path, name: str) -> Run:
     settings, configuration = _settings(folder, outline)
     notices = [
         *([f"Event log: {read.notice}."] if read.notice else []),
-        *_damage_notices(read.damage, repair.put_back, repair.left_out),
+        *_damage_notices(read),
         *_ending_notices(log, folder),
         *_no_update(run_metrics),
         *_lost_lines("metrics.jsonl", lost_metrics),
@@ -184,6 +182,17 @@ def _read_run(path: Path, name: str) -> Run:
         responses=tuple(responses),
         notices=tuple(notices),
     )
+
+
+def _outline(log: Sequence[Event]) -> list[Event]:
+    """What charts per update need. Where the mark of a rollback is lost, an update is there twice: the first counts."""
+    found: list[Event] = []
+    updates = 0
+    for event in log:
+        if type(event) in _OUTLINE and not (isinstance(event, Updated) and event.update < updates):
+            found.append(event)
+            updates = event.update + 1 if isinstance(event, Updated) else updates
+    return found
 
 
 def _held_out(lines: Iterable[dict[str, Any]], marks: dict[int, Mark]) -> tuple[HeldOut, ...]:
@@ -252,17 +261,12 @@ def _lost_lines(name: str, lost: int) -> Iterable[str]:
         yield f"{name}: skipped {counted(lost, 'unreadable line')}."
 
 
-def _damage_notices(damage: Sequence[Damage], put_back: int, left_out: int) -> Iterable[str]:
-    if damage:
-        shown = ", ".join(f"line {d.line} ({d.why})" for d in damage[:5])
-        more = f", and {len(damage) - 5} more" if len(damage) > 5 else ""
-        yield f"Event log: skipped {counted(len(damage), 'unreadable line')}: {shown}{more}."
-    if left_out:
-        yield f"Event log: skipped {counted(left_out, 'event')} because earlier events are missing."
-    if put_back:
-        yield (
-            f"Event log: {counted(put_back, 'missing event')} inferred from later ones: metrics there are estimates."
-        )
+def _damage_notices(read: IntactLog) -> Iterable[str]:
+    if read.damage or read.lost:
+        shown = "".join(f", line {d.line} ({d.why})" for d in read.damage[:5]).replace(", ", ": ", 1)
+        more = f", and {len(read.damage) - 5} more" if len(read.damage) > 5 else ""
+        lines = counted(len(read.damage) + read.lost, "unreadable line")
+        yield f"Event log: skipped {lines}{shown}{more}. Metrics lack them, and events that depend on them."
 
 
 def _ending_notices(log: Sequence[Event], folder: Path | None) -> Iterable[str]:

@@ -1,0 +1,158 @@
+"""Event logs that lack lines or have unreadable ones: every fold reads what is left, and the report states the loss."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from scenarios import MODES
+from simulated_logs import figures_of, simulated_log
+from sortedrl.cli import main
+from sortedrl.log.reading import read_events, read_intact
+from sortedrl.observe.report import build as report
+from sortedrl.observe.report import charts as report_charts
+from sortedrl.observe.report.runs import read_runs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_lines_may_be_missing(tmp_path: Path, seed: int) -> None:
+    """Whatever was lost: the log is read, every fold works, and shares stay shares."""
+    chance = random.Random(seed)
+    mode = chance.choice(MODES)
+    path = simulated_log(tmp_path / "log.jsonl", mode)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for _ in range(chance.choice((1, 3, 30))):
+        place = chance.randrange(1, len(lines))
+        kind = chance.choice(("lost", "garbage", "cut", "flipped", "twice"))
+        if kind == "lost":
+            lines[place] = b""
+        elif kind == "garbage":
+            lines[place] = bytes(chance.randrange(256) for _ in range(40)) + b"\n"
+        elif kind == "cut":
+            lines[place] = lines[place][: len(lines[place]) // 2]
+        elif kind == "twice":
+            lines[place] *= 2
+        else:
+            lines[place] = lines[place].replace(b":", b";", 1)
+    path.write_bytes(b"".join(lines))
+    (read,) = read_runs([path])
+    run_metrics = read.run_metrics
+    assert 0 <= run_metrics.bubble <= run_metrics.idle + 1e-9 <= 1 + 2e-9
+    assert sum(run_metrics.bubble_parts.values()) == pytest.approx(run_metrics.bubble)
+    assert sum(report_charts.slot_time_parts(read).values()) == pytest.approx(1)
+    assert "<html" in report.page([read], [None], "0")
+
+
+def test_damage_is_named_with_its_line_and_figures_stay_near(tmp_path: Path) -> None:
+    whole = figures_of(list(read_events(simulated_log(tmp_path / "whole.jsonl"))))
+    path = simulated_log(tmp_path / "damaged.jsonl")
+    lines = path.read_text().splitlines()
+    broken = next(i for i, line in enumerate(lines) if '"Finished"' in line)
+    lines[broken] = lines[broken][:-9] + "#"
+    path.write_text("\n".join(lines) + "\n")
+    (read,) = read_runs([path])
+    assert f"skipped 1 unreadable line: line {broken + 1} (not an event). Metrics lack" in read.notices[0]
+    assert read.run_metrics.updates == whole.updates
+    assert read.run_metrics.trained_tokens == whole.trained_tokens
+    assert read.run_metrics.bubble == pytest.approx(whole.bubble, abs=0.05)
+    assert read.notices[0] in report.page([read], [None], "0")
+
+
+def test_a_log_cut_in_mid_line_is_shown_up_to_there(tmp_path: Path) -> None:
+    path = simulated_log(tmp_path / "log.jsonl")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    intact = list(read_events(path))
+    (read,) = read_runs([path])
+    assert read.run_metrics == figures_of(intact)
+    assert any("torn" in notice and f"line {len(intact) + 1} " in notice for notice in read.notices)
+    assert any("killed or is still running" in notice for notice in read.notices)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 21, 34, 55])
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, count: int) -> None:
+    path = simulated_log(tmp_path / "log.jsonl", "partial+elevator")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    (read,) = read_runs([path])
+    assert read.run_metrics == figures_of(list(read_events(path)))
+    assert "is still running" in report.page([read], [None], "0")
+
+
+def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    good = '{"event":"Phase","at":1.0,"phase":"harvest"}'
+    bad = [
+        '{"event":"Phase","at":"late","phase":"harvest"}',
+        '{"event":"Phase","at":NaN,"phase":"harvest"}',
+        '{"event":"Phase","at":1.0}',
+        '{"event":"Nonsense","at":1.0}',
+        "[1,2]",
+        "7",
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":[2,3],"rewards":[1.0],'
+        '"segments":[[[0,2]]],"waited":[0]}',
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":["x"],"rewards":[1.0],'
+        '"segments":[[[0,2]]],"waited":[0]}',
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[],"lengths":[],"rewards":[],'
+        '"segments":[],"waited":[]}',
+        '{"event":"RunBegan","at":1.0,"slots":0,"mode":"partial","settings":{},"format":2,"gated":false}',
+        '{"event":"RunBegan","at":1.0,"slots":1,"mode":"partial","settings":{"rollouts_per_prompt":0},"format":2}',
+        '{"event":"SlotsChanged","at":1.0,"slots":1000000000000}',
+        '{"event":"Loaded","at":1.0,"cohort":1,"first":1,"rollouts":1000000000000,"prompts":["a"]}',
+        '{"event":"Loaded","at":1.0,"cohort":1,"first":-8,"rollouts":8,"prompts":["a"]}',
+    ]
+    path.write_text("\n".join([good, *bad, good]) + "\n")
+    read, damage, *_ = read_intact(path)
+    assert len(read) == 2
+    assert [d.line for d in damage] == list(range(2, 2 + len(bad)))
+
+
+@pytest.mark.parametrize("reward", ["Infinity", "-Infinity", "NaN", "1e999", "9" * 400])
+def test_an_infinite_reward_is_damage_in_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str
+) -> None:
+    """Older versions wrote it, and the report ended in a traceback."""
+    path = simulated_log(tmp_path / "events.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    place = max(i for i, line in enumerate(lines) if '"Updated"' in line)
+    start, rest = lines[place].split('"rewards":[')
+    lines[place] = f'{start}"rewards":[{reward},{rest.split(",", 1)[1]}'
+    path.write_text("".join(lines))
+    why = "Updated with a reward that is not a finite number"
+    (read,) = read_runs([path])
+    assert f"line {place + 1} ({why})" in read.notices[0]
+    assert why in report.page([read], [None], "0")
+    assert main(["trace", str(tmp_path)]) == 0
+    assert "left out 1 unreadable line of" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path)]) == 0
+    assert f"events.jsonl: line {place + 1} cannot be read ({why})" in capsys.readouterr().out
+    assert main(["simulate", "--lengths", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"line {place + 1} " in error and why in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["Infinity", "NaN", "9" * 400])
+def test_an_infinite_time_of_the_learner_is_damage(tmp_path: Path, seconds: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"event":"Streamed","at":1.0,"update":0,"seconds":{seconds},"rollouts":[1]}}\n')
+    assert [line.why for line in read_intact(path).damage] == ["Streamed with seconds that are not a finite number"]
+
+
+def test_a_damaged_line_counts_for_the_roll_back_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    phase = '{"event":"Phase","at":%s,"phase":"harvest"}'
+    path.write_text("\n".join([phase % 1.0, phase % 2.0, "#", '{"event":"RolledBack","at":3.0,"events":2}']) + "\n")
+    read, damage, *_ = read_intact(path)
+    assert [event.at for event in read] == [1.0]
+    assert damage == [], "what is void may be damaged"
+
+
+def test_a_log_without_its_start_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = simulated_log(tmp_path / "events.jsonl")
+    path.write_text("#" + path.read_text())
+    assert main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "the start of a run is not in it, or cannot be read" in error and error.count("\n") == 1
+    assert main(["trace", str(path)]) == 0
+    assert main(["watch", str(tmp_path)]) == 0
