@@ -29,7 +29,7 @@ from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.log import JsonLines
+from sortedrl.log.lines import JsonLines
 from sortedrl.studies.simulate import Case, cases, compare
 from sortedrl.studies.workload import Workload, run, with_mode
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sortedrl.core import ConfigurationError, Controller, Prompt
-from sortedrl.core.events import Published, RunBegan
+from sortedrl.core.events import Published, RunBegan, SettingsChanged
 from sortedrl.core.strategies.paper import Partial
 from sortedrl.log import read_events
 from sortedrl.log.reading import without_rolled_back
@@ -60,6 +60,10 @@ def blocks() -> tuple[str, str, str]:
     return first[: first.index(LOOP)].replace("epochs=3", "epochs=1"), saving, resuming
 
 
+def without_recorder(set_up: str) -> str:
+    return set_up.replace('recorder = Recorder(controller, "my_run")\n', "")
+
+
 def names_of_a_user(learner: CountingLearner) -> dict[str, Any]:
     engine = runpy.run_path(str(ROOT / "examples" / "bring_your_own_engine.py"))["LetterEngine"](slots=64)
     return {
@@ -75,7 +79,7 @@ def interrupted_run() -> CountingLearner:
     made = names_of_a_user(learner)
     set_up, saving, _ = blocks()
     exec(set_up + saving, made)
-    made["events"].close()
+    made["recorder"].close()
     assert learner.steps == 2
     return learner
 
@@ -85,10 +89,8 @@ def test_a_run_is_interrupted_and_resumed_as_documented(in_folder: Path) -> None
     set_up, saving, resuming = blocks()
     learner = CountingLearner()
     made = names_of_a_user(learner)
-    new_log = [line for line in set_up.splitlines() if "EventFile.open" not in line]
-    exec("\n".join(new_log).replace("EventLog(events, ", "EventLog(") + "\n" + resuming + saving, made)
-    made["events"].close()
-    assert made["notice"] == ""
+    exec(without_recorder(set_up) + resuming + saving, made)
+    made["recorder"].close()
     assert sorted(learner.trained) == sorted(f"p{number}" for number in range(PROMPTS))
     log = without_rolled_back(read_events(in_folder / "my_run" / "events.jsonl"))
     assert [type(event) for event in log].count(RunBegan) == 1
@@ -98,15 +100,36 @@ def test_a_run_is_interrupted_and_resumed_as_documented(in_folder: Path) -> None
     assert metrics.run_metrics().updates == learner.steps
 
 
+def test_a_second_run_sets_the_log_of_the_first_aside_and_what_a_resumed_one_changes_is_recorded(
+    in_folder: Path,
+) -> None:
+    interrupted_run()
+    first = (in_folder / "my_run" / "events.jsonl").read_bytes()
+    set_up, saving, resuming = blocks()
+    with_settings = set_up.replace('"my_run")', '"my_run", settings={"rate": 1, "same": 2})')
+    made = names_of_a_user(CountingLearner(interrupt_at=1))
+    exec(with_settings + saving, made)
+    assert (in_folder / "my_run" / "events.earlier-1.jsonl").read_bytes() == first
+    with pytest.raises(ConfigurationError, match="a run is still writing to it"):
+        exec(set_up, names_of_a_user(CountingLearner()))
+    made["recorder"].close()
+    made = names_of_a_user(CountingLearner(interrupt_at=2))
+    changed = resuming.replace("saved=state)", 'saved=state, settings={"rate": 3, "same": 2, "new": 4})')
+    exec(without_recorder(set_up) + changed + saving, made)
+    made["recorder"].close()
+    log = without_rolled_back(read_events(in_folder / "my_run" / "events.jsonl"))
+    assert [event.changes for event in log if isinstance(event, SettingsChanged)] == [{"rate": [1, 3]}]
+
+
 def test_an_engine_with_the_weights_of_before_the_checkpoint_is_named(in_folder: Path) -> None:
     interrupted_run()
     set_up, _, resuming = blocks()
     forgetful = "\n".join(line for line in resuming.splitlines() if "update_weights" not in line)
     made = names_of_a_user(CountingLearner())
-    exec(set_up.replace("my_run", "other") + forgetful, made)
+    exec(without_recorder(set_up) + forgetful, made)
     with pytest.raises(ConfigurationError, match=r"version = 0: .*Call engine.update_weights\(weights, 2\) before"):
         next(iter(made["controller"]))
-    made["events"].close()
+    made["recorder"].close()
 
 
 def test_another_process_sees_the_log_up_to_the_last_phase(in_folder: Path) -> None:
@@ -116,7 +139,7 @@ def test_another_process_sees_the_log_up_to_the_last_phase(in_folder: Path) -> N
     next(iter(made["controller"]))
     *_, last = read_events(in_folder / "my_run" / "events.jsonl")
     assert last.phase == "learner"  # type: ignore[union-attr]
-    made["events"].close()
+    made["recorder"].close()
 
 
 def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_folder: Path) -> None:
@@ -131,7 +154,7 @@ def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_
         assert controller.publish(version) == version
         with pytest.raises(RuntimeError, match=r"publish was called twice after update \d.*once per batch"):
             controller.publish(version)
-    made["events"].close()
+    made["recorder"].close()
 
 
 def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> None:
@@ -141,7 +164,7 @@ def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> No
     controller = made["controller"]
     next(iter(controller))
     assert [controller.publish(step) for step in range(2)] == [1, 2]
-    made["events"].close()
+    made["recorder"].close()
 
 
 def test_a_batch_without_a_publish_after_it_is_pointed_out_once(
@@ -163,7 +186,7 @@ def test_a_batch_without_a_publish_after_it_is_pointed_out_once(
         "update 3 is handed out, but no weights were published after the one before: staleness is wrong until you call "
         "controller.publish(weights) once per batch"
     ]
-    made["events"].close()
+    made["recorder"].close()
 
 
 PARTS = {
@@ -175,7 +198,7 @@ PARTS = {
     "expectation": ({"a": 12.0}, r"expectation is a dict: pass SensedLengths\(\)"),
     "sampling": ({"temperature": 0.7}, r"sampling is a dict: pass Sampling\("),
     "stream_to": (CountingLearner(), "stream_to is a CountingLearner: pass a function, such as learner.accumulate"),
-    "log": ("my_run/events.jsonl", r"log is a str: pass EventLog\(EventFile"),
+    "log": ("my_run/events.jsonl", r"log is a str: pass EventLog\(sink\) and Recorder"),
 }
 
 
@@ -183,7 +206,7 @@ PARTS = {
 def test_a_wrong_part_of_the_loop_is_named_with_what_to_write_instead(name: str, in_folder: Path) -> None:
     made = names_of_a_user(CountingLearner())
     exec(blocks()[0], made)
-    made["events"].close()
+    made["recorder"].close()
     parts = {key: made[key] for key in ("engine", "prompts", "scorer", "schedule")}
     part, expected = PARTS[name]
     with pytest.raises(TypeError, match=expected):
@@ -200,7 +223,7 @@ def test_a_strategy_of_the_user_s_own_runs_as_documented(in_folder: Path) -> Non
     for batch in made["controller"]:
         lengths.append([len(rollout.prompt.tokens) for rollout in batch])
         made["controller"].publish(len(lengths))
-    made["events"].close()
+    made["recorder"].close()
     assert sum(map(len, lengths)) == PROMPTS
     assert max(lengths[0]) < max(lengths[-1]), "short prompts come first"
     assert made["controller"].state()["mode"] == "short-prompts-first"

@@ -27,7 +27,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineSpec
-from sortedrl.core.events import Event, Rejected, Scored, Updated
+from sortedrl.core.events import Event, Rejected, Scored, SettingsChanged, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
@@ -37,7 +37,7 @@ from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check
 from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
-from sortedrl.log import EventFile
+from sortedrl.log.file import EventFile
 from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
@@ -197,7 +197,6 @@ def test_the_log_waits_for_rewards() -> None:
     assert seen == []
     log.release({7: 0.25, 8: 0.75})
     assert seen == [Scored(1.0, 7, 0.25), Scored(1.0, 8, 0.75), update._replace(rewards=(0.25, 0.75))]
-    assert log.count == 3
 
 
 # What is refused
@@ -771,11 +770,25 @@ def test_ctrl_c_in_a_harvest_leaves_a_trainer_that_can_go_on(tokenizer: Any, tmp
     assert [event.update for event in updates_in(tmp_path)] == list(range(8))
 
 
-def test_a_run_is_not_overwritten_and_a_strange_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_second_run_has_a_log_of_its_own_and_the_first_can_still_be_resumed(tokenizer: Any, tmp_path: Path) -> None:
+    def trainer(seed: int, **args: Any) -> Any:
+        return trainer_for(tmp_path, tokenizer, args=config(tmp_path, seed=seed, **args))
+
+    log, earlier = tmp_path / "events.jsonl", tmp_path / "events.earlier-1.jsonl"
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    trainer(1, max_steps=2, **saved).train()
+    first = log.read_bytes()
+    trainer(2, max_steps=1).train()
+    second = log.read_bytes()
+    assert (earlier.read_bytes(), len(updates_in(tmp_path))) == (first, 1)
+    trainer(1, max_steps=3, **saved).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert log.read_bytes().startswith(first) and [event.update for event in updates_in(tmp_path)] == [0, 1, 2]
+    assert [path.read_bytes() for path in tmp_path.glob("events.earlier*")] == [second]
+
+
+def test_a_strange_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     args = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args)).train()
-    with pytest.raises(ConfigurationError, match="never overwritten"):
-        trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args)).train()
     with pytest.raises(ConfigurationError, match="another schedule"):
         changed = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule="partial")
         changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -785,9 +798,7 @@ def test_a_run_is_not_overwritten_and_a_strange_checkpoint_is_refused(tokenizer:
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_a_run_without_an_update_is_no_run_and_one_without_a_checkpoint_cannot_go_on(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_run_without_an_update_leaves_no_log(tokenizer: Any, tmp_path: Path) -> None:
     def train(reward: Any) -> None:
         trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=1), reward_funcs=reward).train()
 
@@ -799,16 +810,28 @@ def test_a_run_without_an_update_is_no_run_and_one_without_a_checkpoint_cannot_g
             train(broken)
     train(Recorder())
     assert len(updates_in(tmp_path)) == 1
-    with pytest.raises(ConfigurationError, match=r"delete events.jsonl: that run has no checkpoint") as refused:
-        train(Recorder())
-    assert "resume_from_checkpoint" not in str(refused.value)
+    assert [path.name for path in tmp_path.glob("events*")] == ["events.jsonl"]
 
 
-def test_the_log_of_a_run_in_its_first_harvest_is_not_replaced(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_log_of_a_run_that_is_still_there_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     log = EventFile.open(tmp_path / "events.jsonl", must_be_new=True)
-    with pytest.raises(ConfigurationError, match="never overwritten"):
+    with pytest.raises(ConfigurationError, match="a run is still writing to it"):
         trainer_for(tmp_path, tokenizer).train()
     log.close()
+
+
+def test_a_resumed_run_records_what_was_changed(tokenizer: Any, tmp_path: Path) -> None:
+    def trainer(**changes: Any) -> Any:
+        rate = changes.pop("learning_rate", 1e-3)
+        args = config(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, learning_rate=rate)
+        return trainer_for(tmp_path, tokenizer, args=args, **changes)
+
+    trainer().train()
+    again = trainer(learning_rate=1e-4, schedule=Schedule(score_wait_seconds=7), max_rejected_fraction=0.25, slots=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [event.changes for event in events_in(tmp_path) if isinstance(event, SettingsChanged)] == [
+        {"learning_rate": [1e-3, 1e-4], "score_wait_seconds": [60.0, 7.0], "max_rejected_fraction": [0.5, 0.25]}
+    ]
 
 
 @pytest.mark.parametrize(("slots", "engine"), [(0, "embedded"), (2.5, "embedded"), (True, "vllm"), (4, None)])

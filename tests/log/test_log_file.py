@@ -9,7 +9,7 @@ import pytest
 from full_disk import fill, small_file_system
 from sortedrl.core.events import Event, Lost, Phase, RolledBack, RunBegan, Updated
 from sortedrl.log.atomic_write import atomic_writer, write_atomically
-from sortedrl.log.file import EventFile, all_void, recover_file
+from sortedrl.log.file import EventFile, recover_file
 from sortedrl.log.lines import written
 from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.log.recovery import CheckpointMark
@@ -71,20 +71,6 @@ def test_damage_is_reported_once_even_if_no_checkpoint_follows(kept: int, tmp_pa
     assert "of 4 events up to the checkpoint are lost" in resume(path)
     assert resume(path) == resume(path) == ""
     assert len(list(read_events(path))) == kept + (1 + 4 - kept + 1) + 2 + 2
-
-
-def test_a_new_file_refuses_an_existing_one_and_a_fresh_start_voids_its_events(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "events.jsonl"
-    assert all_void(path).void == 0
-    file = EventFile.open(path, must_be_new=True)
-    for event in SAVED:
-        file(event)
-    file.sync()
-    assert all_void(path).void == len(SAVED)
-    with pytest.raises(
-        FileExistsError, match=r"events\.jsonl is the log of an earlier run.*Use another folder, or resume"
-    ):
-        EventFile.open(path, must_be_new=True)
 
 
 def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

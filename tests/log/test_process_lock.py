@@ -57,7 +57,7 @@ def test_the_scheduler_needs_no_locks(tmp_path: Path) -> None:
         "sys.modules['fcntl'] = None\n"
         "del os.fork, os.register_at_fork, os.O_CLOEXEC\n"
         "from pathlib import Path\n"
-        "from sortedrl.log import EventFile\n"
+        "from sortedrl.log.file import EventFile\n"
         "from sortedrl.log.process_lock import lock_of_log, process_is_there\n"
         "file = EventFile.open(Path(sys.argv[1]))\n"
         "assert process_is_there(lock_of_log(Path(sys.argv[1]))) is None\n"

@@ -177,7 +177,7 @@ def test_a_silent_run_whose_process_is_there_has_not_ended(killed: Path, tmp_pat
 OWN_LOOP = """
 import sys, time
 from pathlib import Path
-from sortedrl.log import EventFile
+from sortedrl.log.file import EventFile
 from sortedrl.core.events import Phase, RunBegan
 file = EventFile.open(Path(sys.argv[1]) / "events.jsonl", must_be_new=True)
 file(RunBegan(0.0, 2, "partial", {}))

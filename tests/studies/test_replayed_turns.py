@@ -15,7 +15,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import DrawnEpisodes, Episode, ReplayedEpisodes, read_episodes
 from sortedrl.engines.lengths import LognormalLengths, ReplayedLengths
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.log import JsonLines
+from sortedrl.log.lines import JsonLines
 from sortedrl.log.reading import read_events
 from sortedrl.studies.bench import BenchSettings
 from sortedrl.studies.simulate import SimulateSettings

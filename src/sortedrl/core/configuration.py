@@ -78,7 +78,7 @@ def check_optional_parts(
         ("strategy", strategy, "may_start", 'an instance with its name, such as MyStrategy("mine")'),
         ("expectation", expectation, "estimate", "SensedLengths(), or another object with its methods"),
         ("sampling", sampling, "top_p", "Sampling(temperature=1.0)"),
-        ("log", log, "append", "EventLog(EventFile.open(path))"),
+        ("log", log, "append", "EventLog(sink) and Recorder(controller, folder)"),
     ):
         if part is not None:
             _require(name, part, needed, instead)

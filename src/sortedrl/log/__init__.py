@@ -1,8 +1,6 @@
 """The event log on disk: written, read, and recovered after a kill."""
 
-from sortedrl.log.file import EventFile, recover_file
-from sortedrl.log.lines import JsonLines
 from sortedrl.log.reading import read_events
-from sortedrl.log.recovery import CheckpointMark
+from sortedrl.log.recorder import Recorder
 
-__all__ = ["CheckpointMark", "EventFile", "JsonLines", "read_events", "recover_file"]
+__all__ = ["Recorder", "read_events"]

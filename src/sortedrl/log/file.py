@@ -17,7 +17,6 @@ from typing import NamedTuple, TextIO
 from sortedrl.core.events import Event, Phase, RolledBack, RunBegan
 from sortedrl.log.lines import JsonLines
 from sortedrl.log.process_lock import HeldByAnother, ProcessLock, lock_of_log
-from sortedrl.log.reading import counting_lines
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog, recover
 
 
@@ -92,18 +91,11 @@ def recover_file(path: Path, mark: CheckpointMark, first: RunBegan) -> Recovered
     return RecoveredFile(recovered, lost if recovered.lost else "")
 
 
-def all_void(path: Path) -> RecoveredLog:
-    """For a run that starts from the beginning in a file with earlier events: none of them counts."""
-    return RecoveredLog([], [], len(counting_lines(path)) if path.exists() else 0, 0)
-
-
 def copy_of_damaged(path: Path) -> Path | None:
     """A copy under a free name beside it, or None if there is nothing to copy."""
     if not path.exists():
         return None
-    number = 1
-    while (copy := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
-        number += 1
+    copy = free_name(path, "damaged")
     try:
         shutil.copyfile(path, copy)
     except OSError:
@@ -111,6 +103,14 @@ def copy_of_damaged(path: Path) -> Path | None:
             copy.unlink()
         raise
     return copy
+
+
+def free_name(path: Path, word: str) -> Path:
+    """Beside the file, such as `events.damaged-1.jsonl`."""
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{word}-{number}{path.suffix}")).exists():
+        number += 1
+    return free
 
 
 def cut_torn_line(path: Path) -> None:

@@ -32,9 +32,7 @@ from sortedrl.core.wording import counted
 from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.log.file import EventFile, recover_file
-from sortedrl.log.process_lock import lock_of_log, process_is_there
-from sortedrl.log.recovery import CheckpointMark
+from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
 from sortedrl.tasks.problem_digests import why_changed
 
@@ -45,11 +43,10 @@ _MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds"})
 
 
 class LateRewards:
-    """A sink before others. Holds events back from a batch's hand-out until `release`, and counts what it passes on."""
+    """A sink before others. Holds events back from a batch's hand-out until `release`."""
 
     def __init__(self, *sinks: Sink) -> None:
         self.sinks = list(sinks)
-        self.count = 0
         self._held: list[Event] = []
 
     def __call__(self, event: Event) -> None:
@@ -71,13 +68,13 @@ class LateRewards:
             self._pass_on(event)
 
     def _pass_on(self, event: Event) -> None:
-        self.count += 1
         for sink in self.sinks:
             sink(event)
 
 
 class ScheduledRun:
-    """See the module's docstring. `saved` is the state that an earlier run wrote down, to go on from."""
+    """See the module's docstring. `saved` is the state that an earlier run wrote down, to go on from; `settings` are
+    compared with those in it."""
 
     def __init__(
         self,
@@ -90,6 +87,7 @@ class ScheduledRun:
         updates: int,
         log_path: Path,
         max_rejected_fraction: float,
+        settings: Mapping[str, Any],
         environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
@@ -113,28 +111,18 @@ class ScheduledRun:
             sampling=sampling,
             log=EventLog(self._log, self._rejections),  # in this order: an event is in the file before the run stops
         )
-        if saved is None:
-            self._file = _new_log(log_path)
-            self._log.sinks.append(self._file)
-        else:
-            self._go_on(saved, log_path)
+        if saved is not None:
+            _refuse_changes(saved["schedule"], asdict(schedule))
+            _refuse_other_rows(saved.get("rows"), prompts)
+            _require_log(log_path)
+        self._recorder = Recorder(
+            self._controller,
+            log_path,
+            saved=None if saved is None else _of_controller(saved),
+            folds=self._log.sinks,
+            settings=settings,
+        )
         self._batches: Iterator[Batch] = iter(self._controller)
-
-    def _go_on(self, saved: dict[str, Any], log_path: Path) -> None:
-        """Later events stay in the log behind a mark, and no metric counts them."""
-        _refuse_changes(saved["schedule"], asdict(self._schedule))
-        _refuse_other_rows(saved.get("rows"), self._prompts)
-        _require_log(log_path)
-        mark = CheckpointMark.of(saved["controller"] | {"events": saved["events"]})
-        recovered, notice = recover_file(log_path, mark, self._controller.first_event())
-        if notice:
-            _logger.warning(notice)
-        self._log.count = saved["events"]
-        self.metrics.fold(recovered.events)
-        self._file = EventFile.open(log_path)
-        self._file.roll_back(recovered)
-        self._log.sinks.append(self._file)
-        self._controller.restore(saved["controller"], last_time=recovered.last_time)
 
     @property
     def version(self) -> int:
@@ -161,7 +149,7 @@ class ScheduledRun:
 
     def score(self, reward_of: dict[int, float]) -> None:
         self._log.release(reward_of)
-        self._file.flush()  # whoever watches the log sees whole updates
+        self._recorder.flush()  # whoever watches the log sees whole updates
 
     def publish(self, weights: Any) -> None:
         self._in_hand = None
@@ -174,12 +162,10 @@ class ScheduledRun:
         """JSON-ready. Only between two batches, when all that happened is in the log."""
         if self._in_hand is not None:
             raise RuntimeError("a batch is in hand: publish first")
-        self._file.sync()
         return {
             "schedule": asdict(self._schedule),
             "rows": self._prompts.row_digests,
-            "controller": self._controller.state(),
-            "events": self._log.count,
+            "controller": self._recorder.state(),
         }
 
     def end(self) -> None:
@@ -190,29 +176,13 @@ class ScheduledRun:
         if self._environments is not None:
             self._environments.close()
         self.mark_phase("end")
-        self._file.sync()
-        self._file.close()
+        self._recorder.close()
 
 
-def _new_log(path: Path) -> EventFile:
-    """A run that ended before its first update, for example in a reward function, leaves nothing worth keeping."""
-    if path.exists() and not _has_update(path) and process_is_there(lock_of_log(path)) is False:
-        path.unlink()
-    try:
-        return EventFile.open(path, must_be_new=True)
-    except FileExistsError:
-        can_go_on = any(path.parent.glob("checkpoint-*"))
-        raise ConfigurationError(
-            "output_dir", str(path.parent), f"{path.name} of an earlier run is there, and a run is never overwritten",
-            "Use another folder, or continue with trainer.train(resume_from_checkpoint=True)."
-            if can_go_on
-            else f"Use another folder, or delete {path.name}: that run has no checkpoint to resume from.",
-        ) from None  # fmt: skip
-
-
-def _has_update(log: Path) -> bool:
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        return any(f'"event":"{Updated.__name__}"' in line for line in lines)
+def _of_controller(saved: dict[str, Any]) -> dict[str, Any]:
+    """Older versions saved the number of events in the log beside the controller's state."""
+    state: dict[str, Any] = saved["controller"]
+    return state | {"events": saved.get("events", state["events"])}
 
 
 def _require_log(path: Path) -> None:

@@ -31,6 +31,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from sortedrl.integrations.trl.fields import (
     check_parts,
     check_slots,
     optimizer_steps_per_update,
+    plain_settings,
     refused_template,
     schedule_for,
     with_tools,
@@ -147,6 +149,13 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             self.schedule = with_tools(self.schedule, self._engine.context, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(self, threads=tool_threads, limit_seconds=tool_limit_seconds)
         self._max_rejected_fraction = max_rejected_fraction
+        self._own_settings = {
+            "engine": engine if isinstance(engine, str) else type(engine).__name__,
+            "off_policy_correction": off_policy_correction,
+            "tool_threads": tool_threads,
+            "tool_limit_seconds": tool_limit_seconds,
+            "max_rejected_fraction": max_rejected_fraction,
+        }
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
@@ -188,6 +197,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             updates=-(-self.state.max_steps // optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
             max_rejected_fraction=self._max_rejected_fraction,
+            settings=plain_settings(self.args) | asdict(self.schedule) | self._own_settings,
             environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,
         )

@@ -6,10 +6,12 @@ The keys are under `trainer.v1.sortedrl`, where verl has the settings of a train
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.schedule import Schedule
@@ -29,6 +31,16 @@ SCHEDULE_KEYS = (
 )
 OWN_KEYS = ("slots", "folder", "max_rejected_fraction")
 COHORT_UPDATES = 4  # the paper's n: a cohort is this many updates unless set
+# Where a run is, which is not what it does; slots have an event of their own.
+PLACES = frozenset(
+    {
+        "trainer.default_local_dir",
+        "trainer.resume_mode",
+        "trainer.resume_from_path",
+        f"{PREFIX}.folder",
+        f"{PREFIX}.slots",
+    }
+)
 ESTIMATORS_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 # Settings of verl's sampler that have no meaning here: their defaults, and what to use instead.
 SAMPLER: dict[str, tuple[tuple[object, ...], str, str]] = {
@@ -73,6 +85,20 @@ def settings_of(config: Any) -> Settings:
         minibatches=_minibatches(config, config.actor_rollout_ref.actor),
         max_rejected_fraction=fraction,
     )
+
+
+def plain_settings(config: Any) -> dict[str, Any]:
+    """All leaves of the configuration by their dotted names, to record what a resumed run has changed."""
+    leaves = dict(_leaves("", OmegaConf.to_container(config, resolve=True)))
+    return {key: value for key, value in leaves.items() if key not in PLACES}
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield name, value if isinstance(value, bool | int | float | None) else str(value)
+        return
+    for key, part in value.items():
+        yield from _leaves(f"{name}.{key}" if name else str(key), part)
 
 
 def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:

@@ -33,7 +33,7 @@ from verl.utils.debug import marked_timer
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Request
-from sortedrl.core.events import EventLog, RunBegan
+from sortedrl.core.events import EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
@@ -43,11 +43,10 @@ from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.minibatches import dealt_out
-from sortedrl.integrations.verl.settings import Settings, settings_of
+from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.log.file import EventFile, all_void, recover_file
-from sortedrl.log.recovery import CheckpointMark, RecoveredLog
+from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
 
 PARTITION = "train"
@@ -170,7 +169,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         metrics.update({f"sortedrl/{name}": getattr(snapshot, name) for name in SHOWN})
         if self.global_steps >= self.total_training_steps:
             self._mark("end")
-        self._events.flush()
+        self.recorder.flush()
 
     # Batches
 
@@ -197,7 +196,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
                 )
             return batch
         except BaseException:
-            self._events.flush()  # Ray may end this process before Python does
+            self.recorder.flush()  # Ray may end this process before Python does
             raise
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -244,10 +243,9 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self._publish()
         self._mark("checkpoint")
         self.engine.scores.wait_for_all(self.sortedrl.schedule.score_wait_seconds)
-        self._events.sync()
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"controller": self.controller.state(), "engine": self.engine.state()}
+        state = {"controller": self.recorder.state(), "engine": self.engine.state()}
         write_atomically(folder / STATE_FILE, json.dumps(state))
         super()._save_checkpoint()  # writes last which checkpoint is the newest
 
@@ -297,30 +295,18 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             environments=engine.turns,
             log=log,
         )
-        recovered = self._open_log(log, controller.first_event())
+        self.recorder = Recorder(
+            controller,
+            self.sortedrl.folder,
+            saved=None if self._restored is None else self._restored["controller"],
+            folds=log.sinks,
+            settings=plain_settings(self.config),
+        )
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=self.sortedrl.max_rejected_fraction, log=_logger.warning
         )
         log.sinks.append(self._rejections)  # last: the event is in the file before the run stops
-        if self._restored is not None:
-            controller.restore(self._restored["controller"], last_time=recovered.last_time)
         return controller
-
-    def _open_log(self, log: EventLog, first: RunBegan) -> RecoveredLog:
-        """Events of an earlier run after the checkpoint stay in the file, behind a mark, and no metric counts them."""
-        path = self.sortedrl.folder / "events.jsonl"
-        if self._restored is None:
-            recovered = all_void(path)
-        else:
-            recovered, notice = recover_file(path, CheckpointMark.of(self._restored["controller"]), first)
-            if notice:
-                _logger.warning(notice)
-        self.metrics.fold(recovered.events)
-        self._events = EventFile.open(path)
-        if recovered.void:
-            self._events.roll_back(recovered)
-        log.sinks.append(self._events)
-        return recovered
 
     def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
         """Rows of the dataset, each with its ticket, to the agent loop workers."""
