@@ -18,6 +18,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 import ray
 from ray.cluster_utils import Cluster
 
+from own_ray import own_cluster
 from paced import PacedEngine
 from sortedrl.core import (
     Controller,
@@ -46,6 +47,7 @@ _engines: list[RayEngine] = []
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    own_cluster()
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     folders = ("src", "tests/support", "tests/integrations")
     paths = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in folders)

@@ -7,12 +7,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from own_ray import own_cluster
+
 HERE = Path(__file__).resolve().parent
 JOB = HERE.parents[1] / "benchmarks" / "verl_job"
 
 if find_spec("transfer_queue") is None:
     collect_ignore_glob = ["test_*.py"]  # verl is not installed in this environment
 else:  # before verl is imported, here and in Ray's processes
+    own_cluster()
     sys.path[:0] = [str(HERE), str(JOB)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(JOB), os.environ.get("PYTHONPATH", "")])
     os.environ |= {
