@@ -34,7 +34,6 @@ from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.registry import SERVERS
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version, schedule_for
-from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
 from sortedrl.log.file import EventFile
@@ -872,7 +871,7 @@ def test_what_a_transform_adds_to_a_row_when_it_is_read_may_change(tokenizer: An
 
     def digests(rows: Any, **fields: Any) -> str:
         trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **fields), train_dataset=rows)
-        return DatasetPrompts(trainer).row_digests
+        return trainer.prompts().row_digests
 
     def dated(date: str) -> Dataset:
         return questions().with_transform(lambda columns: columns | {"prompt": [date] * len(columns["prompt"])})

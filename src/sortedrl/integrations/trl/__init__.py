@@ -6,9 +6,8 @@
     trainer.train()
 
 Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `engine` (what
-generates), `run` (the scheduler's side), `prompts` (rows of the dataset), `rows` (converts an update to TRL's rows).
-For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls),
-`loop_host` (where they run).
+generates), `run` (the scheduler's side), `rows` (converts an update to TRL's rows).
+For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls).
 """
 
 from __future__ import annotations

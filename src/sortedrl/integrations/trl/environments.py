@@ -5,31 +5,38 @@ Tokens pass from turn to turn as ids. What follows a turn with tool calls is ren
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from trl.chat_template_utils import parse_response
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.integrations.trl.tools import ParsedResponse, StatelessEpisode, ToolBox
+from sortedrl.integrations.trl.tools import Example, ParsedResponse, StatelessEpisode, ToolBox
 from sortedrl.tasks.chat_turns import TemplateRefused
-from sortedrl.tasks.environment import Message, Response
-from sortedrl.tasks.environment_host import Call, Host, Result
+from sortedrl.tasks.environment import Environment, Message, Response
+from sortedrl.tasks.environment_host import Call, Host, Instances, LocalHost, Result
 from sortedrl.tasks.environments import TaskEnvironments
+from sortedrl.tasks.inbox import Inbox
 from sortedrl.tasks.turns import Turn, turns_of
+
+CLOSE_SECONDS = 5.0
 
 
 class ToolSuffix:
-    """Renders the results of tool calls with TRL's own code."""
+    """Renders the results of tool calls with TRL's own code. `grpo`: TRL's GRPOTrainer."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, grpo: Any) -> None:
+        self._grpo = grpo
 
     def observation(self, messages: Sequence[Message], response: Sequence[int]) -> list[int]:
         del response  # it ends as the template ends a message
         try:
-            return list(self._trainer._get_tool_suffix_ids(list(messages)))
+            return list(self._grpo._get_tool_suffix_ids(list(messages)))
         except ValueError as error:
             raise TemplateRefused(str(error)) from None
 
@@ -39,10 +46,14 @@ class TrlEnvironments(TaskEnvironments):
 
     keeps_scored = True  # reward functions run when the update is complete
 
-    def __init__(self, trainer: Any, box: ToolBox, host: Host) -> None:
-        super().__init__(trainer._tokenizer, host, eos_token_ids=trainer.eos_token_ids, chat=ToolSuffix(trainer))
-        self._trainer = trainer
+    def __init__(self, grpo: Any, box: ToolBox, example_of: Callable[[int], Example], *, limit_seconds: float) -> None:
+        make: type[LoopHost | LocalHost] = LoopHost if box.threads else LocalHost
+        host: Host = make(box.episode, limit_seconds=limit_seconds)
+        super().__init__(grpo._tokenizer, host, eos_token_ids=grpo.eos_token_ids, chat=ToolSuffix(grpo))
+        self._grpo = grpo
         self._box = box
+        self._example_of = example_of  # by row of the dataset
+        self._limit_seconds = limit_seconds
         self._parsed: dict[int, tuple[int, list[Response]]] = {}  # by rollout id: its attempt, its turns so far
 
     def close(self) -> None:
@@ -101,7 +112,7 @@ class TrlEnvironments(TaskEnvironments):
 
     def _wait_for(self, number: int) -> Result | None:
         """The result of the only call. The host has a time limit for it."""
-        until = time.monotonic() + 2 * self._trainer.schedule.max_environment_seconds
+        until = time.monotonic() + 2 * self._limit_seconds
         while time.monotonic() < until:
             self._host.wait(until - time.monotonic())
             for result in self._host.collect():
@@ -111,7 +122,7 @@ class TrlEnvironments(TaskEnvironments):
 
     def _problem(self, rollout: Rollout) -> Any:
         row = rollout.prompt.payload
-        return rollout.id, row, self._trainer.example(row)
+        return rollout.id, row, self._example_of(row)
 
     def _responses(self, rollout: Rollout, turns: Sequence[Turn]) -> list[Response]:
         """Each turn is parsed once."""
@@ -129,10 +140,62 @@ class TrlEnvironments(TaskEnvironments):
 
     def _tools_of(self, rollout: Rollout) -> list[Any]:
         if self._box.factories is None:
-            return list(self._trainer.tools)
-        return list(self._trainer._env_tools[self._box.name_of(self._trainer.example(rollout.prompt.payload))])
+            return list(self._grpo.tools)
+        return list(self._grpo._env_tools[self._box.name_of(self._example_of(rollout.prompt.payload))])
 
 
 def _cut(response: Response) -> ParsedResponse:
     assert isinstance(response, ParsedResponse)
     return ParsedResponse(response.message, is_cut=True)
+
+
+class LoopHost:
+    """A host (tasks/environment_host.py) in this process, in an event loop on a thread of its own: calls go
+    on while the engine runs. Instances must not block the loop."""
+
+    def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
+        self._instances = Instances(build)
+        self._limit_seconds = limit_seconds
+        self._done: Inbox[Result] = Inbox()
+        self._calls: dict[int, Future[Result]] = {}  # by instance: its last call
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Call) -> None:
+        future = asyncio.run_coroutine_threadsafe(self._instances.answer(call, self._limit_seconds), self._loop)
+        self._calls[call.instance] = future
+        future.add_done_callback(self._take)
+
+    def _take(self, future: Future[Result]) -> None:
+        if not future.cancelled():
+            self._done.add([future.result()])
+
+    def collect(self) -> list[Result]:
+        return self._done.collect()
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._done.wait(timeout_seconds)
+
+    def drop(self, instance: int) -> None:
+        call = self._calls.pop(instance, None)
+        if call is not None:
+            call.cancel()
+        asyncio.run_coroutine_threadsafe(self._instances.close(instance, self._limit_seconds), self._loop)
+
+    def close(self) -> None:
+        ended = asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop)
+        with suppress(TimeoutError):
+            ended.result(CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel the other tasks of the loop and wait for them."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

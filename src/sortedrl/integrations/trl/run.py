@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+from datasets import Dataset
+from trl.trainer.grpo_config import GRPOConfig
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
@@ -25,21 +29,66 @@ from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Rollout
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.wording import counted
 from sortedrl.integrations.trl.environments import TrlEnvironments
-from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
-from sortedrl.tasks.problem_digests import why_changed
+from sortedrl.tasks.problem_digests import digests, why_changed
 
 _logger = logging.getLogger(__name__)
 
 # What a resumed run may change: the rest of the schedule is part of what the checkpoint holds.
 _MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds"})
+
+
+class DatasetPrompts(Sequence[Prompt]):
+    """These rows of the dataset as prompts, tokenized lazily."""
+
+    def __init__(self, dataset: Any, rows: range, args: GRPOConfig, tokens_of: Callable[[int], Sequence[int]]) -> None:
+        self._dataset = dataset
+        self._rows = rows
+        self._args = args
+        self._tokens_of = tokens_of  # by row
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        row = self._rows[place]
+        return Prompt(str(row), tuple(self._tokens_of(row)), row)
+
+    @property
+    def ids(self) -> list[str]:
+        return list(map(str, self._rows))
+
+    @cached_property
+    def row_digests(self) -> str:
+        """Digests of the columns in use."""
+        return digests(columns_in_use(row, self._args) for row in self._stored_rows())
+
+    def _stored_rows(self) -> Iterator[dict[str, Any]]:
+        """Without the dataset's transform: it may add something on reading, such as today's date."""
+        dataset = self._dataset
+        if not isinstance(dataset, Dataset):
+            yield from (dict(dataset[row]) for row in self._rows)
+            return
+        for columns in dataset.with_format(None).select(self._rows).iter(batch_size=1000):  # far faster than by row
+            yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+
+def columns_in_use(row: dict[str, Any], args: GRPOConfig) -> dict[str, Any]:
+    """Those that TRL passes on to reward functions and environments."""
+    return {key: row[key] for key in row if key == "prompt" or not args.remove_unused_columns}
 
 
 class LateRewards:

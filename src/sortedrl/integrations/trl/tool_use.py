@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl.environments import ToolSuffix, TrlEnvironments
-from sortedrl.integrations.trl.loop_host import LoopHost
 from sortedrl.integrations.trl.rows import Row
-from sortedrl.integrations.trl.tools import Episode, ToolBox, limited
-from sortedrl.tasks.environment_host import Host, LocalHost
-
-if TYPE_CHECKING:
-    from sortedrl.integrations.trl.trainer import SortedGRPOTrainer
+from sortedrl.integrations.trl.tools import Episode, Example, ToolBox, different_observation, limited
 
 
 class ToolLoop(NamedTuple):
@@ -40,27 +36,51 @@ class _AlreadyReset:
 
 
 class ToolUse:
-    def __init__(self, trainer: SortedGRPOTrainer, *, threads: int, limit_seconds: float) -> None:
-        self._trainer = trainer
-        self._suffix = ToolSuffix(trainer)
+    """`grpo`: TRL's GRPOTrainer, whose tools and environments these are. `example_of`: a row of the dataset."""
+
+    def __init__(
+        self,
+        grpo: Any,
+        example_of: Callable[[int], Example],
+        schedule: Schedule,
+        *,
+        threads: int,
+        limit_seconds: float,
+    ) -> None:
+        self._grpo = grpo
+        self._example_of = example_of
+        self._schedule = schedule
+        self._suffix = ToolSuffix(grpo)
         self._episode_of: dict[int, Episode] = {}  # of the update in hand, by rollout id
         self.box = ToolBox(
-            tools=trainer._standalone_tools,
-            factories=trainer.environment_factories,
-            several=trainer._multi_environment,
-            max_iterations=trainer.max_tool_calling_iterations if trainer.tools else 0,
+            tools=grpo._standalone_tools,
+            factories=grpo.environment_factories,
+            several=grpo._multi_environment,
+            max_iterations=grpo.max_tool_calling_iterations if grpo.tools else 0,
             limit_seconds=limit_seconds,
             threads=threads,
-            async_loop=getattr(trainer, "async_loop", None),
+            async_loop=getattr(grpo, "async_loop", None),
         )
 
     def new_environments(self) -> TrlEnvironments:
         """For a run."""
-        limit_seconds = self._trainer.schedule.max_environment_seconds
         self.box.start_run()
-        make: type[LoopHost | LocalHost] = LoopHost if self.box.threads else LocalHost
-        host: Host = make(self.box.episode, limit_seconds=limit_seconds)
-        return TrlEnvironments(self._trainer, self.box, host)
+        limit_seconds = self._schedule.max_environment_seconds
+        return TrlEnvironments(self._grpo, self.box, self._example_of, limit_seconds=limit_seconds)
+
+    def with_observation(self, row: int, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The prompt of a row: with environments, it ends with what `reset` returns. One instance per environment is
+        used for all prompts, as in TRL."""
+        if self.box.factories is None:
+            return messages
+        example = self._example_of(row)
+        name = self.box.name_of(example)
+        self._grpo._batch_environments = [name]  # TRL's own: the prompt shows the tools of this environment
+        instance = self._grpo._environment_pool[name][0]
+        observation = self.box.reset(instance, example)
+        if self.box.observations.setdefault(row, observation) != observation:
+            raise different_observation(instance, row)
+        return _ending_with(messages, observation)
 
     # An update
 
@@ -89,16 +109,17 @@ class ToolUse:
         if self.box.factories is None:
             yield
             return
-        pool = self._trainer._environment_pool
+        pool = self._grpo._environment_pool
         prepared: dict[Any, list[Any]] = {name: [] for name in pool}
         for row in rows:
-            name = self.box.name_of(self._trainer.example(row.rollout.prompt.payload))
-            prepared[name].append(_AlreadyReset(self.box.observations[row.rollout.prompt.payload]))
-        self._trainer._environment_pool = prepared
+            place = row.rollout.prompt.payload
+            name = self.box.name_of(self._example_of(place))
+            prepared[name].append(_AlreadyReset(self.box.observations[place]))
+        self._grpo._environment_pool = prepared
         try:
             yield
         finally:
-            self._trainer._environment_pool = pool
+            self._grpo._environment_pool = pool
 
     def loop_result(self, rows: Sequence[Row]) -> ToolLoop:
         made = [self._row(row.rollout, self._episode_of[row.rollout.id]) for row in rows]
@@ -125,7 +146,7 @@ class ToolUse:
 
     def _results_without_turn(self, rollout: Rollout, episode: Episode) -> list[int]:
         """The results of the last turn if they end exactly at `max_completion_length`: TRL keeps them. Empty if not."""
-        place, schedule = rollout.observations, self._trainer.schedule
+        place, schedule = rollout.observations, self._schedule
         results = episode.turns[place].results if place < len(episode.turns) else None
         if not results:
             return []
@@ -142,6 +163,18 @@ class ToolUse:
         if not self.box.threads:
             return
         for name in ("_sync_tool_dicts", "_async_tool_dicts"):
-            dicts = getattr(self._trainer, name)
+            dicts = getattr(self._grpo, name)
             limits = [{key: limited(tool, self.box.limit_seconds) for key, tool in tools.items()} for tools in dicts]
-            setattr(self._trainer, name, limits)
+            setattr(self._grpo, name, limits)
+
+
+def _ending_with(messages: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+    """As TRL does it: added to the last message."""
+    if observation is None:
+        return messages
+    content = messages[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*messages[:-1], {**messages[-1], "content": content + observation}]

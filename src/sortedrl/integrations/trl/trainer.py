@@ -44,9 +44,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, Sampling
+from sortedrl.core.engine import Engine, EngineSpec, Sampling
 from sortedrl.core.schedule import Schedule
-from sortedrl.integrations.trl.engine import TrainerEngine
+from sortedrl.integrations.trl.engine import TrainerEngine, engine_spec, longest_context
 from sortedrl.integrations.trl.fields import (
     HOOKS,
     VERIFIED_VERSIONS,
@@ -61,7 +61,6 @@ from sortedrl.integrations.trl.fields import (
     schedule_for,
     with_tools,
 )
-from sortedrl.integrations.trl.prompts import DatasetPrompts, columns_in_use
 from sortedrl.integrations.trl.rows import (
     Row,
     filled_up,
@@ -73,7 +72,7 @@ from sortedrl.integrations.trl.rows import (
     token_staleness,
     token_weights,
 )
-from sortedrl.integrations.trl.run import ScheduledRun, write_state
+from sortedrl.integrations.trl.run import DatasetPrompts, ScheduledRun, columns_in_use, write_state
 from sortedrl.integrations.trl.tool_use import ToolUse
 
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
@@ -143,11 +142,16 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         check_model(self)
         self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
-        self._engine = TrainerEngine(self, engine)
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
-            self.schedule = with_tools(self.schedule, self._engine.context, tool_threads, tool_limit_seconds)
-            self.tool_use = ToolUse(self, threads=tool_threads, limit_seconds=tool_limit_seconds)
+            context = longest_context(engine, self.model, self.args, self.schedule)
+            self.schedule = with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
+            self.tool_use = ToolUse(
+                self, self.example, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds
+            )
+        self._sampling = Sampling(temperature=self.temperature)
+        spec = self._engine_spec(engine) if isinstance(engine, str) else None
+        self._engine = TrainerEngine(engine, self.model, spec, self.schedule, self._sampling)
         self._max_rejected_fraction = max_rejected_fraction
         self._own_settings = {
             "engine": engine if isinstance(engine, str) else type(engine).__name__,
@@ -166,6 +170,19 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._loss_inputs: dict[str, Tensor] | None = None
         self._fired: set[str] = set()
         self.add_callback(_StepWatcher(self))
+
+    def _engine_spec(self, engine: str) -> EngineSpec:
+        return engine_spec(
+            engine,
+            self.model,
+            self._tokenizer,
+            self.args,
+            self.schedule,
+            slots=self.slots,
+            context=longest_context(engine, self.model, self.args, self.schedule),
+            eos_token_ids=self.eos_token_ids,
+            on_cpu=self.accelerator.device.type == "cpu",
+        )
 
     # Start and end of a run
 
@@ -190,9 +207,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         rank = self.accelerator.process_index
         self._run = ScheduledRun(
             self._engine.ready(),
-            DatasetPrompts(self),
+            self.prompts(),
             self.schedule,
-            sampling=Sampling(temperature=self.temperature),
+            sampling=self._sampling,
             shuffle=bool(self.shuffle_dataset),
             updates=-(-self.state.max_steps // optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
@@ -201,6 +218,18 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,
         )
+
+    def prompts(self) -> DatasetPrompts:
+        """Of this process: rows `rank`, `rank + processes`, ... of the dataset."""
+        rows = range(self.accelerator.process_index, len(self.train_dataset), self.accelerator.num_processes)
+        return DatasetPrompts(self.train_dataset, rows, self.args, self._prompt_tokens)
+
+    def _prompt_tokens(self, row: int) -> Sequence[int]:
+        messages = self.example(row).get("prompt", [{"role": "user", "content": ""}])
+        if self.tool_use is not None:
+            messages = self.tool_use.with_observation(row, messages)
+        tokens, *_ = self._tokenize_prompts([messages])
+        return list(tokens[0])
 
     @property
     def run(self) -> ScheduledRun:
@@ -275,10 +304,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return [tokens for tokens, _ in turns], [logprobs for _, logprobs in turns]
 
     def _evaluated(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
+        step = self.state.global_step
         if self._run is None:
-            return self._engine.sampled(prompt_ids, version=0)
+            return self._engine.sampled(prompt_ids, 0, step)
         self.run.mark_phase("evaluation")
-        sampled = self._engine.sampled(prompt_ids, self.run.version)
+        sampled = self._engine.sampled(prompt_ids, self.run.version, step)
         self.run.mark_phase("learner")
         return sampled
 
