@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -17,118 +17,100 @@ from sortedrl.studies.plan import Option, Plan, UpdateSize, is_faster, takes_oth
 
 WIDEST = 250  # columns of a table
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
+Metrics = Mapping[str, Any]
+Column = Callable[[Metrics, Metrics], str]  # of a mode and of the first one
 
 
-def answer_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+def _times(key: str) -> Column:
+    return lambda f, base: f"{f[key] / base[key] if base[key] else 0.0:.2f}x"
+
+
+def _hourly(f: Metrics) -> float:
+    return float(f["trained_tokens_per_hour"])
+
+
+ANSWER: dict[str, Column] = {
+    "tokens/s": lambda f, base: digits(_hourly(f) / 3600, 4),
+    "gain": _times("trained_tokens_per_hour"),
+    "empty\nslots": lambda f, base: f"{f['bubble']:.0%}",
+    "tokens\nwasted": lambda f, base: f"{f['waste']:.0%}",
+    "mean\nstaleness": lambda f, base: f"{f['staleness_mean']:.2f}",
+    "length\nbias": lambda f, base: f"{f['length_bias']:+z.0%}",
+}
+THROUGHPUT: dict[str, Column] = {
+    "bubble": lambda f, base: f"{f['bubble']:.1%}",
+    "goodput": lambda f, base: f"{digits(f['goodput'], 4)} ({_times('goodput')(f, base)})",
+    "of limit": lambda f, base: f"{f['of_limit']:.3f}",
+    "kept": lambda f, base: digits(f["kept"], 4),
+    "waste": lambda f, base: f"{f['waste']:.1%}",
+    "trained tok/h": lambda f, base: f"{_hourly(f):,.0f} ({_times('trained_tokens_per_hour')(f, base)})",
+}
+COST: dict[str, Column] = {
+    "staleness mean": lambda f, base: f"{f['staleness_mean']:.2f}",
+    "max": lambda f, base: f"{f['staleness_max']:.0f}",
+    "tokens by staleness": lambda f, base: sparkline(f["staleness_histogram"]),
+    "rollouts by segments": lambda f, base: sparkline(f["segments_histogram"]),
+    "sorted": lambda f, base: known(f["sortedness"], "z.2f"),
+    "length bias": lambda f, base: known(f["length_bias"], "+z.1%"),
+    "longest wait": lambda f, base: f"{f['longest_wait_updates']:.0f}",
+    "sent again": lambda f, base: f"{f['re_prefill_tokens'] / max(1, f['generated_tokens']):.1%}",
+}
+BENCH: dict[str, Column] = {  # an empty text: it was not measured
+    "kept tok/s": lambda f, base: f"{f['kept']:,.0f} ({_times('kept')(f, base)})",
+    "goodput": lambda f, base: f"{f['goodput']:,.0f}",
+    "bubble": lambda f, base: f"{f['bubble']:.1%}",
+    "of limit": lambda f, base: f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
+    "waste": lambda f, base: f"{f['waste']:.1%}",
+    "staleness": lambda f, base: f"{f['staleness_mean']:.2f}",
+    "sorted": lambda f, base: known(f["sortedness"], "z.2f"),
+    "length bias": lambda f, base: known(f["length_bias"], "+z.1%"),
+    "preemptions": lambda f, base: str(f["preemptions"]),
+    "predicted goodput, bubble": lambda f, base: _prediction(f),
+    "scheduler overhead": lambda f, base: f"{f['own_fraction']:.1%}" if "own_fraction" in f else "",
+}
+
+
+def answer_table(modes: Mapping[str, Metrics]) -> Table:
     """The deciding metrics, in 80 columns. Tokens per second and gain include the learner's time."""
-    table = _table("", "mode", "tokens/s", "gain", "empty\nslots", "tokens\nwasted", "mean\nstaleness", "length\nbias")
-    base = next(iter(modes.values()))["trained_tokens_per_hour"]
-    for name, f in modes.items():
-        hourly = f["trained_tokens_per_hour"]
-        table.add_row(
-            name,
-            digits(hourly / 3600, 4),
-            f"{hourly / base if base else 0.0:.2f}x",
-            f"{f['bubble']:.0%}",
-            f"{f['waste']:.0%}",
-            f"{f['staleness_mean']:.2f}",
-            f"{f['length_bias']:+z.0%}",
-        )
-    return table
+    return _table_of("", modes, ANSWER)
 
 
-def digits(value: float, count: int) -> str:
-    """A number with so many significant digits, and all digits before the point: never 1.115e+04."""
-    before_point = len(f"{abs(value):.0f}") if abs(value) >= 0.5 else 1
-    return f"{value:,.{max(0, count - before_point)}f}"
-
-
-def gain_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+def gain_table(modes: Mapping[str, Metrics]) -> Table:
     """Goodput counts only the time in which the engine can run; tokens per hour include the learner's time."""
-    table = _table("Throughput", "mode", "bubble", "goodput", "of limit", "kept", "waste", "trained tok/h")
-    base = next(iter(modes.values()))
-    for name, f in modes.items():
-        times = f["goodput"] / base["goodput"] if base["goodput"] else 0.0
-        hourly = f["trained_tokens_per_hour"]
-        whole = hourly / base["trained_tokens_per_hour"] if base["trained_tokens_per_hour"] else 0.0
-        table.add_row(
-            name,
-            f"{f['bubble']:.1%}",
-            f"{digits(f['goodput'], 4)} ({times:.2f}x)",
-            f"{f['of_limit']:.3f}",
-            digits(f["kept"], 4),
-            f"{f['waste']:.1%}",
-            f"{hourly:,.0f} ({whole:.2f}x)",
-        )
-    return table
+    return _table_of("Throughput", modes, THROUGHPUT)
 
 
-def cost_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
+def cost_table(modes: Mapping[str, Metrics]) -> Table:
     """The last column is an upper bound of the prefill on resume: a prefix cache saves some of it."""
-    table = _table(
-        "Cost",
-        "mode",
-        "staleness mean",
-        "max",
-        "tokens by staleness",
-        "rollouts by segments",
-        "sorted",
-        "length bias",
-        "longest wait",
-        "sent again",
-    )
-    for name, f in modes.items():
-        table.add_row(
-            name,
-            f"{f['staleness_mean']:.2f}",
-            f"{f['staleness_max']:.0f}",
-            sparkline(f["staleness_histogram"]),
-            sparkline(f["segments_histogram"]),
-            known(f["sortedness"], "z.2f"),
-            known(f["length_bias"], "+z.1%"),
-            f"{f['longest_wait_updates']:.0f}",
-            f"{f['re_prefill_tokens'] / max(1, f['generated_tokens']):.1%}",
-        )
-    return table
+    return _table_of("Cost", modes, COST)
 
 
-def bubble_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = _table(
-        "Where slots are empty (fraction of slot-time)",
-        "mode",
-        "bubble",
-        *BUBBLE_PARTS,
-        "median harvest",
-        "worst",
-        "idle",
-    )
+def bench_table(modes: Mapping[str, Metrics]) -> Table:
+    """Measured throughput, next to the simulator's prediction if there is one."""
+    return _table_of("Measured on the engine", modes, BENCH)
+
+
+def bubble_table(modes: Mapping[str, Metrics]) -> Table:
+    columns = "bubble", *BUBBLE_PARTS, "median harvest", "worst", "idle"
+    rows = {}
     for name, f in modes.items():
         harvests = f["bubble_per_harvest"] or [0.0]
-        table.add_row(
-            name,
-            f"{f['bubble']:.1%}",
-            *(f"{f['bubble_parts'][part]:.1%}" for part in BUBBLE_PARTS),
-            f"{median(harvests):.1%}",
-            f"{max(harvests):.1%}",
-            f"{f['idle']:.1%}",
-        )
-    return table
+        parts = (f["bubble_parts"][part] for part in BUBBLE_PARTS)
+        rows[name] = [f["bubble"], *parts, median(harvests), max(harvests), f["idle"]]
+    cells = ([name, *(f"{value:.1%}" for value in row)] for name, row in rows.items())
+    return _table("Where slots are empty (fraction of slot-time)", ("mode", *columns), cells)
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
     speed = "Speed of the whole run" if any(map(takes_other_time, plan.options)) else "Goodput"
     frontier = _options_table(f"{speed} vs. token staleness (Pareto frontier)", plan.staleness_frontier)
     bias = _options_table(f"{speed} vs. length bias (Pareto frontier)", plan.bias_frontier)
-    sizes = _table(
-        "By update size (U) over slots (Q), with cohort size in proportion",
-        "U/Q",
-        "best baseline",
-        "best other allowed mode",
-        "gain",
-    )
+    rows = []
     for row in plan.by_update_size:
         best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.run_of_limit:.2f}"
-        sizes.add_row(f"{row.ratio:.3g}", f"{row.baseline.run_of_limit:.2f}", best, _gain_at(row))
+        rows.append((f"{row.ratio:.3g}", f"{row.baseline.run_of_limit:.2f}", best, _gain_at(row)))
+    title = "By update size (U) over slots (Q), with cohort size in proportion"
+    sizes = _table(title, ("U/Q", "best baseline", "best other allowed mode", "gain"), rows)
     head = [Text(plan.reason, "bold")]
     if plan.needed:
         head += [Text(f"Settings (keys of sortedrl train, arguments of Schedule): {settings_of(plan.choice)}")]
@@ -146,74 +128,21 @@ def settings_of(option: Option) -> str:
     return ", ".join(found)
 
 
-def _gain_at(row: UpdateSize) -> str:
-    """The gain, and the faster mode that the bounds exclude, if any."""
-
-    def times(option: Option) -> str:
-        return f"{option.run_of_limit / row.baseline.run_of_limit if row.baseline.run_of_limit else 0.0:.2f}x"
-
-    gains = row.best is not None and is_faster(row.best, row.baseline)
-    text = times(row.best) if row.best is not None else times(row.baseline)
-    if row.excluded is None:
-        return text if gains else f"{text}: you do not need this"
-    return f"{text}; {row.excluded.schedule.mode} would give {times(row.excluded)} ({row.excluded_because})"
-
-
-def bench_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Measured throughput, next to the simulator's prediction if there is one. Columns without a value are left out."""
-    base = next(iter(modes.values()))
-    rows = {name: _bench_row(f, base) for name, f in modes.items()}
-    shown = [column for column in next(iter(rows.values())) if any(row[column] for row in rows.values())]
-    table = _table("Measured on the engine", "mode", *shown)
-    for name, row in rows.items():
-        table.add_row(name, *(row[column] for column in shown))
-    return table
-
-
-def _bench_row(f: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
-    """By column; an empty text means that the value was not measured."""
-    return {
-        "kept tok/s": f"{f['kept']:,.0f} ({f['kept'] / base['kept'] if base['kept'] else 0.0:.2f}x)",
-        "goodput": f"{f['goodput']:,.0f}",
-        "bubble": f"{f['bubble']:.1%}",
-        "of limit": f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
-        "waste": f"{f['waste']:.1%}",
-        "staleness": f"{f['staleness_mean']:.2f}",
-        "sorted": known(f["sortedness"], "z.2f"),
-        "length bias": known(f["length_bias"], "+z.1%"),
-        "preemptions": str(f["preemptions"]),
-        "predicted goodput, bubble": _prediction(f),
-        "scheduler overhead": f"{f['own_fraction']:.1%}" if "own_fraction" in f else "",
-    }
-
-
-def _prediction(f: Mapping[str, Any]) -> str:
-    if "predicted" not in f:
-        return ""
-    p = f["predicted"]
-    return f"{p['goodput'] / f['goodput'] - 1:+.1%}, {100 * (p['bubble'] - f['bubble']):+.1f} points"
-
-
 def show(console: Console, parts: Sequence[RenderableType]) -> None:
-    for part in parts:
-        if isinstance(part, Table):
-            _print_table(console, part)
-        else:
-            console.print(part)
-
-
-def _print_table(console: Console, table: Table) -> None:
     """In a narrow terminal the lines of a table wrap: rich would cut the numbers in its cells."""
-    width = console.width
-    least = Measurement.get(console, console.options.update_width(WIDEST), table).minimum
-    console.width = next((w for w in range(max(width, least), WIDEST) if not _is_cut(console, table, w)), width)
-    console.print(table)
-    console.width = width
+    for part in parts:
+        width = console.width
+        if isinstance(part, Table):
+            least = Measurement.get(console, console.options.update_width(WIDEST), part).minimum
+            console.width = next((w for w in range(max(width, least), WIDEST) if not _is_cut(console, part, w)), width)
+        console.print(part)
+        console.width = width
 
 
-def _is_cut(console: Console, table: Table, width: int) -> bool:
-    """Whether rich cuts the text of a cell at this width. It marks such places with an ellipsis."""
-    return any("…" in segment.text for segment in console.render(table, console.options.update_width(width)))
+def digits(value: float, count: int) -> str:
+    """A number with so many significant digits, and all digits before the point: never 1.115e+04."""
+    before_point = len(f"{abs(value):.0f}") if abs(value) >= 0.5 else 1
+    return f"{value:,.{max(0, count - before_point)}f}"
 
 
 def known(value: float | None, form: str) -> str:
@@ -226,18 +155,33 @@ def sparkline(histogram: Mapping[Any, float]) -> str:
     if not histogram:
         return ""
     counts = {int(key): value for key, value in histogram.items()}
-    first = min(1, *counts)
-    whole = max(counts.values())
-    return "".join(
-        _HISTOGRAM_LEVELS[max(counts.get(k, 0) > 0, round(8 * counts.get(k, 0) / whole))]
-        for k in range(first, max(counts) + 1)
-    )
+    whole, keys = max(counts.values()), range(min(1, *counts), max(counts) + 1)
+    return "".join(_HISTOGRAM_LEVELS[max(counts.get(k, 0) > 0, round(8 * counts.get(k, 0) / whole))] for k in keys)
+
+
+def _prediction(f: Metrics) -> str:
+    if "predicted" not in f:
+        return ""
+    p = f["predicted"]
+    return f"{p['goodput'] / f['goodput'] - 1:+.1%}, {100 * (p['bubble'] - f['bubble']):+.1f} points"
+
+
+def _gain_at(row: UpdateSize) -> str:
+    """The gain, and the faster mode that the bounds exclude, if any."""
+
+    def times(option: Option) -> str:
+        return f"{option.run_of_limit / row.baseline.run_of_limit if row.baseline.run_of_limit else 0.0:.2f}x"
+
+    text = times(row.best or row.baseline)
+    if row.excluded is not None:
+        return f"{text}; {row.excluded.schedule.mode} would give {times(row.excluded)} ({row.excluded_because})"
+    return text if row.best is not None and is_faster(row.best, row.baseline) else f"{text}: you do not need this"
 
 
 def _options_table(title: str, options: Sequence[Option]) -> Table:
-    table = _table(title, "schedule", "of\nlimit", "staleness", "max", "length\nbias", "waste", "sorted")
-    for o in options:
-        table.add_row(
+    columns = "schedule", "of\nlimit", "staleness", "max", "length\nbias", "waste", "sorted"
+    rows = (
+        (
             o.name,
             f"{o.run_of_limit:.3f}",
             f"{o.staleness_mean:.2f}",
@@ -246,20 +190,33 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
             f"{o.waste:.1%}",
             known(o.sortedness, "z.2f"),
         )
-    return table
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        box=SIMPLE_HEAD,
+        for o in options
     )
+    return _table(title, columns, rows)
+
+
+def _table_of(title: str, modes: Mapping[str, Metrics], columns: Mapping[str, Column]) -> Table:
+    """Columns without any text are left out."""
+    base = next(iter(modes.values()))
+    rows = {name: {column: cell(f, base) for column, cell in columns.items()} for name, f in modes.items()}
+    shown = [column for column in columns if any(row[column] for row in rows.values())]
+    return _table(title, ("mode", *shown), ((name, *(row[one] for one in shown)) for name, row in rows.items()))
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", show_edge=False, pad_edge=False,
+        collapse_padding=True, box=SIMPLE_HEAD,
+    )  # fmt: skip
+    first, *others = columns
     table.add_column(first, no_wrap=True)
-    for column in columns:
+    for column in others:
         table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _is_cut(console: Console, table: Table, width: int) -> bool:
+    """Whether rich cuts the text of a cell at this width. It marks such places with an ellipsis."""
+    return any("…" in segment.text for segment in console.render(table, console.options.update_width(width)))
