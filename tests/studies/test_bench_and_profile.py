@@ -182,14 +182,11 @@ SCHEDULE = Schedule(mode="baseline", rollouts_per_update=16, prompts_per_cohort=
 @pytest.mark.parametrize("text", ["baseline", "partial+elevator@oracle", "on-policy+planned@oracle*1.15", "april"])
 def test_a_bench_on_an_engine_that_the_simulator_knows_is_what_it_predicts(text: str) -> None:
     case = bench.Case.parsed(text)
-    engine = endless_engine(16)
-    found = dict(bench.bench(engine, [case], WORKLOAD, SCHEDULE, 100, limit=1000.0, predict=True, max_updates=None))[
-        text
-    ]
-    predicted = found["predicted"]
+    workload = replace(WORKLOAD, expectation=case.expectation)
+    found = bench.run(endless_engine(16), workload, case.schedule(SCHEDULE), 100)
+    predicted = bench.predicted(case, WORKLOAD, SCHEDULE, None)
     for name in ("goodput", "kept", "bubble", "waste", "staleness_mean", "sortedness", "length_bias"):
         assert found[name] == pytest.approx(predicted[name], abs=1e-9), name
-    assert found["of_limit"] == found["goodput"] / 1000
 
 
 def test_the_measured_limit_is_the_simulated_one() -> None:
@@ -209,7 +206,7 @@ def test_progress_has_an_eta_at_the_pace_so_far() -> None:
     progress.update(case, 1)
     now[0] += 30
     progress.update(case, 4)  # it ends early, with one update less
-    progress.end_of_case()
+    progress.cases_ended += 1
     now[0] += 60
     progress.update(case, 1)
     assert lines == [
@@ -271,14 +268,19 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     lengths = ["--median-length", "6", "--max-response-tokens", "16"]
     files = ["--step-time", str(out), "--out", str(tmp_path / "bench.json"), "--events", str(tmp_path / "logs")]
     capsys.readouterr()
-    assert main(["bench", *sizes, *lengths, *files, "--modes", "baseline", "partial", "--json"]) == 0
+    assert (
+        main(["bench", *sizes, *lengths, *files, "--modes", "baseline", "partial", "--limit", "simulated", "--json"])
+        == 0
+    )
     output = capsys.readouterr()
     assert output.err.startswith("4 updates in 2 modes; loading engine embedded")
     assert "all modes take about 0:" in output.err and "partial: update 2/2  elapsed" in output.err
     printed = json.loads(output.out)
     written = json.loads((tmp_path / "bench.json").read_text())
     assert printed["modes"] == written["modes"] and list(printed["modes"]) == ["baseline", "partial"]
-    assert printed["modes"]["partial"]["trained"] == 8
+    partial = printed["modes"]["partial"]
+    assert partial["trained"] == 8 and partial["predicted"]["trained"] == 8
+    assert partial["of_limit"] == partial["goodput"] / printed["limit"]
     assert (tmp_path / "logs" / "partial.jsonl").read_text().count("Updated") == 2
     assert main(["bench", "--modes", "aprill"]) == 2
     assert "Did you mean april?" in capsys.readouterr().err

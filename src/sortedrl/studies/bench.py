@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
@@ -40,19 +41,11 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import Oversubscribe, PromptsPerCohort, RolloutsPerUpdate, schedule_from
 from sortedrl.studies import workload as simulated
+from sortedrl.studies import workload_settings as described
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
-from sortedrl.studies.workload_settings import (
-    MedianLength,
-    PromptTokens,
-    WorkloadSettings,
-    check_context_fits,
-    check_lengths,
-    kv_tokens_of,
-    length_of,
-    step_time_of,
-)
+from sortedrl.studies.workload_settings import MedianLength, PromptTokens, WorkloadSettings
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 from sortedrl.training.engine import bare_engine
@@ -74,13 +67,11 @@ class Case:
         try:
             oversubscribe = float(factor) if factor else None
         except ValueError:
-            raise ConfigurationError(
-                "modes", text, f"{factor!r} is not a number", "Use for example on-policy*1.15."
-            ) from None
+            why, fix = f"{factor!r} is not a number", "Use for example on-policy*1.15."
+            raise ConfigurationError("modes", text, why, fix) from None
         if expectation and expectation not in EXPECTATIONS:
-            raise ConfigurationError(
-                "modes", text, f"no such expectation: {expectation}", f"Use one of {', '.join(EXPECTATIONS)}."
-            )
+            fix = f"Use one of {', '.join(EXPECTATIONS)}."
+            raise ConfigurationError("modes", text, f"no such expectation: {expectation}", fix)
         return cls(text, mode, expectation or "cold", oversubscribe)
 
     def schedule(self, schedule: Schedule) -> Schedule:
@@ -137,34 +128,23 @@ class BenchSettings(WorkloadSettings, EngineSettings):
     events: Annotated[Path | None, Field(description="folder for event logs, one per mode")] = None
 
     def check(self) -> None:
-        for case in cases_of(self):
-            strategy_named(case.mode).check(case.schedule(bench_schedule(self)))
         for mode in self.modes:
+            case = Case.parsed(mode)
+            strategy_named(case.mode).check(case.schedule(bench_schedule(self)))
             if self.modes.count(mode) > 1:
                 raise ConfigurationError("modes", mode, "it is there twice", "A bench runs each mode once.")
         check_engine(self)
-        check_lengths(self)
-        check_context_fits(self)
+        described.check_lengths(self)
+        described.check_context_fits(self)
         check_is_no_folder("out", self.out, "bench.json")
         if self.replayed_episodes is not None:
-            raise ConfigurationError(
-                "lengths",
-                str(self.lengths),
-                "a bench has responses of one turn, and those of this run have several",
-                "Use simulate, or a file of lengths.",
-            )
+            why = "a bench has responses of one turn, and those of this run have several"
+            raise ConfigurationError("lengths", str(self.lengths), why, "Use simulate, or a file of lengths.")
         if self.prompt_tokens < 1:
-            raise ConfigurationError(
-                "prompt_tokens", self.prompt_tokens, "an engine needs at least one prompt token", "Use 1."
-            )
+            raise ConfigurationError("prompt_tokens", 0, "an engine needs at least one prompt token", "Use 1.")
         if self.limit == "simulated" and not self.step_time:
-            raise ConfigurationError(
-                "limit", "simulated", "there is no step time to simulate with", "Set --step-time FILE."
-            )
-
-
-def cases_of(settings: BenchSettings) -> list[Case]:
-    return [Case.parsed(text) for text in settings.modes]
+            why = "there is no step time to simulate with"
+            raise ConfigurationError("limit", "simulated", why, "Set --step-time FILE.")
 
 
 def bench_schedule(settings: BenchSettings) -> Schedule:
@@ -174,21 +154,27 @@ def bench_schedule(settings: BenchSettings) -> Schedule:
 def bench_workload(settings: BenchSettings, cohorts: int | None = None) -> Workload:
     """What the simulator predicts with. The KV cache follows the option of the engine."""
     return Workload(
-        lengths=length_of(settings),
-        step_time=step_time_of(settings) if settings.step_time else PRESETS["memory-bound"],
+        lengths=described.length_of(settings),
+        step_time=described.step_time_of(settings) if settings.step_time else PRESETS["memory-bound"],
         slots=settings.slots,
         prompts=(cohorts or settings.cohorts) * settings.prompts_per_cohort,
         prompt_tokens=settings.prompt_tokens,
-        kv_tokens=kv_tokens_of(settings),
+        kv_tokens=described.kv_tokens_of(settings),
         reuse_kv_cache=bool(settings.resolved_engine_options().get("reuse_kv_cache")),
     )
 
 
 def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
-    cases, schedule = cases_of(settings), bench_schedule(settings)
+    cases, schedule = [Case.parsed(text) for text in settings.modes], bench_schedule(settings)
     workload = bench_workload(settings)
     max_length = settings.prompt_tokens + settings.response_limit()
-    _prepare_folders(settings)
+    # Output folders are made, and a model folder without a model is refused, before anything is printed.
+    if settings.out is not None:
+        make_folder("out", settings.out.parent)
+    if settings.events is not None:
+        make_folder("events", settings.events)
+    if Path(settings.model).is_dir():
+        model_named(settings.model)
     progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
     runs = f"{counted(progress.total, 'update')} in {counted(len(cases), 'mode')}"
     log(f"{runs}; loading engine {settings.engine}, model {settings.model}")
@@ -206,67 +192,42 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     found: dict[str, Any] = {"machine": machine(), "engine": settings.engine, "limit": limit, "modes": {}}
     found["kv_tokens"] = engine.info().kv_tokens
     progress.start()
-    with ExitStack() as files:
-
-        def sinks(case: Case) -> list[Sink]:
-            if settings.events is None:
-                return []
-            path = settings.events / f"{case.name}.jsonl"
-            return [JsonLines(files.enter_context(path.open("w", encoding="utf-8")))]
-
-        for name, run_metrics in bench(
-            engine,
-            cases,
-            workload,
-            schedule,
-            vocabulary,
-            limit=limit,
-            predict=bool(settings.step_time),
-            max_updates=settings.updates,
-            sinks=sinks,
-            on_update=progress.update,
-        ):
-            progress.end_of_case()
-            found["modes"][name] = run_metrics
-            if settings.out is not None:
-                written = {**found, "settings": as_json(settings)}
-                write_atomically(settings.out, json.dumps(written, indent=1) + "\n")
-            log(f"{name}: kept {run_metrics['kept']:,.0f} tok/s, bubble {run_metrics['bubble']:.1%}")
+    for case in cases:
+        with ExitStack() as files:
+            sinks = []
+            if settings.events is not None:
+                path = settings.events / f"{case.name}.jsonl"
+                sinks.append(JsonLines(files.enter_context(path.open("w", encoding="utf-8"))))
+            measured = run(
+                engine, replace(workload, expectation=case.expectation), case.schedule(schedule), vocabulary, *sinks,
+                max_updates=settings.updates, on_update=partial(progress.update, case),
+            )  # fmt: skip
+        for name, key in (("of_limit", "goodput"), ("kept_of_limit", "kept")):
+            measured |= {"limit": limit, name: measured[key] / limit if limit else None}
+        if settings.step_time:
+            measured["predicted"] = predicted(case, workload, schedule, settings.updates)
+        found["modes"][case.name] = measured
+        progress.cases_ended += 1
+        if settings.out is not None:
+            write_atomically(settings.out, json.dumps({**found, "settings": as_json(settings)}, indent=1) + "\n")
+        log(f"{case.name}: kept {measured['kept']:,.0f} tok/s, bubble {measured['bubble']:.1%}")
     return found
-
-
-def _prepare_folders(settings: BenchSettings) -> None:
-    """Make the output folders, and refuse a model folder without a model, before anything is printed."""
-    if settings.out is not None:
-        make_folder("out", settings.out.parent)
-    if settings.events is not None:
-        make_folder("events", settings.events)
-    if Path(settings.model).is_dir():
-        model_named(settings.model)
 
 
 class Progress:
     """One line per update, with the time that is left at the pace so far. A case may end early."""
 
     def __init__(self, cases: int, updates_per_case: int, log: Log, now: Callable[[], float] = time.monotonic) -> None:
-        self.total = cases * updates_per_case
-        self._per_case = updates_per_case
-        self._log = log
-        self._now = now
-        self._began = now()
-        self._cases = 0  # that ended
+        self.total, self.cases_ended = cases * updates_per_case, 0
+        self._per_case, self._log, self._now = updates_per_case, log, now
 
     def start(self) -> None:
         self._began = self._now()
 
     def update(self, case: Case, done: int) -> None:
-        made = self._cases * self._per_case + done
-        seconds = self._now() - self._began
+        made, seconds = self.cases_ended * self._per_case + done, self._now() - self._began
         eta = clock(seconds / made * max(0, self.total - made))
         self._log(f"{case.name}: update {done}/{self._per_case}  elapsed {clock(seconds)}  ETA {eta}")
-
-    def end_of_case(self) -> None:
-        self._cases += 1
 
 
 def updates_per_case(workload: Workload, schedule: Schedule, max_updates: int | None) -> int:
@@ -333,38 +294,5 @@ def measured_limit(
 
 def predicted(case: Case, workload: Workload, schedule: Schedule, max_updates: int | None) -> dict[str, Any]:
     """The simulator's prediction for the same mode and lengths, with the step time of the workload."""
-    return asdict(
-        simulated.run(replace(workload, expectation=case.expectation), case.schedule(schedule), max_updates=max_updates)
-    )
-
-
-def bench(
-    engine: Engine,
-    cases: Sequence[Case],
-    workload: Workload,
-    schedule: Schedule,
-    vocabulary: int,
-    *,
-    limit: float | None,
-    predict: bool,
-    max_updates: int | None,
-    sinks: Callable[[Case], Sequence[Sink]] = lambda case: (),
-    on_update: Callable[[Case, int], None] = lambda case, done: None,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each case's name and metrics as it completes."""
-    for case in cases:
-        found = run(
-            engine,
-            replace(workload, expectation=case.expectation),
-            case.schedule(schedule),
-            vocabulary,
-            *sinks(case),
-            max_updates=max_updates,
-            on_update=lambda done, case=case: on_update(case, done),  # type: ignore[misc]
-        )
-        found["limit"] = limit
-        found["of_limit"] = found["goodput"] / limit if limit else None
-        found["kept_of_limit"] = found["kept"] / limit if limit else None
-        if predict:
-            found["predicted"] = predicted(case, workload, schedule, max_updates)
-        yield case.name, found
+    workload = replace(workload, expectation=case.expectation)
+    return asdict(simulated.run(workload, case.schedule(schedule), max_updates=max_updates))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -62,31 +62,19 @@ class ProfileSettings(Settings, EngineSettings):
         check_engine(self)
         check_is_no_folder("out", self.out, "profile.json")
         cells = cells_for(self.slots, self.max_context_tokens, math.inf, self.steps)
+        longest, observed = self.max_context_tokens, self.observation_tokens
         if len({running for running, _ in cells}) < 2 or len({context for _, context in cells}) < 2:
-            raise ConfigurationError(
-                "max_context_tokens",
-                self.max_context_tokens,
-                f"measurements of {self.steps} steps at two context lengths and two batch sizes do not fit in it",
-                "Set it higher, or --steps or --slots lower.",
-            )
-        self._check_observation_tokens()
-
-    def _check_observation_tokens(self) -> None:
-        if self.observation_tokens and self.engine == "embedded":
-            raise ConfigurationError(
-                "observation_tokens",
-                self.observation_tokens,
-                "the embedded engine has no prefix cache: a return is an ordinary prefill, which is always measured",
-                "Leave it out, or choose another --engine.",
-            )
-        most = self.max_context_tokens // _CONTEXTS_OF_A_RETURN
-        if self.observation_tokens > most:
-            raise ConfigurationError(
-                "observation_tokens",
-                self.observation_tokens,
-                f"of max_context_tokens = {self.max_context_tokens} it has room for {most}",
-                "Set it lower, or --max-context-tokens higher.",
-            )
+            why = f"measurements of {self.steps} steps at two context lengths and two batch sizes do not fit in it"
+            fix = "Set it higher, or --steps or --slots lower."
+            raise ConfigurationError("max_context_tokens", longest, why, fix)
+        if observed and self.engine == "embedded":
+            why = "the embedded engine has no prefix cache: a return is an ordinary prefill, which is always measured"
+            fix = "Leave it out, or choose another --engine."
+            raise ConfigurationError("observation_tokens", observed, why, fix)
+        if observed > (most := longest // _CONTEXTS_OF_A_RETURN):
+            why = f"of max_context_tokens = {longest} it has room for {most}"
+            fix = "Set it lower, or --max-context-tokens higher."
+            raise ConfigurationError("observation_tokens", observed, why, fix)
 
 
 def run_profile(settings: ProfileSettings, log: Log) -> Profile:
@@ -96,20 +84,16 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
     warm_up(engine, vocabulary, settings.max_context_tokens)
     kv_tokens = engine.info().kv_tokens
     room = kv_tokens or engine.slots * settings.max_context_tokens
-    cells = measure(
-        engine,
-        cells_for(engine.slots, settings.max_context_tokens, room, settings.steps),
-        vocabulary,
-        steps=settings.steps,
-        repeats=settings.repeats,
-        on_cell=lambda cell: log(
-            f"{cell.running:4d} running, contexts of {cell.context:5d}: {1e3 * cell.step_seconds:8.3f} ms per step, "
-            f"prefill {1e6 * cell.prefill_seconds_per_token:6.2f} us per token"
-        ),
-    )
+
+    def log_cell(cell: Cell) -> None:
+        step, prefill = 1e3 * cell.step_seconds, 1e6 * cell.prefill_seconds_per_token
+        sizes = f"{cell.running:4d} running, contexts of {cell.context:5d}"
+        log(f"{sizes}: {step:8.3f} ms per step, prefill {prefill:6.2f} us per token")
+
+    wanted = cells_for(engine.slots, settings.max_context_tokens, room, settings.steps)
+    cells = measure(engine, wanted, vocabulary, steps=settings.steps, repeats=settings.repeats, on_cell=log_cell)
     per_token = prefill_of(cells)
     per_return = _measured_return(engine, settings, vocabulary, room, per_token, log)
-    weight_update_seconds = _measured_weight_update(engine, settings, log)
     found = Profile(
         engine=settings.engine,
         model=settings.model,
@@ -118,7 +102,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         prefill_seconds_per_token=per_token,
         prefill_tokens_per_step=engine.info().prefill_tokens_per_step,
         kv_tokens=kv_tokens,
-        weight_update_seconds=weight_update_seconds,
+        weight_update_seconds=_measured_weight_update(engine, settings, log),
         machine=machine(),
         prefill_step_seconds=per_return,
         prefill_step_tokens=settings.observation_tokens,
@@ -135,22 +119,16 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
 def _measured_return(
     engine: Engine, settings: ProfileSettings, vocabulary: int, room: int, per_token: float, log: Log
 ) -> float:
-    if not settings.observation_tokens:
+    if not (observed := settings.observation_tokens):
         return 0.0
     longest = min(settings.max_context_tokens, room // engine.slots)  # all slots fit in memory
+    context, steps = longest // _CONTEXTS_OF_A_RETURN, max(8, min(128, longest // 16))
+    places = [(2 + repeat) * FIRST_PLACE_OF_RETURNS for repeat in range(settings.repeats)]
     found = median(
-        prefill_step_seconds(
-            engine,
-            longest // _CONTEXTS_OF_A_RETURN,
-            settings.observation_tokens,
-            vocabulary,
-            per_token,
-            steps=max(8, min(128, longest // 16)),
-            first_place=(2 + repeat) * FIRST_PLACE_OF_RETURNS,
-        )
-        for repeat in range(settings.repeats)
+        prefill_step_seconds(engine, context, observed, vocabulary, per_token, steps=steps, first_place=place)
+        for place in places
     )
-    log(f"a return with {settings.observation_tokens} tokens makes a decode step {1e3 * found:.3f} ms longer")
+    log(f"a return with {observed} tokens makes a decode step {1e3 * found:.3f} ms longer")
     return found
 
 
@@ -249,11 +227,7 @@ def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: in
     forced.submit([Request(i, prompt, (), longest, i) for i, prompt in enumerate(prompts)])
     ended: dict[int, float] = {}
     while not ended.keys() >= {first_to_end, second}:
-        for change in forced.poll():
-            if isinstance(change, Finished):
-                ended[change.id] = change.at
-            elif isinstance(change, Failed):
-                raise RuntimeError(f"the engine refused a context of {context} tokens: {change.reason}")
+        ended |= {end.id: end.at for end in _ends_of_poll(forced)}
     forced.abort([id for id in range(running + 1) if id not in ended])
     step = (ended[second] - ended[first_to_end]) / steps
     prefill = max(0.0, (ended[first_to_end] - began - _LEAD_TOKENS * step) / prefill_tokens)
@@ -290,7 +264,7 @@ def prefill_step_seconds(
     longest = 4 * steps + context * engine.slots // _SMALLEST_PREFILL_STEP
     lengths: dict[int, int] = {}
     forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
-    ids, ends = count(), _ends(forced)
+    ids, ends = count(), chain.from_iterable(_ends_of_poll(forced) for _ in count())
 
     def request(prompt: Prompt, length: int = longest) -> Request:
         id = next(ids)
@@ -324,10 +298,9 @@ def prefill_step_seconds(
     return max(0.0, (between - (before + after) / 2) / returns - observed * prefill_seconds_per_token)
 
 
-def _ends(engine: Engine) -> Iterator[Finished]:
-    while True:
-        for change in engine.poll():
-            if isinstance(change, Failed):
-                raise RuntimeError(f"the engine refused a request: {change.reason}")
-            if isinstance(change, Finished):
-                yield change
+def _ends_of_poll(engine: Engine) -> Iterator[Finished]:
+    for change in engine.poll():
+        if isinstance(change, Failed):
+            raise RuntimeError(f"the engine refused a request: {change.reason}")
+        if isinstance(change, Finished):
+            yield change

@@ -20,16 +20,12 @@ class SteadyState:
         request_of: Callable[[int], Request],
         next_turn: Callable[[Request, int], Request | None] = lambda request, made: None,
     ) -> None:
-        self._engine = engine
-        self._request_of = request_of
-        self._next_turn = next_turn
+        self._engine, self._request_of, self._next_turn = engine, request_of, next_turn
         self._turnovers = [0] * engine.slots  # rollouts that each slot has finished
         self._wanted = self._behind = 0  # turnovers of each slot, and slots with fewer
-        self._slot_of: dict[int, int] = {}
-        self._running: dict[int, Request] = {}
+        self._running: dict[int, tuple[int, Request]] = {}  # slot and request
         self._made: dict[int, int] = {}  # tokens of each running request
-        self._started = 0
-        self._delivered = 0
+        self._started = self._delivered = 0
 
     def tokens_per_second(
         self, *, turnovers: int, rollouts: int = 0, tokens_made: Callable[[], int] | None = None
@@ -46,15 +42,11 @@ class SteadyState:
         self._engine.abort(list(self._running))
         return (after - before) / (ended - began)
 
-    def _start(self, slot: int) -> None:
-        request = self._request_of(self._started)
-        self._started += 1
-        self._slot_of[request.id] = slot
-        self._submit(request)
-
-    def _submit(self, request: Request) -> None:
-        self._running[request.id] = request
-        self._made[request.id] = 0
+    def _start(self, slot: int, following: Request | None = None) -> None:
+        """The next turn of the slot's rollout, or a new one."""
+        request = following or self._request_of(self._started)
+        self._started += following is None
+        self._running[request.id], self._made[request.id] = (slot, request), 0
         self._engine.submit([request])
 
     def _run_until(self, turnovers: int, rollouts: int) -> None:
@@ -67,15 +59,9 @@ class SteadyState:
                     self._made[change.id] += len(change.segment)
                     self._delivered += len(change.segment)
                 elif isinstance(change, Finished):
-                    self._finish(change)
-
-    def _finish(self, change: Finished) -> None:
-        request, made = self._running.pop(change.id), self._made.pop(change.id)
-        following = None if change.truncated else self._next_turn(request, made)
-        if following is not None:
-            self._submit(following)
-            return
-        slot = self._slot_of.pop(change.id)
-        self._turnovers[slot] += 1
-        self._behind -= self._turnovers[slot] == self._wanted
-        self._start(slot)
+                    (slot, request), made = self._running.pop(change.id), self._made.pop(change.id)
+                    following = None if change.truncated else self._next_turn(request, made)
+                    if following is None:
+                        self._turnovers[slot] += 1
+                        self._behind -= self._turnovers[slot] == self._wanted
+                    self._start(slot, following)

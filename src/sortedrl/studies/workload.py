@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
@@ -16,6 +16,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed, mixing
+from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
 from sortedrl.engines.lengths import (
@@ -33,7 +34,6 @@ from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.observe.metrics import Metrics, RunMetrics
-from sortedrl.studies.held_slots import holding_slots
 from sortedrl.studies.steady_state import SteadyState
 
 EXPECTATIONS = ("cold", "warm", "oracle")
@@ -257,6 +257,19 @@ def limit(workload: Workload, schedule: Schedule) -> float:
         rollouts=max(workload.prompts * schedule.rollouts_per_prompt, steady),
         tokens_made=lambda: engine.tokens_made,
     )
+
+
+def holding_slots(strategy: Strategy) -> Strategy:
+    """For comparison: no rollout is started in the slot of one that is between two turns, as in agent loops that run
+    one request per slot from the first turn to the last."""
+    kind = type(strategy)
+
+    def may_start(self: Strategy, rollout: Rollout, s: SchedulerState) -> bool:
+        between_turns = len(s.buffer.in_environment) + len(s.buffer.returning)
+        return between_turns < s.free_slots and kind.may_start(self, rollout, s)
+
+    holding: type[Strategy] = type(f"Holding{kind.__name__}", (kind,), {"may_start": may_start})
+    return holding(**asdict(strategy))
 
 
 def with_mode(schedule: Schedule, mode: str) -> Schedule:
