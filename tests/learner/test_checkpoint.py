@@ -71,6 +71,19 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays(
     assert names(tmp_path) == ["update-000001", "update-000002"], "nothing is set aside"
 
 
+@pytest.mark.parametrize("part", ["controller", "notes", "random"])
+def test_a_checkpoint_that_lacks_a_part_is_refused_in_one_line(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 1)
+    state = json.loads((path / "state.json").read_text())
+    del state[part]
+    (path / "state.json").write_text(json.dumps(state))
+    monkeypatch.setattr(checkpoint, "damage_of", lambda path: None)
+    with pytest.raises(checkpoint.CheckpointError, match=f"cannot be used: it lacks '{part}'. Move it out of"):
+        newest(tmp_path)
+
+
 @pytest.mark.parametrize("manifest", ["", "{}", "[]", "null", '{"learner.pt": {}}', '{"learner.pt": 3}', "{\x00"])
 def test_a_checkpoint_with_a_damaged_manifest_is_not_intact(manifest: str, tmp_path: Path) -> None:
     path = save(tmp_path, 1)

@@ -32,24 +32,37 @@ def run_out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
 
 
+def small(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "updates": 1}
+    settings |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 20}
+    return settings | {"model": str(toy.make_model(folder)), "max_prompt_tokens": 16, "eval_problems": 4, "threads": 1}
+
+
 def test_a_run_out_of_memory_can_be_resumed_with_smaller_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "updates": 1}
-    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 20}
-    small |= {"model": str(toy.make_model(tmp_path)), "max_prompt_tokens": 16, "eval_problems": 4, "threads": 1}
-    run = tmp_path / "run"
+    run, settings = tmp_path / "run", small(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "step", run_out_of_memory)
         with pytest.raises(OutOfMemory) as stopped:
-            train(TrainSettings(**small, out=run), print)
+            train(TrainSettings(**settings, out=run), print)
     message = str(stopped.value)
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in message
     assert "Lower tokens_per_micro_batch = 16384 or set gradient_checkpointing = true" in message
     assert f"sortedrl train --resume {run} --config FILE" in message
     memory = {"tokens_per_micro_batch": 32, "gradient_checkpointing": True, "recompute_above_tokens": 16}
-    summary = train(TrainSettings(**small, **memory, out=run, resume=run), print)
+    summary = train(TrainSettings(**settings, **memory, out=run, resume=run), print)
     assert summary["updates"] == 1
+
+
+def test_a_process_without_memory_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_host_memory(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Learner, "step", run_out_of_host_memory)
+    run = tmp_path / "run"
+    with pytest.raises(OutOfMemory, match=f"this process ran out of memory.*sortedrl train --resume {run}"):
+        train(TrainSettings(**small(tmp_path), out=run), print)
 
 
 def test_a_model_that_does_not_fit_is_one_line_and_leaves_no_folder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -276,6 +278,42 @@ def test_resume_falls_back_to_the_intact_checkpoint_and_says_so(run: Path) -> No
     assert "damaged-update-000004" in names and not any(name.startswith(".") for name in names)
 
 
+def other_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A state that is intact, but not that of this run."""
+    path, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+    digest = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"state.json": digest}))
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_anything_is_touched(run: Path) -> None:
+    newest = run / "checkpoints" / "update-000004"
+    other_state(newest, lambda state: state["notes"]["settings"].update(algorithm="ppo", seed=7))
+    before = content_of(run)
+    line = one_line(resume(run, 5))
+    assert (
+        f"checkpoint {newest} cannot be used: it is that of another run (algorithm: 'ppo' -> 'grpo', seed: 7 -> 0)"
+        in line
+    )
+    assert content_of(run) == before
+    shutil.rmtree(newest)
+    assert resume(run, 5).returncode == 0
+
+
+def test_a_checkpoint_that_lacks_a_part_costs_one_line(run: Path) -> None:
+    newest = run / "checkpoints" / "update-000004"
+    other_state(newest, lambda state: state["controller"].pop("sweep"))
+    assert f"checkpoint {newest} cannot be used: it lacks 'sweep'. Move it out of" in one_line(resume(run, 5))
+    newest.rename(run / "aside")
+    assert resume(run, 5).returncode == 0
+
+
 def test_a_run_and_its_model_are_told_apart(run: Path) -> None:
     def refused(*words: str) -> str:
         return one_line(forked.run(list(words), run.parent / "output"))
@@ -354,6 +392,14 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line(replaced: bool, traini
     line = one_line(training.wait())
     assert f"run folder {run} was removed or replaced" in line
     assert not (run / "metrics.jsonl").exists()
+
+
+def test_a_run_whose_lock_is_removed_ends_with_one_line_and_can_be_resumed(training: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / ".lock").unlink()
+    line = one_line(training.wait())
+    assert f"the lock of {run} was removed or replaced" in line and f"sortedrl train --resume {run}" in line
+    assert resume(run, len(updates_of(run)) + 1).returncode == 0
 
 
 # Signals

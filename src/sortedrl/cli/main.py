@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -53,6 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once, without a traceback
         print("interrupted", file=sys.stderr)
         return 130
     except MemoryError:
@@ -61,6 +63,8 @@ def main(args: Sequence[str] | None = None) -> int:
         discard(sys.stdout, sys.stderr)
         return 0
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return _refuse(f"{words[0]} needs more open files than are allowed. Raise the limit: ulimit -n 1024")
         if error.errno not in NO_SPACE:
             raise
         discard(sys.stdout)

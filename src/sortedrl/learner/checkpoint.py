@@ -19,7 +19,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,23 @@ def _read(path: Path) -> Checkpoint:
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _require_known_format(path, state)
     learner = torch.load(path / "learner.pt", map_location="cpu", weights_only=True)
-    return Checkpoint(path, learner, state["controller"], state["notes"], state["random"])
+    with what_it_lacks(path):
+        return Checkpoint(path, learner, state["controller"], state["notes"], state["random"])
+
+
+@contextmanager
+def what_it_lacks(path: Path) -> Iterator[None]:
+    """Around what reads the content of a checkpoint: a part that is missing is one line."""
+    try:
+        yield
+    except KeyError as error:
+        raise unusable(path, f"it lacks {error}") from error
+
+
+def unusable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path} cannot be used: {reason}. Move it out of {path.parent}: the one before it is used then"
+    )
 
 
 def _set_aside(path: Path) -> Path:

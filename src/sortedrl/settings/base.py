@@ -47,7 +47,8 @@ class Settings(BaseModel):
     )
 
     def check(self) -> None:
-        """Refuse settings that cannot work together, with a ConfigurationError."""
+        """Refuse settings that cannot work together or be saved, with a ConfigurationError."""
+        as_json(self)
 
 
 def first_error(error: pydantic.ValidationError, fix_for: Callable[[str], str]) -> ConfigurationError:
@@ -66,7 +67,13 @@ def first_error(error: pydantic.ValidationError, fix_for: Callable[[str], str]) 
 
 
 def as_json(settings: Settings) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(settings.model_dump_json(exclude={"config", "json_output", "dry_run"}))
+    """Raises a ConfigurationError for a path that is not UTF-8: some files of a model could not be written there."""
+    plain = settings.model_dump(mode="json", exclude={"config", "json_output", "dry_run"})
+    for key, value in plain.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ConfigurationError(key, str(value), "this is not UTF-8 text", "Rename it.") from None
     return plain
 
 

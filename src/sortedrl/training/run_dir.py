@@ -58,6 +58,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, _LogFile] = {}
         self._lock: FolderLock | None = None
+        self._inode: int | None = None  # of the locked folder
 
     @classmethod
     def unused(cls, settings: TrainSettings) -> RunFolder:
@@ -106,6 +107,7 @@ class RunFolder:
     def _take_lock(self, log: Log) -> None:
         try:
             self._lock = FolderLock(self.path)
+            self._inode = self.path.stat().st_ino
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written to: {error.strerror}") from error
         if self._lock.warning:
@@ -113,11 +115,17 @@ class RunFolder:
 
     def require_in_place(self) -> None:
         """Writes to a removed folder are lost, so the run stops."""
-        if self._lock is not None and not self._lock.is_in_place():
+        if self._lock is None or self._lock.is_in_place():
+            return
+        if self._inode is not None and self.path.is_dir() and self.path.stat().st_ino == self._inode:
             raise RunFolderError(
-                f"run folder {self.path} was removed or replaced while the run was writing to it: the run has stopped, "
-                "nothing after that can be recovered. Start it again in another folder"
+                f"the lock of {self.path} was removed or replaced while the run was writing there, so a second process "
+                f"could write, too: the run has stopped. Continue with sortedrl train --resume {self.path}"
             )
+        raise RunFolderError(
+            f"run folder {self.path} was removed or replaced while the run was writing to it: the run has stopped, "
+            "nothing after that can be recovered. Start it again in another folder"
+        )
 
     @contextmanager
     def removal_explained(self) -> Iterator[None]:

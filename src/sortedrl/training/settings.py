@@ -112,6 +112,7 @@ class ModelSettings(Settings, EngineSettings):
 
     def check(self) -> None:
         """Reading the model and the task finds the other mistakes."""
+        super().check()
         check_engine(self)
 
 
@@ -374,15 +375,20 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
 
 def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
     """What a resumed run changes in its settings. Refuses a change of those that must stay."""
-    changed = {key: f"{old!r} -> {new!r}" for key, (old, new) in changes_of(settings, saved).items()}
-    if refused := {key: change for key, change in changed.items() if key not in MAY_CHANGE_ON_RESUME}:
+    if refused := changes_refused(settings, saved):
         key, free = next(iter(refused)), ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"out", "resume"}))
         raise ConfigurationError(
             key, as_json(settings)[key],
-            f"the run in {settings.resume} was started with other settings ({_listed(refused)})",
+            f"the run in {settings.resume} was started with other settings ({listed(refused)})",
             f"Leave these flags out, or start a new run; only {free} may change.",
         )  # fmt: skip
-    return _listed({key: change for key, change in changed.items() if key not in ("out", "resume")})
+    changes = changes_of(settings, saved)
+    return listed({key: change for key, change in changes.items() if key not in ("out", "resume")})
+
+
+def changes_refused(settings: TrainSettings, saved: dict[str, Any]) -> dict[str, list[Any]]:
+    changes = changes_of(settings, saved)
+    return {key: change for key, change in changes.items() if key not in MAY_CHANGE_ON_RESUME}
 
 
 def changes_of(settings: TrainSettings, saved: dict[str, Any]) -> dict[str, list[Any]]:
@@ -392,8 +398,8 @@ def changes_of(settings: TrainSettings, saved: dict[str, Any]) -> dict[str, list
     return {key: [before[key], value] for key, value in as_json(settings).items() if before[key] != value}
 
 
-def _listed(changes: dict[str, str]) -> str:
-    return ", ".join(f"{key}: {change}" for key, change in changes.items())
+def listed(changes: dict[str, list[Any]]) -> str:
+    return ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference
 from sortedrl.training.build import (
+    OutOfMemory,
     dtype_of,
     learner_settings_of,
     learning_rate_notice,
@@ -46,7 +47,7 @@ from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.run_record import RunRecord
 from sortedrl.training.same_problems import problem_digests, why_other_problems
-from sortedrl.training.settings import TrainSettings, changes_of, schedule_of
+from sortedrl.training.settings import TrainSettings, changes_of, changes_refused, listed, schedule_of
 from sortedrl.training.shuffled_rewards import RewardPool, shuffled
 from sortedrl.training.signals import Interrupted, interruptible
 from sortedrl.training.skipped_steps import SkippedSteps
@@ -153,14 +154,14 @@ class TrainingRun:
         )
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Go back to a checkpoint."""
+        """Go back to a checkpoint. What may refuse it comes before the log is recovered."""
         state, notes = saved.controller, saved.notes
         if (reason := why_other_problems(saved, self.resources.train, self._held_out())) is not None:
             fix = "Restore the data of the run, or start a new one."
             raise ConfigurationError("resume", str(self.folder.path), reason, fix)
-        recovered = self.record.recover(CheckpointMark.of(state), self.controller.first_event())
         self.learner.load_state_dict(saved.learner)
         self.engine.update_weights(self._weights(), state["version"])
+        recovered = self.record.recover(CheckpointMark.of(state), self.controller.first_event())
         self.record.roll_back(recovered, state["updates"], notes["seconds"])
         self.controller.restore(state, last_time=recovered.last_time)
         if changes := self._changes_since(notes):
@@ -368,6 +369,8 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         for place in (folder.path, folder.checkpoints):
             checkpoint.clean_up(place)
         resumed = checkpoint.load_newest_intact(folder.checkpoints, log)
+        if other := changes_refused(settings, resumed.notes.get("settings", {})):  # older versions did not save them
+            raise checkpoint.unusable(resumed.path, f"it is that of another run ({listed(other)})")
     resources = read_resources(settings, log)
     set_threads(settings, resources.model)
     with ExitStack() as to_close:
@@ -381,7 +384,8 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         if notice := learning_rate_notice(settings, resources.model.num_parameters()):
             log(notice)
         if resumed is not None:
-            run.resume(resumed)
+            with checkpoint.what_it_lacks(resumed.path):
+                run.resume(resumed)
             folder.write("config.json", as_json(settings))  # only now: the engine started, and the state fits
             done = resumed.controller["updates"]
             log(f"resumed after {counted(done, 'update')}, from {resumed.path}")
@@ -389,10 +393,13 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
                 log(f"no update is left to make: for more, set --updates to more than {done}")
         for name in settings.tracker:
             run.record.trackers.add(open_tracker(name, folder.path, as_json(settings)))
+        from_checkpoint = f"From the last checkpoint: sortedrl train --resume {folder.path}"
         try:
             with console, closing(to_close), folder.removal_explained():  # closing may log: the console ends last
                 return run.run()
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, settings, folder.path) from error
+        except MemoryError as error:
+            raise OutOfMemory(f"this process ran out of memory. {from_checkpoint}") from error
         except (EngineDied, WeightsDiffer, TooManyRejected) as error:
-            raise type(error)(f"{error}. From the last checkpoint: sortedrl train --resume {folder.path}") from error
+            raise type(error)(f"{error}. {from_checkpoint}") from error
