@@ -285,6 +285,9 @@ def test_streaming_parts_of_groups_that_may_be_dropped_is_refused(tmp_path: Path
 
 STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]
 BAD_INPUT = {
+    "a folder that is not UTF-8": (["train", "--out", "runs/\udcff"], ["'runs/\\udcff' is not UTF-8"]),
+    "a file that is not UTF-8": (["simulate", "--lengths=\udcff.csv"], ["is not UTF-8: use a name that is"]),
+    "deeply nested options": (["train", "--engine-options", "a", "[" * 100_000], ["engine_options"]),
     "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
     "more slots than any engine has": (["simulate", "--slots", "9" * 20], ["slots = 9999", "it should be at most"]),
     "a prompt beyond any context": (["simulate", "--prompt-tokens", "9" * 20], ["it should be at most 10000000"]),

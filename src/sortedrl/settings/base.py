@@ -81,7 +81,7 @@ def literal(text: str) -> Any:
     """A value in JSON or Python notation; any other text stays text."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
