@@ -215,6 +215,19 @@ def test_a_dry_run_counts_updates_of_whole_groups(command: str) -> None:
     assert derived["update_size_over_slots"] == 0.5
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan", "bench", "train"])
+def test_a_cohort_is_four_updates_unless_it_is_set(command: str, tmp_path: Path) -> None:
+    """Of whole prompts, also if the file sets one part of it and a flag the other."""
+
+    def cohort(*words: str) -> int:
+        done = sortedrl(command, "--dry-run", "--json", *config_file(tmp_path, rollouts_per_update=100), *words)
+        return int(json.loads(done.stdout)["settings"]["prompts_per_cohort"])
+
+    assert cohort("--rollouts-per-prompt", "2") == 200
+    assert cohort("--rollouts-per-prompt", "8") == 4 * 13
+    assert cohort("--rollouts-per-prompt", "8", "--prompts-per-cohort", "64") == 64
+
+
 @pytest.mark.parametrize("command", ["simulate", "plan", "train", "eval"])
 def test_a_dry_run_prints_settings_and_runs_nothing(command: str, tmp_path: Path) -> None:
     done = sortedrl(command, "--dry-run", "--json", cwd=tmp_path)

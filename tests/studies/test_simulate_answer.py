@@ -403,6 +403,15 @@ def test_if_every_mode_has_length_bias_none_is_recommended() -> None:
     assert "No mode here is free of length bias (more than 2%), so none is recommended." in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("mode", "compared"),
+    [("baseline", "--modes baseline partial+elevator"), ("partial+elevator", "--modes baseline partial+elevator")],
+)
+def test_one_mode_alone_gets_no_verdict_and_no_gain_over_itself(mode: str, compared: str) -> None:
+    text = sortedrl("simulate", *SMALL, "--modes", mode, "--details").stdout
+    assert compared in text and not any(word in text for word in ("gain ", "Gains", "x)", "1.00x", "You do not need"))
+
+
 def test_only_a_baseline_makes_the_others_needless() -> None:
     modes = {"partial": metrics_of("partial", 1.5e7, staleness=0.6), "april": metrics_of("april", 1.4e7, staleness=1.0)}
     assert conclusion(rows_of(*modes), modes) == "partial is as fast as any mode here without length bias."
@@ -502,8 +511,9 @@ def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
         "staleness_mean": 1.25,
         "length_bias": 0.0,
     }
+    modes = {name: metrics | {"mode": name} for name in ("baseline", "on-policy+planned (warm)")}
     console = Console(width=width, file=io.StringIO())
-    show(console, [answer_table({"on-policy+planned (warm)": metrics}), "A sentence that is wrapped at this width."])
+    show(console, [answer_table(modes), "A sentence that is wrapped at this width."])
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue().splitlines()
     row = next(place for place, line in enumerate(printed) if "on-policy+planned (warm)" in line)

@@ -9,14 +9,14 @@ from sortedrl.cli.output import around_code_of_others, line_log, table_console
 from sortedrl.cli.workload import print_dry_run
 from sortedrl.settings.base import as_json
 from sortedrl.studies import tables
-from sortedrl.studies.bench import BenchSettings, bench_schedule, run_bench
+from sortedrl.studies.bench import BenchSettings, bench_schedule, bench_workload, run_bench
 
 SETTINGS = BenchSettings
 
 
 def run(settings: BenchSettings) -> int:
     if settings.dry_run:
-        return print_dry_run(settings, bench_schedule(settings), settings.cohorts * settings.prompts_per_cohort)
+        return print_dry_run(settings, bench_schedule(settings), bench_workload(settings).prompts)
     with around_code_of_others(settings):
         found = run_bench(settings, line_log(settings))
     if settings.json_output:

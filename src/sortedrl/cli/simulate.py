@@ -9,6 +9,7 @@ from sortedrl.cli.output import ProgressBar, table_console
 from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import as_json
+from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.studies import answer, simulate, tables
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
@@ -36,7 +37,9 @@ def run(settings: SimulateSettings) -> int:
     )
     tables.show(console, [tables.answer_table(modes)])
     console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
-    console.print(answer.spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates), highlight=False)
+    if tables.several(modes):
+        error = answer.spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates)
+        console.print(error, highlight=False)
     if settings.details:
         for table in (tables.gain_table, tables.cost_table, tables.bubble_table):
             tables.show(console, ["", table(modes)])
@@ -44,8 +47,8 @@ def run(settings: SimulateSettings) -> int:
 
 
 def _less_than_a_cohort(settings: SimulateSettings) -> str | None:
-    needed = simulated_schedule(settings).rollouts_needed
-    in_cohort = updates_left(settings.prompts_per_cohort * settings.rollouts_per_prompt, needed)
+    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
+    in_cohort = updates_left(per_cohort, simulated_schedule(settings).rollouts_needed)
     if settings.updates is None or settings.updates >= in_cohort:
         return None
     return (

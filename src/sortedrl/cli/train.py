@@ -15,6 +15,7 @@ from sortedrl.cli.output import around_code_of_others, console_of_run, print_set
 from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.settings.base import InvalidSettings, as_json
+from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.training.settings import (
     TrainSettings,
     changed_on_resume,
@@ -43,7 +44,7 @@ def run(settings: TrainSettings) -> int:
 
 
 def print_dry_run(settings: TrainSettings) -> int:
-    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
     per_update = schedule_of(settings).rollouts_needed
     context_tokens = settings.longest_context()
     derived = {
@@ -55,7 +56,8 @@ def print_dry_run(settings: TrainSettings) -> int:
         "context_tokens": context_tokens,
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots * context_tokens,
     }
-    print_settings(as_json(settings), derived, as_object=settings.json_output)
+    resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
+    print_settings(resolved, derived, as_object=settings.json_output)
     return 0
 
 

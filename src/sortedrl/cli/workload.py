@@ -11,6 +11,7 @@ from sortedrl.core.strategies.base import updates_left
 from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
+from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
@@ -25,7 +26,7 @@ MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
-    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
     derived = {
         "rollouts_per_cohort": per_cohort,
         "updates_per_cohort": updates_left(per_cohort, schedule.rollouts_needed),
@@ -35,7 +36,8 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
         * (settings.prompt_tokens + settings.response_limit() + settings.most_observed()),
     }
-    print_settings(as_json(settings), derived, as_object=settings.json_output)
+    resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
+    print_settings(resolved, derived, as_object=settings.json_output)
     return 0
 
 
@@ -69,7 +71,7 @@ def _small_updates(settings: SimulatedSettings) -> str | None:
 
 
 def _long_runs(settings: SimulatedSettings) -> str | None:
-    per_cohort = settings.prompts_per_cohort * settings.rollouts_per_prompt
+    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
     rollouts = settings.cohorts * per_cohort
     if rollouts < MANY_ROLLOUTS:
         return None
@@ -129,6 +131,6 @@ def workload_line(settings: SimulatedSettings) -> str:
     )
     return (
         f"lengths: {lengths}\nslots {settings.slots}, updates of {simulated_schedule(settings).rollouts_needed}, "
-        f"cohorts of {settings.prompts_per_cohort} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
+        f"cohorts of {prompts_per_cohort(settings)} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
         f"seeds {' '.join(map(str, settings.seeds))}{more}"
     )

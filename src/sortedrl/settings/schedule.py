@@ -11,10 +11,7 @@ from sortedrl.core.schedule import Schedule
 
 MOST = 10_000_000  # of anything that is counted: more is a slip of the keyboard, and would fill the memory
 RolloutsPerUpdate = Annotated[int, Field(ge=1, le=MOST, description="rollouts that one update trains on")]
-PromptsPerCohort = Annotated[
-    int,
-    Field(ge=1, le=MOST, description="prompts that are loaded together and trained on before the next ones are loaded"),
-]
+UPDATES_PER_COHORT = 4  # by default; the paper found 8 harmful
 RolloutsPerPrompt = Annotated[int, Field(ge=1, le=MOST, description="responses per prompt: the group of GRPO and RLOO")]
 Oversubscribe = Annotated[
     float | None,
@@ -26,7 +23,15 @@ class ScheduleSettings(BaseModel):
     """A command may set other defaults, with the types above."""
 
     rollouts_per_update: RolloutsPerUpdate = 128
-    prompts_per_cohort: PromptsPerCohort = 512
+    prompts_per_cohort: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST,
+            description="prompts that are loaded together and trained on before the next ones are loaded; default: as "
+            f"many as {UPDATES_PER_COHORT} updates need",
+        ),
+    ] = None
     rollouts_per_prompt: RolloutsPerPrompt = 1
     max_staleness: Annotated[
         int | None,
@@ -41,10 +46,19 @@ class ScheduleSettings(BaseModel):
     ] = False
 
 
+def prompts_per_cohort(settings: ScheduleSettings) -> int:
+    """As set, or as many as `UPDATES_PER_COHORT` updates need."""
+    per_update = -(-settings.rollouts_per_update // settings.rollouts_per_prompt)
+    return settings.prompts_per_cohort or UPDATES_PER_COHORT * per_update
+
+
 def schedule_from(settings: BaseModel, **derived: Any) -> Schedule:
     """The schedule with every setting that has the name of one of its fields. `derived` fields win."""
     names = {field.name for field in fields(Schedule)} & type(settings).model_fields.keys()
-    schedule = Schedule(**({name: getattr(settings, name) for name in names} | derived))
+    values = {name: getattr(settings, name) for name in names} | derived
+    if isinstance(settings, ScheduleSettings):
+        values["prompts_per_cohort"] = prompts_per_cohort(settings)
+    schedule = Schedule(**values)
     schedule.check_cohort()
     return schedule
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.wording import counted
-from sortedrl.studies.plan import Allowed, Option, choose, is_allowed, larger_updates, option
+from sortedrl.studies import tables
+from sortedrl.studies.plan import BASELINES, Allowed, Option, choose, is_allowed, larger_updates, option
 from sortedrl.studies.simulate import Case
-from sortedrl.studies.tables import digits
 
 WARM = " (warm)"
 MUCH = 1.5  # if the choice has this many times the staleness of a slower mode, that mode is named, too
@@ -21,6 +21,8 @@ PRECISE_COHORTS, PRECISE_SEEDS = 20, 3
 def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
     """Applies the rule of `plan` to the rows that need no earlier epoch. The first row is the reference."""
     first, base = rows[0], modes[rows[0].name]
+    if not tables.several(modes):
+        return f"One mode alone has no gain. Compare it with another: --modes {_with_another(first.schedule.mode)}"
     options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
     comparable = [options[row.name] for row in rows if row.workload.expectation == first.workload.expectation]
     if not any(one.is_baseline or is_allowed(one, Allowed()) for one in comparable):
@@ -48,6 +50,10 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     if choice.staleness_mean > 0 and fresh is not None and _gain(modes[fresh.name], base) > 1.02:
         text += f"; without stale tokens, {fresh.name} gives {_gain(modes[fresh.name], base):.2f} times"
     return f"{text}.{larger_updates(choice)}"
+
+
+def _with_another(mode: str) -> str:
+    return f"{mode} partial+elevator" if mode in BASELINES else f"baseline {mode}"
 
 
 def _nothing_gained(
@@ -100,4 +106,4 @@ def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:
 
 def _hours(run_metrics: Mapping[str, Any]) -> str:
     hourly = run_metrics["trained_tokens_per_hour"]
-    return digits(MILLION_TOKENS * 1e6 / hourly, 3) if hourly else "endless"
+    return tables.digits(MILLION_TOKENS * 1e6 / hourly, 3) if hourly else "endless"

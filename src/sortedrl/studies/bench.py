@@ -39,7 +39,7 @@ from sortedrl.models import model_named
 from sortedrl.observe.console import clock
 from sortedrl.observe.metrics import Metrics
 from sortedrl.settings.base import as_json
-from sortedrl.settings.schedule import Oversubscribe, PromptsPerCohort, RolloutsPerUpdate, schedule_from
+from sortedrl.settings.schedule import Oversubscribe, RolloutsPerUpdate, prompts_per_cohort, schedule_from
 from sortedrl.studies import workload as simulated
 from sortedrl.studies import workload_settings as described
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
@@ -107,7 +107,6 @@ class BenchSettings(WorkloadSettings, EngineSettings):
     ] = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
     slots: Slots = 32
     rollouts_per_update: RolloutsPerUpdate = 32
-    prompts_per_cohort: PromptsPerCohort = 128
     oversubscribe: Oversubscribe = None
     prompt_tokens: PromptTokens = 32
     max_response_tokens: Annotated[
@@ -157,7 +156,7 @@ def bench_workload(settings: BenchSettings, cohorts: int | None = None) -> Workl
         lengths=described.length_of(settings),
         step_time=described.step_time_of(settings) if settings.step_time else PRESETS["memory-bound"],
         slots=settings.slots,
-        prompts=(cohorts or settings.cohorts) * settings.prompts_per_cohort,
+        prompts=(cohorts or settings.cohorts) * prompts_per_cohort(settings),
         prompt_tokens=settings.prompt_tokens,
         kv_tokens=described.kv_tokens_of(settings),
         reuse_kv_cache=bool(settings.resolved_engine_options().get("reuse_kv_cache")),

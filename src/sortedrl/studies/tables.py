@@ -18,11 +18,12 @@ from sortedrl.studies.plan import Option, Plan, UpdateSize, is_faster, takes_oth
 WIDEST = 250  # columns of a table
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
 Metrics = Mapping[str, Any]
-Column = Callable[[Metrics, Metrics], str]  # of a mode and of the first one
+Column = Callable[[Metrics, Metrics], str]  # of a mode and of the first one, which is empty if there is no other
 
 
-def _times(key: str) -> Column:
-    return lambda f, base: f"{f[key] / base[key] if base[key] else 0.0:.2f}x"
+def _times(key: str, form: str = "{}") -> Column:
+    """The gain over the first mode; nothing if that is the only one."""
+    return lambda f, base: form.format(f"{f[key] / base[key] if base[key] else 0.0:.2f}x") if base else ""
 
 
 def _hourly(f: Metrics) -> float:
@@ -39,11 +40,11 @@ ANSWER: dict[str, Column] = {
 }
 THROUGHPUT: dict[str, Column] = {
     "bubble": lambda f, base: f"{f['bubble']:.1%}",
-    "goodput": lambda f, base: f"{digits(f['goodput'], 4)} ({_times('goodput')(f, base)})",
+    "goodput": lambda f, base: f"{digits(f['goodput'], 4)}{_times('goodput', ' ({})')(f, base)}",
     "of limit": lambda f, base: f"{f['of_limit']:.3f}",
     "kept": lambda f, base: digits(f["kept"], 4),
     "waste": lambda f, base: f"{f['waste']:.1%}",
-    "trained tok/h": lambda f, base: f"{_hourly(f):,.0f} ({_times('trained_tokens_per_hour')(f, base)})",
+    "trained tok/h": lambda f, base: f"{_hourly(f):,.0f}{_times('trained_tokens_per_hour', ' ({})')(f, base)}",
 }
 COST: dict[str, Column] = {
     "staleness mean": lambda f, base: f"{f['staleness_mean']:.2f}",
@@ -56,7 +57,7 @@ COST: dict[str, Column] = {
     "sent again": lambda f, base: f"{f['re_prefill_tokens'] / max(1, f['generated_tokens']):.1%}",
 }
 BENCH: dict[str, Column] = {  # an empty text: it was not measured
-    "kept tok/s": lambda f, base: f"{f['kept']:,.0f} ({_times('kept')(f, base)})",
+    "kept tok/s": lambda f, base: f"{f['kept']:,.0f}{_times('kept', ' ({})')(f, base)}",
     "goodput": lambda f, base: f"{f['goodput']:,.0f}",
     "bubble": lambda f, base: f"{f['bubble']:.1%}",
     "of limit": lambda f, base: f"{f['of_limit']:.3f}" if f["of_limit"] is not None else "",
@@ -195,9 +196,14 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
     return _table(title, columns, rows)
 
 
+def several(modes: Mapping[str, Metrics]) -> bool:
+    """Whether there are modes to compare: one has no gain over itself, however well it knows its lengths."""
+    return len({f["mode"] for f in modes.values()}) > 1
+
+
 def _table_of(title: str, modes: Mapping[str, Metrics], columns: Mapping[str, Column]) -> Table:
     """Columns without any text are left out."""
-    base = next(iter(modes.values()))
+    base = next(iter(modes.values())) if several(modes) else {}
     rows = {name: {column: cell(f, base) for column, cell in columns.items()} for name, f in modes.items()}
     shown = [column for column in columns if any(row[column] for row in rows.values())]
     return _table(title, ("mode", *shown), ((name, *(row[one] for one in shown)) for name, row in rows.items()))

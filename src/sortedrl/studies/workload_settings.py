@@ -20,7 +20,7 @@ from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths
 from sortedrl.engines.settings import Slots
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
-from sortedrl.settings.schedule import MOST, ScheduleSettings, schedule_from, score_wait_seconds
+from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
 from sortedrl.studies.workload import Workload
 
@@ -187,7 +187,7 @@ def simulated_workload(settings: SimulatedSettings) -> Workload:
         episodes=episodes_of(settings),
         step_time=step_time_of(settings),
         slots=settings.slots,
-        prompts=settings.cohorts * settings.prompts_per_cohort,
+        prompts=settings.cohorts * prompts_per_cohort(settings),
         prompt_tokens=settings.prompt_tokens,
         kv_tokens=kv_tokens_of(settings),
         reuse_kv_cache=settings.reuse_kv_cache,
@@ -270,7 +270,7 @@ def late_answers(settings: SimulatedSettings) -> str | None:
 
 def few_lengths(settings: WorkloadSettings) -> str | None:
     """A notice if the file has too few responses for the errors that are printed."""
-    replayed, cohort = settings.replayed_lengths, settings.prompts_per_cohort * settings.rollouts_per_prompt
+    replayed, cohort = settings.replayed_lengths, prompts_per_cohort(settings) * settings.rollouts_per_prompt
     if replayed is None or replayed.count >= cohort:
         return None
     return (

@@ -26,7 +26,6 @@ from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import OptionTexts, Settings, as_json, literal, plain_reason
 from sortedrl.settings.schedule import (
     Oversubscribe,
-    PromptsPerCohort,
     RolloutsPerPrompt,
     ScheduleSettings,
     schedule_from,
@@ -149,7 +148,6 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
             "of its SMs, such as 96 of 132",
         ),
     ] = None
-    prompts_per_cohort: PromptsPerCohort = 64
     rollouts_per_prompt: RolloutsPerPrompt = 8
     oversubscribe: Oversubscribe = None
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates; None: train all epochs")] = 60

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +18,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.base import first_error, plain_reason
+from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.studies.compare.outcomes import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES
 from sortedrl.training.settings import TrainSettings
 
 Settings = dict[str, Any]
 Validate = Callable[[Settings], None]
-COHORT = ("prompts_per_cohort", "rollouts_per_prompt")  # settings whose product is its number of rollouts
 SET_BY_THE_STUDY = ("seed", "out", "resume", "config", "dry_run", "json_output")
 ARM_NAME = re.compile(r"(?!\.{1,2}$)[\w+\-.=,]{1,200}", re.ASCII)  # file systems take 255 bytes
 FIXES = {
@@ -114,8 +113,8 @@ class Study(_Table):
 
     def cohort_rollouts(self, arm: str) -> int:
         """Rollouts that are loaded together."""
-        fields, settings = TrainSettings.model_fields, self.settings_of(arm)
-        return math.prod(int(settings.get(name, fields[name].default)) for name in COHORT)
+        settings = TrainSettings.model_construct(**self.settings_of(arm))
+        return prompts_per_cohort(settings) * settings.rollouts_per_prompt
 
 
 def digest_of(value: Any) -> str:
