@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import sortedrl
+
 PACKAGE = Path(__file__).parent.parent / "src" / "sortedrl"
 PARTS = {"engines", "learner", "tasks", "observe"}
 BELOW_TRAINING = {"core", "log", "settings", "models"} | PARTS
@@ -57,8 +59,14 @@ def test_a_room_imports_only_what_lies_below_it(file: Path) -> None:
     assert rooms_of_ours(file) <= MAY_IMPORT[parts[0]] | {parts[0]}
 
 
-def test_the_package_itself_imports_core_alone() -> None:
-    assert rooms_of_ours(PACKAGE / "__init__.py") <= {"core"}
+def test_what_the_package_offers_is_there_and_typed() -> None:
+    """The names of the documented loop, each imported when it is first used."""
+    types = PACKAGE / "__init__.py"
+    for name in sortedrl.__all__:
+        assert getattr(sortedrl, name) is not None
+        assert name == "__version__" or f"import {name} as {name}\n" in types.read_text(encoding="utf-8")
+    with pytest.raises(AttributeError, match="no attribute 'Controler'"):
+        sortedrl.Controler  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -94,7 +102,7 @@ def fresh_import(module: str) -> tuple[float, list[str]]:
     return seconds, modules
 
 
-@pytest.mark.parametrize("module", ["sortedrl", "sortedrl.core"])
+@pytest.mark.parametrize("module", ["sortedrl", "sortedrl.core", "sortedrl.log"])
 def test_importing_the_scheduler_is_quick_and_needs_nothing_but_python(module: str) -> None:
     runs, standard = [], []
     for _ in range(5):  # in turn: a busy machine slows both down
