@@ -46,10 +46,9 @@ def seed_differences(comparison: Comparison, row: Compared) -> list[float]:
     values = {
         (run.arm, run.seed): min(horizon, value)
         for run in comparison.finished
-        if (value := run.outcomes[row.contrast.outcome]) is not None
+        if (value := run.outcomes[row.outcome]) is not None
     }
-    contrast = row.contrast
-    return [values[contrast.arm, seed] - values[contrast.minus, seed] for seed in row.seeds]
+    return [values[row.arm, seed] - values[row.minus, seed] for seed in row.seeds]
 
 
 def tick_step(low: float, high: float) -> float:
@@ -59,8 +58,8 @@ def tick_step(low: float, high: float) -> float:
 
 
 def picture(comparison: Comparison) -> str:
-    outcome = comparison.primary.contrast.outcome
-    rows = [row for row in comparison.contrasts if row.contrast.outcome == outcome and row.difference is not None]
+    outcome = comparison.primary.outcome
+    rows = [row for row in comparison.contrasts if row.outcome == outcome and row.difference is not None]
     seeds = [seed_differences(comparison, row) for row in rows]
     ends = [value for of_row in seeds for value in of_row]
     intervals = [row.difference.t_interval for row in rows if row.difference is not None]  # None: one seed
@@ -106,7 +105,7 @@ def picture(comparison: Comparison) -> str:
 
 
 def label(row: Compared) -> str:
-    return f"{row.contrast.name}{' (primary)' if row.contrast.primary else ''}"
+    return f"{row.name}{' (primary)' if row.primary else ''}"
 
 
 def main() -> None:

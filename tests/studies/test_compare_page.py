@@ -97,13 +97,13 @@ def compared(folder: Path) -> Comparison:
 def test_the_primary_contrast_is_paired_by_seed(folder: Path) -> None:
     found = compared(folder)
     fast, slow = ([run.outcomes["samples_to_threshold"] or 0 for run in found.of_arm(arm)] for arm in ("fast", "slow"))
-    assert found.primary.contrast.arm == "fast" and found.primary.seeds == tuple(range(SEEDS))
+    assert found.primary.arm == "fast" and found.primary.seeds == tuple(range(SEEDS))
     assert found.primary.difference is not None and found.primary.censoring is not None
     assert found.primary.difference.mean == pytest.approx(fmean(fast) - fmean(slow))
     assert found.primary.difference.relative == pytest.approx(fmean(fast) / fmean(slow) - 1)
     assert (found.primary.censoring.arm_first, found.primary.censoring.minus_first) == (8, 0)
     assert "fast is lower" in text.answer(found.primary)
-    assert not found.primary.is_anecdote
+    assert not found.primary.anecdote
 
 
 def test_the_same_difference_with_every_seed_is_drawn_without_an_interval(folder: Path) -> None:
@@ -158,8 +158,8 @@ def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Pa
     found = compared(folder)
     assert [(one["arm"], one["seed"]) for one in found.failures] == [("fast", 3)]
     assert found.not_run == (("slow", 8), ("fast", 8), ("never", 8))
-    assert found.primary.missing == (3, 8)
-    assert found.primary.is_anecdote
+    assert found.primary.missing_seeds == (3, 8)
+    assert found.primary.anecdote
     caveats = " ".join(text.caveats(found))
     assert "anecdote" in caveats and "Failed: 1 run." in caveats and "Not finished: 3 runs." in caveats
 
@@ -269,15 +269,15 @@ def test_seconds_of_a_pair_on_two_devices_are_not_compared(folder: Path) -> None
         on_cpu["curve"]["seconds"] = [40 * seconds for seconds in on_cpu["curve"]["seconds"]]
         append(folder / "results.jsonl", on_cpu | {"device": "CPU, aarch64, 2 cores"})
     found = compared(folder)
-    others = {one.contrast.outcome: one for one in found.exploratory if one.contrast.arm == "fast"}
+    others = {one.outcome: one for one in found.exploratory if one.arm == "fast"}
     for outcome in ("seconds", "seconds_to_threshold", "rollouts_per_second", "goodput"):
         one = others[outcome]
-        assert (one.seeds, one.on_two_devices, one.missing) == ((0, 1, 3, 4, 6, 7), (2, 5), ())
+        assert (one.seeds, one.seeds_on_two_devices, one.missing_seeds) == ((0, 1, 3, 4, 6, 7), (2, 5), ())
     assert others["seconds"].difference is not None and others["seconds"].difference.mean == 0
     assert others["final_score"].seeds == found.primary.seeds == tuple(range(SEEDS))
     notices = [notice for notice in found.notices if "for seeds 2, 5;" in notice]
     assert len(notices) == 2 and notices[0].startswith("the runs of fast and slow are on different devices")
-    assert as_json(found, "1")["exploratory"][0]["seeds_on_two_devices"] == []
+    assert as_json(found, "1")["exploratory"][0]["seeds_on_two_devices"] == ()
 
 
 def test_a_pair_whose_problems_changed_in_between_is_not_compared(folder: Path) -> None:
@@ -288,11 +288,11 @@ def test_a_pair_whose_problems_changed_in_between_is_not_compared(folder: Path) 
         problems = "aaaa" if arm == "never" else "bbbb" if (arm, seed) == ("fast", 2) else "cccc"
         append(folder / "results.jsonl", stored | {"settings": settings, "problems": problems})
     found = compared(folder)
-    assert (found.primary.seeds, found.primary.on_other_problems) == ((0, 1, 3, 4, 5, 6, 7), (2,))
+    assert (found.primary.seeds, found.primary.seeds_on_other_problems) == ((0, 1, 3, 4, 5, 6, 7), (2,))
     assert found.contrasts[1].seeds == tuple(range(SEEDS))
     notices = [notice for notice in found.notices if "different problems" in notice]
     assert len(notices) == 1 and notices[0].startswith("the runs of fast and slow have different problems for seeds 2:")
-    assert as_json(found, "1")["contrasts"][0]["seeds_on_other_problems"] == [2]
+    assert as_json(found, "1")["contrasts"][0]["seeds_on_other_problems"] == (2,)
 
 
 def test_the_problems_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_the_problems_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path
 def test_without_a_pair_on_one_device_there_are_no_seconds_to_compare(folder: Path) -> None:
     for seed in range(SEEDS):
         append(folder / "results.jsonl", line("slow", seed) | {"device": "CPU, aarch64, 2 cores"})
-    others = [one for one in compared(folder).exploratory if one.contrast.arm == "fast"]
-    (seconds,) = [one for one in others if one.contrast.outcome == "seconds"]
+    others = [one for one in compared(folder).exploratory if one.arm == "fast"]
+    (seconds,) = [one for one in others if one.outcome == "seconds"]
     assert seconds.difference is None
     assert text.answer(seconds).endswith("no seed has both runs on one device.")
 
@@ -367,10 +367,8 @@ def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
 def test_results_of_an_older_version_may_lack_a_metric(folder: Path) -> None:
     path = folder / "results.jsonl"
     path.write_text(path.read_text().replace('"waste": 0.0, ', ""))
-    (waste,) = [
-        one for one in compared(folder).exploratory if (one.contrast.arm, one.contrast.outcome) == ("fast", "waste")
-    ]
-    assert waste.difference is None and waste.missing == tuple(range(SEEDS))
+    (waste,) = [one for one in compared(folder).exploratory if (one.arm, one.outcome) == ("fast", "waste")]
+    assert waste.difference is None and waste.missing_seeds == tuple(range(SEEDS))
 
 
 def test_results_from_an_editor_lose_no_run(folder: Path) -> None:

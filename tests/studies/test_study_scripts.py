@@ -27,8 +27,8 @@ def test_the_figure_is_the_one_that_its_command_makes(name: str) -> None:
     comparison = compare(read_study(STUDIES / f"{name}.toml"), read_results(STUDIES / f"{name}.jsonl"))
     drawn = PICTURE["picture"](comparison)
     assert drawn == (ROOT / "docs" / "img" / f"study-{name}.svg").read_text(encoding="utf-8")
-    outcome = comparison.primary.contrast.outcome
-    rows = [row for row in comparison.contrasts if row.contrast.outcome == outcome and row.seeds]
+    outcome = comparison.primary.outcome
+    rows = [row for row in comparison.contrasts if row.outcome == outcome and row.seeds]
     marks = [mark.get("class") for mark in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}circle")]
     assert marks.count("mean") == len(rows)
     assert marks.count("seed") == sum(len(row.seeds) for row in rows)

@@ -9,14 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sortedrl.studies.compare import outcomes as o
-from sortedrl.studies.compare.paired import (
-    ENOUGH_SEEDS,
-    Censoring,
-    Difference,
-    difference,
-    median_time,
-    threshold_difference,
-)
+from sortedrl.studies.compare import paired
 from sortedrl.studies.compare.results import Key, Line, Plan, Results, problems_used, versions_used
 from sortedrl.studies.compare.study import Contrast, Study
 
@@ -39,19 +32,20 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A contrast with its result. `difference` is None if no seed has both runs."""
+    """A contrast with its result, as compare.json has it. `difference` is None if no seed has both runs."""
 
-    contrast: Contrast
+    name: str
+    arm: str
+    minus: str
+    outcome: str
+    primary: bool
     seeds: tuple[int, ...]  # that are compared
-    missing: tuple[int, ...]  # seeds of the study without both runs
-    on_two_devices: tuple[int, ...]  # seeds left out because the outcome depends on the device
-    on_other_problems: tuple[int, ...]  # seeds left out because the problems changed between the two runs
-    difference: Difference | None
-    censoring: Censoring | None
-
-    @property
-    def is_anecdote(self) -> bool:
-        return len(self.seeds) < ENOUGH_SEEDS
+    missing_seeds: tuple[int, ...]  # without both runs
+    seeds_on_two_devices: tuple[int, ...]  # left out because the outcome depends on the device
+    seeds_on_other_problems: tuple[int, ...]  # left out because the problems changed between the two runs
+    anecdote: bool
+    difference: paired.Difference | None
+    censoring: paired.Censoring | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +134,12 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
             arm: {"settings": own, "outcomes": {name: asdict(one) for name, one in comparison.summaries[arm].items()}}
             for arm, own in study.arms.items()
         },
-        "contrasts": [_plain(compared) for compared in comparison.contrasts],
-        "exploratory": [_plain(compared) for compared in comparison.exploratory],
+        "contrasts": [asdict(compared) for compared in comparison.contrasts],
+        "exploratory": [asdict(compared) for compared in comparison.exploratory],
         "runs": [{"arm": run.arm, "seed": run.seed, "outcomes": run.outcomes} for run in comparison.finished],
         "failed": list(comparison.failures),
         "not_run": [{"arm": arm, "seed": seed} for arm, seed in comparison.not_run],
         "notices": list(comparison.notices),
-    }
-
-
-def _plain(compared: Compared) -> dict[str, Any]:
-    return {
-        **compared.contrast.model_dump(),
-        "seeds": list(compared.seeds),
-        "missing_seeds": list(compared.missing),
-        "seeds_on_two_devices": list(compared.on_two_devices),
-        "seeds_on_other_problems": list(compared.on_other_problems),
-        "anecdote": compared.is_anecdote,
-        "difference": asdict(compared.difference) if compared.difference else None,
-        "censoring": asdict(compared.censoring) if compared.censoring else None,
     }
 
 
@@ -193,10 +174,11 @@ def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *,
     sides = [[pairs[seed][side] for seed in seeds] for side in (0, 1)]
     if seeds and outcome in o.NEEDS_THRESHOLD:
         times = [[run.reached[outcome] for run in side] for side in sides]
-        found, censoring = threshold_difference(*times, resample=resample)
+        found, censoring = paired.threshold_difference(*times, resample=resample)
     elif seeds:
-        found = difference(*(_values(side, outcome) for side in sides), resample=resample)
-    return Compared(contrast, seeds, missing, apart, changed, found, censoring)
+        found = paired.difference(*(_values(side, outcome) for side in sides), resample=resample)
+    named = contrast.name, contrast.arm, contrast.minus, outcome, contrast.primary
+    return Compared(*named, seeds, missing, apart, changed, len(seeds) < paired.ENOUGH_SEEDS, found, censoring)
 
 
 def _pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, Finished]) -> dict[int, tuple[Finished, Finished]]:
@@ -227,7 +209,7 @@ def _summaries(study: Study, runs: Sequence[Finished]) -> dict[str, Summary]:
         if values := _values(runs, outcome):
             times = [run.reached[outcome] for run in runs if outcome in run.reached]
             spread = stdev(values) if len(values) > 1 else None
-            censored, middle = sum(time.censored for time in times), median_time(times) if times else None
+            censored, middle = sum(time.censored for time in times), paired.median_time(times) if times else None
             found[outcome] = Summary(len(values), fmean(values), spread, censored, middle)
     return found
 

@@ -102,11 +102,11 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
     """One chart per outcome that a contrast names: differences of several pairs with their t intervals. The same
     difference in all pairs has none."""
     charts = []
-    for outcome in dict.fromkeys(compared.contrast.outcome for compared in comparison.contrasts):
+    for outcome in dict.fromkeys(compared.outcome for compared in comparison.contrasts):
         found = [
-            (compared.contrast.name, compared.difference)
+            (compared.name, compared.difference)
             for compared in comparison.contrasts
-            if compared.contrast.outcome == outcome and compared.difference and compared.difference.pairs > 1
+            if compared.outcome == outcome and compared.difference and compared.difference.pairs > 1
         ]
         if not found:
             continue

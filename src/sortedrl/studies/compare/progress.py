@@ -75,26 +75,19 @@ class StudyProgress:
             return
         for run in self._running:
             self._time_left.update(run, ended=False)
-        if self._is_live:
-            self._last = time.monotonic()
-            self._bar.update(self._task, completed=self._ended, description=self._state(), refresh=True)
-        else:
-            self._line("running")
-
-    @property
-    def _ended(self) -> int:
-        return self._finished_before + len(self._failed)
+        self._line("" if self._is_live else "running")
 
     def _line(self, text: str) -> None:
+        """The bar, and a line above it if there is a text."""
         self._last = time.monotonic()
-        self._console.print(f"[{self._ended:{len(str(self._total))}}/{self._total}] {printable(text)}; {self._state()}")
-
-    def _state(self) -> str:
-        failed, seconds = sum(self._failed.values()), self._time_left.seconds()
+        ended, failed = self._finished_before + len(self._failed), sum(self._failed.values())
         parts = [f"{len(self._running)} running"] + [f"{failed} failed"] * bool(failed)
-        if self._ended < self._total and seconds is not None:
+        if ended < self._total and (seconds := self._time_left.seconds()) is not None:
             parts.append(f"{duration(seconds)} left")
-        return ", ".join(parts)
+        state = ", ".join(parts)
+        if text:
+            self._console.print(f"[{ended:{len(str(self._total))}}/{self._total}] {printable(text)}; {state}")
+        self._bar.update(self._task, completed=ended, description=state, refresh=True)
 
 
 def _outcome(ended: Ended) -> str:

@@ -33,11 +33,11 @@ def interval(outcome: str, found: Interval | None) -> str:
 
 def answer(compared: Compared) -> str:
     """The result of one contrast, in one sentence."""
-    outcome, found = compared.contrast.outcome, compared.difference
-    head = f"{compared.contrast.name}, {outcome}: "
+    outcome, found = compared.outcome, compared.difference
+    head = f"{compared.name}, {outcome}: "
     if found is None:
-        lacks = "on the same problems" if compared.on_other_problems else "yet"
-        return f"{head}no seed has both runs {'on one device' if compared.on_two_devices else lacks}."
+        lacks = "on the same problems" if compared.seeds_on_other_problems else "yet"
+        return f"{head}no seed has both runs {'on one device' if compared.seeds_on_two_devices else lacks}."
     mean = f"{head}{number(outcome, found.mean, '+')}"
     if found.t_interval is None:
         if found.pairs > 1:
@@ -47,7 +47,7 @@ def answer(compared: Compared) -> str:
     text = f"{mean} +- {error}, 95 % interval {interval(outcome, found.t_interval)}"
     if not found.t_interval.excludes_zero:
         return f"{text}: no difference shown."
-    return f"{text}: {compared.contrast.arm} is {'higher' if found.mean > 0 else 'lower'}."
+    return f"{text}: {compared.arm} is {'higher' if found.mean > 0 else 'lower'}."
 
 
 def caveats(comparison: Comparison) -> Iterator[str]:
@@ -56,14 +56,14 @@ def caveats(comparison: Comparison) -> Iterator[str]:
     primary = comparison.primary
     found = primary.difference
     if found is not None and found.smallest_visible is not None:
-        if primary.is_anecdote:
+        if primary.anecdote:
             yield f"An anecdote: {found.pairs} seeds prove nothing. Use 8 or more."
-        visible = number(primary.contrast.outcome, found.smallest_visible)
+        visible = number(primary.outcome, found.smallest_visible)
         yield f"Smallest difference that {found.pairs} seeds show with 80 % probability: {visible}."
     if primary.censoring is not None:
         yield censoring(primary)
-    if primary.missing:
-        yield f"Seeds without both runs, left out: {', '.join(map(str, primary.missing))}."
+    if primary.missing_seeds:
+        yield f"Seeds without both runs, left out: {', '.join(map(str, primary.missing_seeds))}."
     if comparison.failures:
         yield f"Failed: {counted(len(comparison.failures), 'run')}. Run the study again to retry."
     if comparison.not_run:
@@ -94,19 +94,19 @@ def _said(value: Any) -> str:
 
 def censoring(compared: Compared) -> str:
     """How many runs never reached the threshold, and what that does to the difference."""
-    found, contrast = compared.censoring, compared.contrast
+    found, arm, minus = compared.censoring, compared.arm, compared.minus
     assert found is not None
     medians = " and ".join(
-        f"{'not reached' if value is None else number(contrast.outcome, value)} ({arm})"
-        for arm, value in ((contrast.arm, found.arm_median), (contrast.minus, found.minus_median))
+        f"{'not reached' if value is None else number(compared.outcome, value)} ({name})"
+        for name, value in ((arm, found.arm_median), (minus, found.minus_median))
     )
-    first = f"{contrast.arm} was first in {counted(found.arm_first, 'pair')}, {contrast.minus} in {found.minus_first}"
+    first = f"{arm} was first in {counted(found.arm_first, 'pair')}, {minus} in {found.minus_first}"
     text = f"Medians {medians}. {first} (sign test p = {found.sign_test_p:.2g})."
     if found.horizon is None:
         return f"All runs reached the threshold. {text}"
-    never = f"{counted(found.arm_censored, 'run')} of {contrast.arm} and {found.minus_censored} of {contrast.minus}"
+    never = f"{counted(found.arm_censored, 'run')} of {arm} and {found.minus_censored} of {minus}"
     return (
-        f"{never} never reached the threshold: all runs count up to {number(contrast.outcome, found.horizon)}. {text}"
+        f"{never} never reached the threshold: all runs count up to {number(compared.outcome, found.horizon)}. {text}"
     )
 
 
@@ -137,8 +137,8 @@ def parts(comparison: Comparison) -> list[RenderableType]:
 
 def contrast_row(compared: Compared) -> list[str]:
     """For the page. The terminal leaves out the bootstrap interval and the smallest visible difference."""
-    name, outcome, found = compared.contrast.name, compared.contrast.outcome, compared.difference
-    seeds = f"{len(compared.seeds)}{' (anecdote)' if compared.is_anecdote else ''}"
+    name, outcome, found = compared.name, compared.outcome, compared.difference
+    seeds = f"{len(compared.seeds)}{' (anecdote)' if compared.anecdote else ''}"
     if found is None:
         return [name, outcome, *[UNKNOWN] * 5, seeds]
     error = "" if found.standard_error is None else f" +- {number(outcome, found.standard_error)}"
