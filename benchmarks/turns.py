@@ -52,7 +52,7 @@ from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.studies import profile, profile_file
 from sortedrl.studies import workload as simulated
 from sortedrl.studies.measurements import machine, random_prompts, warm_up
-from sortedrl.studies.workload import Workload, expectation_for, with_mode
+from sortedrl.studies.workload import OwnLimit, Workload, expectation_for, with_mode
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 
@@ -217,13 +217,14 @@ def predicted(
     kv_tokens: int | None,
     options: argparse.Namespace,
     workload: Workload | None = None,
+    own_limit: OwnLimit | None = None,
 ) -> list[RunMetrics]:
     """The simulator's marks, by default for the same lengths and latencies."""
     marks = Marks()
     timed = replace(
         workload or workload_of(shape, mode, options), step_time=known.step_time(), kv_tokens=kv_tokens
     )  # fmt: skip
-    simulated.run(timed, schedule_of(shape, mode, options), marks, max_updates=mode.updates)
+    simulated.run(timed, schedule_of(shape, mode, options), marks, max_updates=mode.updates, own_limit=own_limit)
     return marks.found
 
 
@@ -423,13 +424,17 @@ def main() -> int:
     predictions: dict[str, dict[str, Prediction]] = {mode.name: {} for mode in modes}
 
     def predict(key: str, known: profile_file.Profile, kv_tokens: int | None) -> None:
-        limit = limit_of(shape, known, options)
+        steady, step_time = limit_of(shape, known, options), known.step_time()
         for mode in modes:
-            marks = predicted(shape, mode, known, kv_tokens, options)
+            own = OwnLimit(step_time, shape.slots)
+            marks = predicted(shape, mode, known, kv_tokens, options, own_limit=own)
+            limit = max(steady, own.tokens_per_second())
             predictions[mode.name][key] = marks, limit
             bench.log(f"{key} {mode.name}: {marks[-1].seconds:.1f} s, goodput {summary(marks)['goodput']:,.0f} tok/s, "
                       f"limit {limit:,.0f} tok/s")  # fmt: skip
-        bench.written[key] = {name: summary(said[key][0]) | {"limit": limit} for name, said in predictions.items()}
+        bench.written[key] = {
+            name: summary(said[key][0]) | {"limit": said[key][1]} for name, said in predictions.items()
+        }
         bench.write()
 
     if shape.profile is not None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import runpy
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sortedrl.core import Finished, Prompt, Request, Schedule, Segment
+from sortedrl.core import Finished, Prompt, Request, Schedule, Segment, Started
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import PRESETS, linear
+from sortedrl.studies.simulate import simulated
 from sortedrl.studies.workload import Workload, limit, run, with_mode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -74,10 +78,14 @@ def two_turns(engine: SimulatedEngine, *, update_between: bool = False) -> float
         ({"prefix_cache": True}, False, 4),
         ({"prefix_cache": True}, True, 10 + 5 + 4),
         ({"prefix_cache": True, "reuse_kv_cache": True}, True, 4),
+        ({"prefix_cache": True, "kv_block_tokens": 4}, False, 10 + 5 + 4 - 12),
+        ({"prefix_cache": True, "kv_block_tokens": 7}, False, 10 + 5 + 4 - 14),  # the last token was never computed
+        ({"prefix_cache": True, "kv_block_tokens": 15}, False, 10 + 5 + 4),
+        ({"prefix_cache": True, "reuse_kv_cache": True, "kv_block_tokens": 4}, True, 10 + 5 + 4 - 12),
     ],
 )
 def test_a_turn_prefills_what_the_cache_does_not_have(
-    options: dict[str, bool], update_between: bool, prefilled: int
+    options: dict[str, Any], update_between: bool, prefilled: int
 ) -> None:
     def end_of_turn(request: Request) -> int:
         return request.prefix_length + (1 if request.prefix else 5)
@@ -86,6 +94,34 @@ def test_a_turn_prefills_what_the_cache_does_not_have(
         slots=1, step_time=linear(1.0, 0.0, per_prefill_token=100.0), length_of=end_of_turn, **options
     )
     assert two_turns(engine, update_between=update_between) == pytest.approx(1.0 + 100.0 * prefilled)
+
+
+@pytest.mark.parametrize("kind", [SimulatedEngine, ChunkedPrefillEngine])
+@pytest.mark.parametrize(("schedules_ahead", "at_end", "within_step"), [(False, 2.0, 5.0), (True, 3.0, 6.0)])
+def test_a_request_misses_the_step_that_is_scheduled_already(
+    kind: type[SimulatedEngine], schedules_ahead: bool, at_end: float, within_step: float
+) -> None:
+    """Unless nothing decodes: requests that are submitted to an idle engine start at once."""
+    engine = kind(
+        slots=3,
+        step_time=replace(linear(1.0, 0.0), prefill_tokens_per_step=100),
+        length_of=lambda request: request.seed,
+        schedules_ahead=schedules_ahead,
+    )
+    prompt, started = Prompt("p", range(1)), {}
+
+    def follow(until: float) -> None:
+        while engine.now() < until:
+            started.update({change.id: change.at for change in engine.poll(until) if isinstance(change, Started)})
+
+    engine.submit([Request(0, prompt, (), 100, seed=20), Request(1, prompt, (), 100, seed=2)])
+    follow(2.0)
+    engine.submit([Request(2, prompt, (), 100, seed=20)])
+    follow(4.5)
+    engine.submit([Request(3, prompt, (), 100, seed=20)])
+    follow(9.0)
+    in_step = kind is SimulatedEngine and not schedules_ahead  # it starts requests at any time, not between two steps
+    assert started == pytest.approx({0: 0.0, 1: 0.0, 2: at_end, 3: 4.5 if in_step else within_step})
 
 
 def test_cached_turns_take_memory_and_go_before_a_request_is_preempted() -> None:
@@ -146,28 +182,56 @@ def test_turns_measured_on_a_gpu_are_predicted_from_the_cost_of_a_return(
     assert len(calibrated) == 3 and max(map(abs, calibrated)) < 3
 
 
-@pytest.mark.parametrize("measurement", ["h200-turns-calibrated", "h200-turns-calibrated-2"])
-def test_the_prefix_cache_has_as_many_tokens_as_vllm_counted(
-    measurement: str, monkeypatch: pytest.MonkeyPatch, script: Callable[[str], dict[str, Any]]
+@pytest.mark.parametrize(
+    ("mode", "measured", "bubble"),
+    [("partial+elevator:reuse", 10_687, 0.010), ("partial+elevator", 7_607, None), ("baseline=1", 3_669, None)],
+)
+def test_a_later_run_of_the_same_benchmark_is_predicted_below_the_limit(
+    mode: str, measured: float, bubble: float | None, script: Callable[[str], dict[str, Any]]
 ) -> None:
-    """Of rollouts that return or resume, in blocks of 16 tokens."""
+    """`turns.py --scale 0.4 --seed 23`, with a profile that has no cost of a return. Before: 11,498 tokens per second
+    with the KV cache reused, above the workload's limit of 11,394, and no slot ever empty."""
+    turns = script("turns.py")
+    shape = turns["SHAPES"]["8b"]
+    options, known = Namespace(scale=0.4, seed=23), turns["profile_file"].read(shape.profile)
+    marks = turns["predicted"](shape, turns["Mode"].parsed(mode, 4), known, None, options)
+    found = turns["summary"](marks)
+    assert found["goodput"] == pytest.approx(measured, rel=0.06)
+    assert found["goodput"] < 11_394
+    assert bubble is None or found["bubble"] == pytest.approx(bubble, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("measurement", "modes"),
+    [
+        ("h200-turns", ["baseline"]),
+        ("h200-turns-calibrated", ["partial+elevator:reuse"]),
+        ("h200-turns-calibrated-2", ["partial+elevator", "baseline"]),
+    ],
+)
+def test_the_prefix_cache_has_as_many_tokens_as_vllm_counted(
+    measurement: str, modes: list[str], monkeypatch: pytest.MonkeyPatch, script: Callable[[str], dict[str, Any]]
+) -> None:
+    """Of rollouts that return or resume. The baseline's count is exact: it depends on no time. In the others, a few
+    turns more or less end before the last update."""
     reused = 0
     uncached_of = ChunkedPrefillEngine._uncached
 
     def counted(self: ChunkedPrefillEngine, run: Any, context: int) -> int:
         nonlocal reused
         uncached = uncached_of(self, run, context)
-        reused += (context - uncached) // 16 * 16 if run.request.prefix else 0
+        reused += context - uncached if run.request.prefix else 0
         return uncached
 
     monkeypatch.setattr(ChunkedPrefillEngine, "_uncached", counted)
     turns = script("turns.py")
-    known, written, options = turns["measurement"](BENCHMARKS / "measured" / measurement)
-    for text in options.modes[: len(written["modes"])]:
-        mode, shape = turns["Mode"].parsed(text, options.updates), turns["SHAPES"][options.shape]
+    known, written, options = turns["measurement"](BENCHMARKS / "measured" / measurement, 0.008)
+    for name in modes:
+        mode, shape = turns["Mode"].parsed(name, 1 if name == "baseline" else options.updates), turns["SHAPES"]["8b"]
         reused = 0
         turns["predicted"](shape, mode, known, known.kv_tokens, options)
-        assert reused == pytest.approx(written["modes"][mode.name]["reused_kv_tokens"], rel=0.01)
+        off = reused / written["modes"][name]["reused_kv_tokens"] - 1
+        assert off == 0 if name == "baseline" else abs(off) < 0.02
 
 
 def test_small_delays_change_the_goodput_by_little(
@@ -187,3 +251,44 @@ def test_with_chunked_prefill_all_is_trained_on_below_the_limit(mode: str) -> No
     found = run(workload, with_mode(SCHEDULE, mode))
     assert found.trained == 48 * 4
     assert found.goodput < limit(replace(workload, kv_tokens=None), SCHEDULE)
+
+
+STEP_TIMES = st.builds(
+    replace,
+    st.sampled_from([PRESETS["memory-bound"], PRESETS["h200-8b"], PRESETS["a100-8b"]]),
+    per_cached_token=st.sampled_from([0.0, 1e-7, 1e-5]),
+    per_prefill_token=st.sampled_from([0.0, 1e-5, 1e-3]),
+    per_prefill_step=st.sampled_from([0.0, 1e-6, 0.05]),
+    prefill_tokens_per_step=st.sampled_from([64, 2048]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["baseline", "on-policy", "on-policy+ungated", "partial", "partial+elevator", "april"]),
+    turns=st.integers(1, 4),
+    slots=st.sampled_from([2, 8]),
+    workload=st.fixed_dictionaries(
+        {"step_time": STEP_TIMES, "reuse_kv_cache": st.booleans(), "kv_tokens": st.sampled_from([None, 6_000])}
+    ),
+    schedule=st.builds(
+        Schedule,
+        rollouts_per_update=st.sampled_from([4, 8]),
+        rollouts_per_prompt=st.sampled_from([1, 4]),
+        prompts_per_cohort=st.just(8),
+        overlap=st.booleans(),
+        seed=st.integers(0, 99),
+    ),
+    max_updates=st.sampled_from([None, 1, 3]),
+)
+def test_no_run_is_faster_than_its_limit(
+    mode: str, turns: int, slots: int, workload: dict[str, Any], schedule: Schedule, max_updates: int | None
+) -> None:
+    of_turns = replace(TURNS, turns=turns, seconds_mean=0.1)
+    timed = Workload(
+        episodes=of_turns if turns > 1 else None, lengths=TURNS.lengths, slots=slots, prompts=8, **workload
+    )
+    in_mode = with_mode(schedule, mode)
+    found = simulated(timed, in_mode, max_updates)
+    assert found.run_metrics.goodput <= found.limit(limit(timed, in_mode)) * (1 + 1e-9)
+    assert found.run_metrics.goodput <= found.own_limit * (1 + 1e-9)

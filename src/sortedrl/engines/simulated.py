@@ -10,7 +10,11 @@ finds the KV cache of its prefix and pays nothing.
 
 With `prefix_cache` the KV cache of a finished turn stays until the next weight update (across updates with
 `reuse_kv_cache`), so that the next turn prefills only what is new. It takes KV cache memory, and the oldest goes first
-when memory is needed: before a request waits for memory or is preempted.
+when memory is needed: before a request waits for memory or is preempted. With `kv_block_tokens` it holds whole blocks
+only, and never the last token of a turn, whose KV no step has computed.
+
+With `schedules_ahead` a step is scheduled before the one before it has ended (vLLM's asynchronous scheduling, SGLang's
+overlapped scheduling): a request that is submitted while others decode misses the step that comes next.
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ WATERMARK = 0.01  # fraction of KV cache memory that stays free when a request i
 class Run:
     """A request in the engine."""
 
-    __slots__ = ("arrived", "began_step", "first", "made", "request", "size", "to_make", "truncated")
+    __slots__ = ("began_step", "first", "first_step", "made", "request", "size", "to_make", "truncated")
 
-    def __init__(self, request: Request, first: int, to_make: int, truncated: bool, arrived: float) -> None:
+    def __init__(self, request: Request, first: int, to_make: int, truncated: bool, first_step: int) -> None:
         self.request = request
-        self.arrived = arrived  # time of its submission
+        self.first_step = first_step  # it may start after so many steps, while others decode
         self.to_make = to_make  # tokens still to generate when it last started
         self.truncated = truncated
         self.made = 0  # tokens generated before it last started
@@ -57,6 +61,8 @@ class SimulatedEngine(EngineBase):
         weight_update_seconds: float = 0.0,
         reuse_kv_cache: bool = False,
         prefix_cache: bool = False,
+        kv_block_tokens: int | None = None,
+        schedules_ahead: bool = False,
         lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it fails
     ) -> None:
         self.slots = checked_slots(slots)
@@ -68,6 +74,8 @@ class SimulatedEngine(EngineBase):
         )
         self._reuse_kv_cache = checked_bool("reuse_kv_cache", reuse_kv_cache)
         self._prefix_cache = checked_bool("prefix_cache", prefix_cache)
+        self._kv_block_tokens = None if kv_block_tokens is None else checked_int("kv_block_tokens", kv_block_tokens, 1)
+        self._schedules_ahead = checked_bool("schedules_ahead", schedules_ahead)
         self._turns = _CachedTurns()
         self._lost_after = lost_after
         self.tokens_made = 0  # by all requests
@@ -96,7 +104,7 @@ class SimulatedEngine(EngineBase):
         return self._now if self._now > self._clock else self._clock
 
     def submit(self, requests: Sequence[Request]) -> None:
-        now = self.now()
+        now, first_step = self.now(), self._next_start()
         for request in requests:
             first, max_new_tokens = request.prefix_length, request.max_new_tokens
             wanted = max(1, self._length_of(request) - first)
@@ -105,7 +113,7 @@ class SimulatedEngine(EngineBase):
                 self._fail(request.id, now, "max_new_tokens is 0" if max_new_tokens < 1 else "lost by the engine")
                 continue
             to_make = min(wanted, max_new_tokens) if lost is None else min(wanted, max_new_tokens, lost)
-            self._queue.append(Run(request, first, to_make, truncated=wanted >= max_new_tokens, arrived=now))
+            self._queue.append(Run(request, first, to_make, wanted >= max_new_tokens, first_step))
         self._admit()
 
     def poll(self, until: float | None = None) -> list[Change]:
@@ -197,8 +205,23 @@ class SimulatedEngine(EngineBase):
         self._finish_due()
         return True
 
+    def _next_start(self) -> int:
+        """After how many steps a request may start that is submitted now."""
+        if not (self._schedules_ahead and self.running):
+            return self._step
+        return self._step + (2 if self._now > self._clock else 1)
+
+    def _has_slot_for_next(self) -> bool:
+        return bool(self._queue) and self.running < self.slots
+
+    def _next_must_wait(self) -> bool:
+        """Whether the next request misses the coming step."""
+        return self.running > 0 and self._queue[0].first_step > self._step
+
     def _steps_ahead(self) -> int:
-        """Steps until the first running request ends."""
+        """Steps until the first running request ends, or the next one may start."""
+        if self._has_slot_for_next() and self._next_must_wait():
+            return 1
         while self._ends and not self._is_current(self._ends[0]):
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._step
@@ -245,7 +268,7 @@ class SimulatedEngine(EngineBase):
             return
         prefill = 0
         at = self.now()
-        while self._queue and len(self._running) < self.slots:
+        while self._has_slot_for_next() and not self._next_must_wait():
             run = self._queue[0]
             context = run.size + run.made
             if self._kv_tokens is not None and not self._makes_room_for(run, self._kv_tokens):
@@ -277,8 +300,13 @@ class SimulatedEngine(EngineBase):
         if run.made:  # it was preempted
             return context
         if self._reuse_kv_cache and run.first and not cached and not was_evicted:
-            return 0
-        return context - cached
+            cached = context
+        return context - self._in_blocks(cached - 1, cached)
+
+    def _in_blocks(self, computed: int, all: int) -> int:
+        """Tokens that the prefix cache serves, if the KV of `computed` of them exists."""
+        block = self._kv_block_tokens
+        return all if block is None else max(0, computed) // block * block
 
     def _makes_room_for(self, run: Run, kv_tokens: int) -> bool:
         """Whether the run fits into memory, if need be after dropping cached turns of others."""
@@ -339,7 +367,7 @@ class SimulatedEngine(EngineBase):
             else:
                 self._undelivered.append(Finished(id, self._clock, run.truncated))
                 self._has_ended = True
-        if self._has_ended:
+        if self._has_ended or self._schedules_ahead:
             self._admit()
 
     def _fail(self, id: int, at: float, reason: str) -> None:

@@ -62,7 +62,7 @@ class ChunkedPrefillEngine(SimulatedEngine):
 
     def _start_prefills(self) -> None:
         room = self._room() - sum(prefill.left for prefill in self._prefills.values())
-        while room > 0 and self._has_slot_for_next() and self._queue[0].arrived <= self._clock:
+        while room > 0 and self._has_slot_for_next() and not self._next_must_wait():
             run = self._queue[0]
             context = run.size + run.made
             if self._kv_tokens is not None and not self._makes_room_for(run, self._kv_tokens):
@@ -85,12 +85,10 @@ class ChunkedPrefillEngine(SimulatedEngine):
             version = request.prefix[0].version if self._reuse_kv_cache and request.prefix else self._version
             prompt = request.prompt.id, version
             if prompt in self._prompts:
-                uncached = min(uncached, context - len(request.prompt.tokens))
+                tokens = len(request.prompt.tokens)
+                uncached = min(uncached, context - self._in_blocks(tokens, tokens))
             self._prompts.add(prompt)
         return max(1, uncached)
-
-    def _has_slot_for_next(self) -> bool:
-        return bool(self._queue) and self.running < self.slots
 
     # A step with prefills
 
@@ -110,10 +108,12 @@ class ChunkedPrefillEngine(SimulatedEngine):
         return chunks
 
     def _steps_ahead(self) -> int:
-        waits_for_next_step = self._has_slot_for_next() and (
-            self._queue[0].arrived > self._clock or self._preempted_at == self._step
-        )
-        return 1 if self._prefills or waits_for_next_step else super()._steps_ahead()
+        misses_this_step = self._preempted_at == self._step and self._has_slot_for_next()
+        return 1 if self._prefills or misses_this_step else super()._steps_ahead()
+
+    def _next_start(self) -> int:
+        is_within_step = self.running > 0 and self._now > self._clock
+        return max(super()._next_start(), self._step + is_within_step)
 
     def _growing(self) -> int:
         return len(self._running) + sum(chunk == self._prefills[id].left for id, chunk in self._chunks().items())

@@ -23,7 +23,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
-from sortedrl.studies.workload import Workload, limit, run, with_mode
+from sortedrl.studies.workload import OwnLimit, Workload, limit, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
@@ -145,7 +145,8 @@ def compare(
     summaries = {}
     for row in rows:
         runs = [_in_mode(row.schedule.mode, results[first_with[row.name], seed]) for seed in seeds]
-        limits_of_seeds = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
+        steady = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
+        limits_of_seeds = [run.limit(bound) for run, bound in zip(runs, steady, strict=True)]
         summaries[row.name] = summary([run.run_metrics for run in runs], limits_of_seeds)
         summaries[row.name]["goodput_error"] = _goodput_error(row.schedule.mode, runs)
     return summaries
@@ -170,6 +171,11 @@ def _as_simulated(case: Case) -> Schedule:
 class Simulated(NamedTuple):
     run_metrics: RunMetrics
     rates: tuple[float, ...]  # tokens per second in each part of the run, of about a cohort each
+    own_limit: float
+
+    def limit(self, steady: float) -> float:
+        """The workload's limit in steady state, or the run's own if it is faster than that."""
+        return steady if self.run_metrics.goodput <= steady else self.own_limit
 
 
 def _in_mode(mode: str, run: Simulated) -> Simulated:
@@ -196,7 +202,9 @@ class _Rates:
 def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = None) -> Simulated:
     per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
     rates = _Rates(max(1, per_cohort // schedule.rollouts_needed))
-    return Simulated(run(workload, schedule, rates.see, max_updates=max_updates), tuple(rates.rates))
+    own_limit = OwnLimit(workload.step_time, workload.slots)
+    found = run(workload, schedule, rates.see, max_updates=max_updates, own_limit=own_limit)
+    return Simulated(found, tuple(rates.rates), own_limit.tokens_per_second())
 
 
 def _goodput_error(mode: str, runs: Sequence[Simulated]) -> float | None:

@@ -41,6 +41,7 @@ ORACLE_LOG_NOISE = 0.4
 # The limit is measured with at least so many rollouts per slot, but not more than these for this reason alone.
 STEADY_TURNOVERS, STEADY_ROLLOUTS = 40, 160_000
 REFERENCE_LENGTHS = LognormalLengths()
+KV_BLOCK_TOKENS = 16  # vLLM's default: a returning rollout computes 8.5 tokens again on average
 
 
 class SimulatedPrompts(Sequence[Prompt]):
@@ -128,8 +129,11 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
     return SensedLengths(last_epoch, first_guess=guess)
 
 
-def simulated_engine(workload: Workload) -> SimulatedEngine:
+def simulated_engine(workload: Workload, *, ideal: bool = False) -> SimulatedEngine:
+    """With several turns a slot changes hands so often that it shows what each change costs: one step in which it is
+    empty, and the last tokens of a context, which no whole block of the prefix cache holds. `ideal`: neither."""
     episodes = workload.episodes
+    counts_changes = episodes is not None and not ideal
     engine = ChunkedPrefillEngine if workload.step_time.has_chunked_prefill else SimulatedEngine
     return engine(
         slots=workload.slots,
@@ -139,6 +143,8 @@ def simulated_engine(workload: Workload) -> SimulatedEngine:
         weight_update_seconds=workload.weight_update_seconds,
         reuse_kv_cache=workload.reuse_kv_cache,
         prefix_cache=episodes is not None,
+        kv_block_tokens=KV_BLOCK_TOKENS if counts_changes else None,
+        schedules_ahead=counts_changes,
     )
 
 
@@ -191,11 +197,48 @@ class UncutLengths:
         return min(self._workload.response_length(rollout.prompt, seed), self._schedule.max_response_tokens)
 
 
+class OwnLimit:
+    """An upper bound on the tokens per second of one run: no order of the responses that it trained on takes less time.
+
+    `limit` is the mean over other draws of the same lengths, in steady state. A run may beat it if its responses are
+    shorter, because it ends early or started them all at once; it never beats its own limit.
+    """
+
+    def __init__(self, step_time: StepTime, slots: int) -> None:
+        self._per_token = min(step_time.at(running) / running for running in range(1, slots + 1))
+        self._per_cached_token = step_time.per_cached_token
+        self._per_prefill_token = step_time.per_prefill_token
+        self._is_chunked = step_time.has_chunked_prefill
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def add(self, batch: Batch) -> None:
+        for rollout in batch:
+            context = len(rollout.prompt.tokens)
+            prefilled = 0 if self._is_chunked else context  # chunked: another one of its group may have prefilled it
+            for segment in rollout.segments:
+                tokens = len(segment)
+                if segment.is_environment:
+                    prefilled += tokens
+                else:
+                    self._tokens += tokens
+                    decoded = tokens - self._is_chunked  # chunked: the prefill generates the first one
+                    self._seconds += decoded * (
+                        self._per_token + self._per_cached_token * (context + (decoded - 1) / 2)
+                    )
+                context += tokens
+            self._seconds += prefilled * self._per_prefill_token
+
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds else math.inf
+
+
 def run(
     workload: Workload,
     schedule: Schedule,
     *sinks: Sink,
     max_updates: int | None = None,
+    own_limit: OwnLimit | None = None,
 ) -> RunMetrics:
     """One simulated run, from the first prompt to the last update."""
     workload = replace(workload, lengths=with_shared_cache(workload.lengths))
@@ -218,6 +261,8 @@ def run(
     with paused_gc():
         for batch in controller:
             uncut.add(batch)
+            if own_limit is not None:
+                own_limit.add(batch)
             seconds = workload.learner_seconds(batch.tokens - streamed.taken())
             if schedule.overlap:
                 controller.carry_on(until=engine.now() + seconds)
@@ -233,7 +278,7 @@ def limit(workload: Workload, schedule: Schedule) -> float:
     With several turns: every token of prompt and environment is prefilled once, environments answer immediately, and
     only tokens of the policy count.
     """
-    engine, seed_state = simulated_engine(workload), mixing(0, schedule.seed)
+    engine, seed_state = simulated_engine(workload, ideal=True), mixing(0, schedule.seed)
 
     def request_of(id: int) -> Request:
         prompt = Prompt(str(id), range(workload.prompt_tokens), id % workload.prompts)
