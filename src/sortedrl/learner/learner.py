@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -81,6 +82,11 @@ from sortedrl.learner.settings import LearnerSettings, require, require_streamab
 from sortedrl.learner.update_metrics import Tally, padding, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
+
+_STREAMED_IN_VAIN = (
+    "the gradient of streamed rollouts was computed again: later rollouts of the update changed what they train with. "
+    "Streaming gains nothing then: set whole_groups, use one rollout per prompt, or leave stream_to out"
+)
 
 
 class Learner:
@@ -160,6 +166,8 @@ class Learner:
             so_far = self._add(batch.rollouts, batch.version)
             found = self._assess(so_far)
             if self.settings.steps_per_update == 1 and not so_far.agrees_with(found):
+                if so_far.streamed:  # shown once
+                    warnings.warn(_STREAMED_IN_VAIN, RuntimeWarning, stacklevel=2)
                 self._drop_gradient()
                 so_far = self._add(batch.rollouts, batch.version)
             return self._update(so_far, found, batch)
