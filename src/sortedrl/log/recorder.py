@@ -36,6 +36,7 @@ class Recorder:
     folds     sinks that get the events so far, too; the recorder is added to them instead of the controller's log
     settings  JSON-ready, by name: those that are not the checkpoint's are recorded as changed
     warn      gets a line if a part of the log was lost
+    open_file opens the log to append to it
     """
 
     def __init__(
@@ -47,29 +48,32 @@ class Recorder:
         folds: list[Sink] | None = None,
         settings: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = _logger.warning,
+        open_file: Callable[[], EventFile] | None = None,
     ) -> None:
         path = Path(path)
         self.path = path if path.suffix == ".jsonl" else path / "events.jsonl"
         self.count = 0
         self._controller = controller
         self._settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
-        sinks = controller.log.sinks if folds is None else folds
+        recovered = None
         if saved is None:
             make_room(self.path)
-            self._file = EventFile.open(self.path, must_be_new=True)
-            sinks.insert(0 if folds is None else len(sinks), self)
-            return
-        recovered = self._recovered(saved, warn)
-        for event in recovered.events:
-            for sink in folds or ():
-                sink(event)
-        self.count = saved["events"]
-        self._file = EventFile.open(self.path)
-        self._file.roll_back(recovered)
-        sinks.insert(0 if folds is None else len(sinks), self)
-        controller.restore(saved, last_time=recovered.last_time)
-        if changes := changed(saved.get("settings", {}), self._settings):
-            controller.mark_settings_changed(changes)
+        else:
+            recovered = self._recovered(saved, warn)
+            self.count = saved["events"]
+            for event in recovered.events:
+                for sink in folds or ():
+                    sink(event)
+        self._file = open_file() if open_file else EventFile.open(self.path, must_be_new=saved is None)
+        if folds is None:
+            controller.log.sinks.insert(0, self)  # an event is in the file before another sink can stop the run
+        else:
+            folds.append(self)
+        if saved is not None and recovered is not None:
+            self._file.roll_back(recovered)
+            controller.restore(saved, last_time=recovered.last_time)
+            if changes := changed(saved.get("settings", {}), self._settings):
+                controller.mark_settings_changed(changes)
 
     def __call__(self, event: Event) -> None:
         self.count += 1

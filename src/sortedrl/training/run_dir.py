@@ -30,12 +30,10 @@ from safetensors import SafetensorError
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.core.events import RunBegan
 from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.log.file import copy_of_damaged, cut_torn_line, recover_file
-from sortedrl.log.recovery import CheckpointMark, RecoveredLog
+from sortedrl.log.file import copy_of_damaged, cut_torn_line
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 from sortedrl.training.settings import TrainSettings, changed_on_resume, saved_settings
@@ -165,18 +163,6 @@ class RunFolder:
             self._files.clear()
             if self._lock is not None:
                 self._lock.release()
-
-    def recover_events(self, mark: CheckpointMark, first: RunBegan, log: Log) -> RecoveredLog:
-        """The event log up to a checkpoint (log/file.py)."""
-        path = self.path / "events.jsonl"
-        self.require_in_place()
-        try:
-            recovered, notice = recover_file(path, mark, first)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-        if notice:
-            log(notice)
-        return recovered
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines that can be read."""

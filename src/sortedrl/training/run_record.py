@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sortedrl.core.batch import Batch
-from sortedrl.core.events import Batched, EventLog, RunBegan
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Batched, EventLog
 from sortedrl.core.wording import counted
 from sortedrl.log.file import EventFile
-from sortedrl.log.recovery import CheckpointMark, RecoveredLog
+from sortedrl.log.recorder import Recorder
 from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_metrics_line
@@ -20,12 +21,12 @@ from sortedrl.observe.trackers import Trackers
 from sortedrl.observe.watch import kept_readable
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
 from sortedrl.training.rollout_samples import line_of, sampled
-from sortedrl.training.run_dir import RunFolder
+from sortedrl.training.run_dir import RunFolder, cannot_write
 
 
 class RunRecord:
     """Each line goes to the run folder, the trackers and the console; each event to the metrics, the console and,
-    after `write_events`, the run folder."""
+    after `record`, the run folder."""
 
     def __init__(
         self, folder: RunFolder, console: RunConsole, tokenizer: PreTrainedTokenizerBase, *, rollouts_per_update: int
@@ -61,25 +62,22 @@ class RunRecord:
         self._updates_in_all = updates_in_all
         self._batched.sinks.append(self._console.begin(self.metrics, str(self._folder.path), updates_in_all))
 
-    def write_events(self) -> EventFile:
-        stream = self._folder.stream("events.jsonl")
-        write = EventFile(stream)
-        self.flush()  # what was read from the file is not written again
-        self._batched.sinks += [write, kept_readable(stream)]
-        return write
+    def record(self, controller: Controller, saved: dict[str, Any] | None = None) -> None:
+        """From now on events go to the run folder. `saved`: the controller's state in a checkpoint to go back to."""
+        self._folder.require_in_place()
+        path = self._folder.path / "events.jsonl"
+        sinks, log = self._batched.sinks, self._console.log
+        try:
+            Recorder(controller, path, saved=saved, folds=sinks, warn=log, open_file=self._event_file)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        sinks.append(kept_readable(self._folder.stream("events.jsonl")))
 
-    # A resumed run
+    def _event_file(self) -> EventFile:
+        return EventFile(self._folder.stream("events.jsonl"))
 
-    def recover(self, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
-        return self._folder.recover_events(mark, first, self._console.log)
-
-    def roll_back(self, recovered: RecoveredLog, updates: int, seconds: float) -> None:
-        """Go back to a checkpoint after `updates` updates, `seconds` after the start: later events stay in the log
-        behind a mark, and no metric counts them; later lines are dropped."""
-        for event in recovered.events:
-            for sink in self.log.sinks:
-                sink(event)
-        self.write_events().roll_back(recovered)
+    def roll_back(self, updates: int, seconds: float) -> None:
+        """Go back to a checkpoint after `updates` updates, `seconds` after the start: later lines are dropped."""
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self._folder.drop_lines_after(name, updates, self._console.log)
         self._console.resumed(updates)

@@ -23,7 +23,6 @@ from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
-from sortedrl.log.recovery import CheckpointMark
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.prometheus import Endpoint
 from sortedrl.observe.trackers import open_tracker, require_login
@@ -161,9 +160,8 @@ class TrainingRun:
             raise ConfigurationError("resume", str(self.folder.path), reason, fix)
         self.learner.load_state_dict(saved.learner)
         self.engine.update_weights(self._weights(), state["version"])
-        recovered = self.record.recover(CheckpointMark.of(state), self.controller.first_event())
-        self.record.roll_back(recovered, state["updates"], notes["seconds"])
-        self.controller.restore(state, last_time=recovered.last_time)
+        self.record.record(self.controller, state)
+        self.record.roll_back(state["updates"], notes["seconds"])
         if changes := self._changes_since(notes):
             self.controller.mark_settings_changed(changes)
         self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
@@ -183,7 +181,7 @@ class TrainingRun:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
         self.record.log.sinks.append(self.rejections)  # only now: a resumed run first replays its old events
         if self.before is None:
-            self.record.write_events()
+            self.record.record(self.controller)
             self.before = self._evaluate(0)
             self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
