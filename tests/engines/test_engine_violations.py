@@ -26,7 +26,7 @@ from sortedrl.core.rollout import Segment
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
-from sortedrl.engines.servers.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
+from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response
 
@@ -227,7 +227,6 @@ def test_tokens_of_published_weights_that_the_engine_does_not_have_yet_cost_thei
     engine = RunsAhead(slots=4, length_of=lambda request: 2 + request.id)
     controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
     for _ in controller:
-        controller.carry_on(engine.now() + 0.01)
         controller.publish()
     failed = [event.reason for event in log if isinstance(event, events.Failed)]
     assert "the engine reported tokens of version 1, and the last update_weights was to version 0" in failed

@@ -32,6 +32,7 @@ from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.registry import make_engine
+from sortedrl.engines.servers import base as server_base
 from sortedrl.engines.servers import streams as server_streams
 from sortedrl.engines.servers import weight_files
 from sortedrl.engines.servers.base import HttpEngine, ServerPool
@@ -186,7 +187,7 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
 
 
 def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.05)
     server = stand_in(runs_at_once=2, step_seconds=0.005)
     ledger = Ledger(engine_at(server, slots=4))
     seen: list[Any] = []
@@ -326,7 +327,7 @@ def test_a_server_that_is_ill_is_dead() -> None:
 
 
 def test_a_server_that_hangs_is_dead_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.05)
     server = stand_in(step_seconds=0.005)
     ledger = Ledger(engine_at(server))
     monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 0.3)

@@ -22,7 +22,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineDied, Preempted
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
-from sortedrl.engines.servers import streams as server_streams
+from sortedrl.engines.servers import base as server_base
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
 from sortedrl.settings.api_key import VARIABLE
@@ -141,7 +141,7 @@ class TestServer(ServerTests):
 
         On a busy machine the tokens of that second arrive at once, and the wait cannot be seen: hence several rounds.
         """
-        monkeypatch.setattr(server_streams, "WATCH_SECONDS", 0.1)
+        monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.1)
         ledger = Ledger(self.engine_at(doomed, slots=SLOTS))
         preempted_midway: list[Preempted] = []
         first_id = 0

@@ -7,8 +7,8 @@ max_running_requests), and a freed slot is refilled immediately by the engine's 
 asyncio. Subclasses hold the details of each server. streams.py handles requests and server failures.
 
 - **Weights** are updated in place, through a folder in memory (`/dev/shm`) that is removed afterwards. The server must
-  be able to read that folder: run it on the same machine, or set `weights_folder` to a shared folder. A server that
-  takes handles (vLLM with the IPC backend, on the learner's GPU) gets those instead of a file: weight_handles.py.
+  be able to read that folder: run it on the same machine, or set `weights_folder` to a shared folder. From GPU to GPU
+  they go without a file, if the server takes handles or broadcasts (weight_handles.py, weight_broadcast.py).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
+from abc import abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError, checked_slots
-from sortedrl.core.engine import Change, EngineBase, EngineDied, Request
+from sortedrl.core.engine import Change, EngineBase, EngineDied, Preempted, Request
+from sortedrl.core.wording import counted
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.refusals import require_empty, require_new
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
 from sortedrl.engines.servers.credentials import Credentials
-from sortedrl.engines.servers.dialect import Source
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
 from sortedrl.engines.servers.weight_broadcast import WeightBroadcast
@@ -37,7 +37,10 @@ from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
 
+WATCH_SECONDS = 1.0
+WEIGHT_UPDATE_SECONDS = 600.0  # time limit of a weight update
 FAILED_UPDATE_SECONDS = 5.0  # for how long a weight update is tried again after status 500
+Source = Path | WeightHandles | WeightBroadcast | None  # of weights: a folder, by CUDA IPC, by NCCL; None: keep them
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -51,6 +54,10 @@ class HttpEngine(ServerStreams, EngineBase):
 
     copies_weights = True
     has_own_device = True
+    start_command: str  # of the server, with {slots}
+    takes_handles = False  # the server reads weights by CUDA IPC; `check_server` sets it
+    takes_broadcasts = False  # the server reads weights by NCCL; `check_server` sets it
+    how_to_take_handles = ""  # the command that starts such a server, if there is one
 
     def __init__(
         self,
@@ -74,23 +81,19 @@ class HttpEngine(ServerStreams, EngineBase):
                     name, seconds, "a time limit in seconds must be positive", "Set it to more than 0."
                 )
         self._credentials = Credentials(url, api_key)
-        self.url = self._credentials.url
-        self.slots = checked_slots(slots)
-        self.version = 0
-        self.max_length: int | None = None  # of prompt plus response, if the server reports it
-        self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
-        self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
-        self._eos = sorted(set(eos_token_ids))
-        self._seeded = seeded
-        self._name_prefix = f"sortedrl-{time.time_ns():x}"
-        self._has_hinted = False  # at a faster weight transfer
         super().__init__(
             ServerConnection(self._credentials),
             StopWatches(tokenizer),
+            slots=checked_slots(slots),
+            eos_token_ids=eos_token_ids,
             vocabulary=vocabulary or ANY_VOCABULARY,
             silence_seconds=silence_seconds,
             unavailable_seconds=unavailable_seconds,
         )
+        self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
+        self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
+        self._seeded = seeded
+        self._has_hinted = False  # at a faster weight transfer
         self._thread = threading.Thread(target=self._run_loop, name=f"engine {self.url}", daemon=True)
         self._thread.start()
         try:
@@ -98,10 +101,30 @@ class HttpEngine(ServerStreams, EngineBase):
         except BaseException as error:
             self.close()
             if isinstance(error, ConfigurationError):  # it may repeat what the server said
-                raise ConfigurationError(
-                    error.key, error.value, self._credentials.clean(error.why), error.fix
-                ) from None
+                raise ConfigurationError(error.key, error.value, self._clean(error.why), error.fix) from None
             raise
+
+    # What the server's own class adds
+
+    @abstractmethod
+    async def check_server(self) -> None:
+        """Raise ConfigurationError if the server is not set up as required; read its limits."""
+
+    @abstractmethod
+    async def update_from(self, source: Source, version: int) -> str | None:
+        """Have the server load these weights in place, and clear all stale KV.
+
+        Returns the weight version that was set on the server, if it supports that.
+        """
+
+    def misconfigured(self, reason: str) -> ConfigurationError:
+        """The error for a server that was not started as required, with the command that does."""
+        fix = f"Start it with {self.start_command.format(slots=self.slots)}"
+        return ConfigurationError("url", self.url, reason, fix)
+
+    def weights_name(self, version: int) -> str:
+        """The weight version to set on the server, unique to this run."""
+        return f"{self._name_prefix}-version-{version}"
 
     # The protocol
 
@@ -165,12 +188,8 @@ class HttpEngine(ServerStreams, EngineBase):
             return
         if is_on_gpu and self.how_to_take_handles and not self._has_hinted:
             self._has_hinted = True
-            _log.warning(
-                "%s gets its weights through a file. If it runs on the learner's GPU, CUDA IPC is faster: start it "
-                "with %s",
-                self.url,
-                self.how_to_take_handles,
-            )
+            hint = "gets its weights through a file. If it runs on the learner's GPU, CUDA IPC is faster: start it with"
+            _log.warning("%s %s %s", self.url, hint, self.how_to_take_handles)
         with self.weight_files.written(weights, version) as folder:
             self._update_from(folder, version)
 
@@ -200,6 +219,16 @@ class HttpEngine(ServerStreams, EngineBase):
         finally:
             self._loop.close()  # and with it three file descriptors
 
+    def _raise_if_dead(self) -> None:
+        if self._outbox.death is not None:
+            raise EngineDied(f"{self.url}: {self._outbox.death}")
+
+    def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError(f"the engine of {self.url} is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
     # The server, in the engine's thread
 
     async def _open(self) -> None:
@@ -207,22 +236,17 @@ class HttpEngine(ServerStreams, EngineBase):
         try:
             await self.check_server()
             self._identity_check.expected = await self.identity()
+        except ConfigurationError:
+            raise
         except (Refused, *BROKEN) as error:
             if isinstance(error, Refused) and error.is_about_the_key:
                 raise self._credentials.refused() from None
-            raise ConfigurationError(
-                "url",
-                self.url,
-                f"no server answers there ({said(error)})",
-                "Start the server first, or correct the address.",
-            ) from None
+            why, fix = f"no server answers there ({said(error)})", "Start the server first, or correct the address."
+            raise ConfigurationError("url", self.url, why, fix) from None
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            reason = f"the server's answer has an unexpected format ({error!r})"
-            raise ConfigurationError(
-                "url", self.url, reason, "Correct the address, or use a supported version of the server."
-            ) from None
+            why = f"the server's answer has an unexpected format ({error!r})"
+            fix = "Correct the address, or use a supported version of the server."
+            raise ConfigurationError("url", self.url, why, fix) from None
         if not self._identity_check.expected.is_known:
             _log.warning(
                 "%s does not report its start time: a restart between two requests cannot be detected", self.url
@@ -266,15 +290,74 @@ class HttpEngine(ServerStreams, EngineBase):
         self._identity_check.expected = expected
         self._identity_check.doubt()
 
-    def _raise_if_dead(self) -> None:
-        if self._outbox.death is not None:
-            raise EngineDied(f"{self.url}: {self._outbox.death}")
+    # Its state, in the engine's thread
 
-    def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError(f"the engine of {self.url} is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def _watch(self) -> None:
+        while self._outbox.death is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._sent or self._queue:
+                await self._look()
+
+    async def _look(self) -> None:
+        """Ask the server for its state. Missing or invalid answers count as unknown."""
+        try:
+            running = await self.count_running()
+        except Exception as error:
+            running = None
+            if not await self._is_alive():
+                self._note_outage(said(error), watched=True)
+                return
+        self._outage.is_well_again()
+        if running is not None and running >= 0:
+            self._note_running(running)
+        self._cut_silent()
+        self._send_waiting()
+
+    def _note_running(self, running: int) -> None:
+        now = self.now()
+        missing = len(self._sent) - running
+        silent = [sent for sent in self._sent.values() if sent.heard_at < now - WATCH_SECONDS]
+        self._server_is_full = missing > 0 and bool(silent)
+        to_report = missing - sum(not sent.in_slot for sent in self._sent.values())
+        for sent in sorted((s for s in silent if s.in_slot), key=lambda s: s.heard_at)[: max(0, to_report)]:
+            if not sent.ended:
+                sent.in_slot = False
+                self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
+
+    def _cut_silent(self) -> None:
+        """Fail requests with too few tokens for too long. Preempted ones may wait while others produce tokens.
+
+        A probe that was accepted and generates nothing is turned away: every other request waits for it.
+        """
+        now, seconds, probe = self.now(), self._silence_seconds, self._probe
+        all_are_silent = all(sent.heard_at < now - seconds for sent in self._sent.values())
+        if self._outage.is_on:
+            cut = [probe] if probe is not None and probe.heard_at < now - seconds else []
+        else:
+            slow = [sent for sent in self._sent.values() if sent.paced_at < now - seconds]
+            cut = [s for s in slow if s.in_slot or all_are_silent or s.heard_at > now - seconds / 2]
+        for sent in cut:
+            if self._outage.is_on:
+                why = "if it may queue a request for longer, set a larger silence_seconds in engine_options"
+                self._turn_away(sent, f"no token for {seconds:g} s after it was busy: {why}")
+            else:
+                made = counted(len(sent.tokens) - sent.paced_tokens, "token")
+                self._fail(sent, f"{made} in the last {seconds:g} s, though the server says it is healthy")
+            sent.cancel()
+        if cut:
+            self._background.spawn(self._aborts([sent.name for sent in cut]))
+
+    async def _is_alive(self) -> bool:
+        """Whether it says that it is able to generate. Any other answer means that it is reachable."""
+        if self._outbox.death is not None:
+            return False
+        try:
+            await self.call("GET", "/health")
+        except (Refused, *BROKEN):
+            return False
+        except Malformed:
+            pass
+        return True
 
 
 class ServerPool(Pool):

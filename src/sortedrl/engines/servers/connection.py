@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.servers.credentials import Credentials
-from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, retry_after
+from sortedrl.engines.servers.messages import Malformed, Refused, parsed, reason_of, refusal_in, retry_after
 from sortedrl.settings.install_hint import install_hint
 
 try:
@@ -82,7 +82,10 @@ class ServerConnection:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    yield parsed(data)
+                    event = parsed(data)
+                    if (refusal := refusal_in(event)) is not None:
+                        raise refusal
+                    yield event
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Refused:

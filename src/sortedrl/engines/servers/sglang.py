@@ -32,8 +32,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
-from sortedrl.engines.servers.base import HttpEngine
-from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
+from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
 from sortedrl.engines.servers.messages import (
     Delta,
     Identity,
@@ -43,6 +42,7 @@ from sortedrl.engines.servers.messages import (
     weight_version,
     whole_number,
 )
+from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _EMPTY_SECONDS = 30.0
@@ -117,7 +117,7 @@ class SglangEngine(HttpEngine):
             "top_k": -1,  # overrides the model's configuration
             "max_new_tokens": self.room_for(request),
             "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": [] if sampling.ignore_eos else self._eos,
+            "stop_token_ids": [] if sampling.ignore_eos else sorted(self._eos),
             "no_stop_trim": True,  # EOS is part of the response
             "skip_special_tokens": False,
         }

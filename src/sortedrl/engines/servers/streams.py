@@ -5,17 +5,16 @@
   again. The count is exact; which requests it refers to is inferred.
 - **Abort**: the server is told to abort, and its streams are read to the end, so that all generated tokens arrive. If
   the server does not support that, the connection is closed and the tokens received so far are kept.
-- **Messages** are validated (messages.py). An invalid one fails its request, with the reason.
-- **Limits**: a response is cut at its end (response_end.py), even if the server sends more. A stream with fewer than
-  `FEWEST_TOKENS` tokens in `silence_seconds` on a healthy server fails its request.
+- **Limits**: a response is cut at its end (requests.py), even if the server sends more. A stream with fewer than
+  `FEWEST_TOKENS` tokens in `silence_seconds` on a healthy server fails its request. So does an invalid message.
 - **Outage**: a server that is busy, unhealthy or unreachable, or that breaks a connection, does not fail its requests.
-  They wait here (waiting.py) with the tokens generated so far (reported as Preempted) until the server generates again
-  (outage.py): a request that it accepts and leaves without a token for `silence_seconds` counts as refused. After
+  They wait here with the tokens generated so far (reported as Preempted) until the server generates again
+  (server_state.py): a request that it accepts and leaves without a token for `silence_seconds` counts as refused. After
   `unavailable_seconds` it is dead. A request that is refused again, while the server generates for another one, fails.
 - **Identity**: whenever the server may have restarted, the tokens of new streams are held back until it has confirmed
-  that it has the same weights (identity_check.py). If it has not, they are dropped and the engine is dead.
+  that it has the same weights. If it has not, they are dropped and the engine is dead.
 - **Death**: tokens received so far are delivered, then every call raises `EngineDied` with the reason. Any error in the
-  engine's own tasks has the same effect (background.py), so no error goes unnoticed.
+  engine's own tasks has the same effect, so no error goes unnoticed.
 """
 
 from __future__ import annotations
@@ -23,67 +22,68 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Sampling, Started, Tokens
 from sortedrl.core.rollout import Prompt, Segment
-from sortedrl.core.wording import counted
 from sortedrl.engines.refusals import unknown_token
-from sortedrl.engines.servers import response_end
-from sortedrl.engines.servers.background import BackgroundTasks
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
-from sortedrl.engines.servers.dialect import Sent, ServerDialect, Waiting
-from sortedrl.engines.servers.identity_check import IdentityCheck
-from sortedrl.engines.servers.messages import BUSY, Delta, Malformed, OtherWeights, Refused, checked, refusal_in, said
-from sortedrl.engines.servers.outage import Outage, silent_after_busy
-from sortedrl.engines.servers.outbox import Outbox
-from sortedrl.engines.servers.waiting import WaitingRequests
+from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
+from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
+from sortedrl.engines.servers.requests import Sent, Waiting, WaitingRequests
+from sortedrl.engines.servers.server_state import IdentityCheck, Outage
 from sortedrl.engines.stop_strings import StopWatches
 
-WATCH_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0  # timeout of a short request
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
 STOP_SECONDS = 2.0  # for aborted streams to end
 ROUNDS_UNTIL_WARNING = 4  # of refusals: 2 to 4 s
 TIMES_REFUSED = 3  # in a row, of one request, until it is found out whether that is about the request
-FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 FEWEST_FAULTS = 64  # consecutive failures (or two per slot) after which the server counts as broken
 _log = logging.getLogger(__name__)
 
 
-class ServerStreams(ServerDialect):
-    """See the module docstring."""
+class ServerStreams(ABC):
+    """See the module docstring. The abstract methods are the server's own: routes, and the formats of messages."""
 
     def __init__(
         self,
         connection: ServerConnection,
         stop_watches: StopWatches,
         *,
+        slots: int,
+        eos_token_ids: Iterable[int],
         vocabulary: int,
         silence_seconds: float,
         unavailable_seconds: float,
     ) -> None:
+        self.url = connection.url
+        self.slots = slots
+        self.version = 0  # of the weights
+        self.max_length: int | None = None  # of prompt plus response, if the server reports it
         self._connection = connection
-        self._stop_watches = stop_watches
-        self._vocabulary = vocabulary
-        self._eos_set = frozenset(self._eos)
         self._clean = connection.credentials.clean
+        self._stop_watches = stop_watches
+        self._eos = frozenset(eos_token_ids)
+        self._vocabulary = vocabulary
+        self._silence_seconds = silence_seconds
+        self._name_prefix = f"sortedrl-{time.time_ns():x}"  # of all our request ids and weight versions at the server
+        self._names_given = 0
         self._outbox = Outbox(self._clean)
         self._is_closed = False
         self._queue = WaitingRequests()
         self._sent: dict[str, Sent] = {}
-        self._names_given = 0
         self._server_is_full = False
-        self._silence_seconds = silence_seconds
         self._outage = Outage(unavailable_seconds)
         self._has_warned = False  # about an outage
         self._probe: Sent | None = None  # sent during an outage to see whether it is over
         self._asking = asyncio.Lock()  # while it is found out whether a refusal is about the request
         self._token_at = float("-inf")  # when the last token of any stream arrived
         self._faults = 0  # consecutive requests that failed because of the server
-        self._background = BackgroundTasks(connection.url, self._die)
+        self._background = BackgroundTasks(self.url, self._die)
         self._loop = self._background.loop
         self._identity_check = IdentityCheck(
             self.identity,
@@ -96,11 +96,40 @@ class ServerStreams(ServerDialect):
     def now(self) -> float:
         return time.perf_counter()
 
+    # What the server's own class adds
+
     async def call(
         self, method: str, path: str, *, seconds: float | None = None, body: Any = None, **query: str
     ) -> Any:
+        """The response, parsed if it is JSON; raises Refused, Malformed or a connection error."""
         patience = PATIENCE_SECONDS if seconds is None else seconds
         return await self._connection.call(method, path, seconds=patience, body=body, **query)
+
+    @abstractmethod
+    async def count_running(self) -> int | None:
+        """How many requests the server is running; None if it does not report that."""
+
+    @abstractmethod
+    async def identity(self) -> Identity:
+        """Which server process this is, and with which weights."""
+
+    @abstractmethod
+    def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:
+        """Path and body of the streaming request for this response."""
+
+    @abstractmethod
+    def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
+        """The content of one stream event that is not an error; raises Refused or Malformed if it cannot be used."""
+
+    @abstractmethod
+    async def abort_on_server(self, names: Sequence[str]) -> bool:
+        """Abort these requests; returns whether the server will end their streams."""
+
+    def room_for(self, request: Request) -> int:
+        """Tokens that the server may generate: max_new_tokens, limited by the room left in the context."""
+        if self.max_length is None:
+            return request.max_new_tokens
+        return min(request.max_new_tokens, max(1, self.max_length - len(request.prompt.tokens) - request.prefix_length))
 
     # Requests, in the engine's thread
 
@@ -109,8 +138,8 @@ class ServerStreams(ServerDialect):
             reason = unknown_token(request, self._vocabulary)
             if reason is not None:
                 self._outbox.add(Failed(request.id, self.now(), reason))
-                continue
-            self._queue.add(request)
+            else:
+                self._queue.add(request)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
@@ -134,8 +163,7 @@ class ServerStreams(ServerDialect):
         name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
         request, now = waiting.request, self.now()
         watch = self._stop_watches.of(request)
-        prefix, turn = request.prefix_tokens, request.turn_tokens
-        return Sent(waiting, name, prefix, turn, self.room_for(request), now, watch, heard_at=now, paced_at=now)
+        return Sent(waiting, name, self.room_for(request), now, watch, request.turn_tokens, heard_at=now, paced_at=now)
 
     async def _stream(self, sent: Sent) -> None:
         """Handle one response from its first to its last delta, and report every outcome."""
@@ -161,12 +189,8 @@ class ServerStreams(ServerDialect):
             self._leave(sent)
 
     async def _read(self, sent: Sent) -> None:
-        path, body = self.generation(sent.request, sent.name)
-        async with aclosing(self._connection.events(path, body)) as events:
-            async for event in events:
-                if (refusal := refusal_in(event)) is not None:
-                    raise refusal
-                delta = checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
+        async with aclosing(self._deltas(sent)) as deltas:
+            async for delta in deltas:
                 self._check_weights(sent, delta)
                 if delta.tokens and self._outage.since is not None and sent.sent_at >= self._outage.since:
                     self._end_outage()
@@ -175,17 +199,23 @@ class ServerStreams(ServerDialect):
         if not self._finish_if_whole(sent):
             await self._fail_or_wait(sent, "the stream ended before the end of the response")
 
+    async def _deltas(self, sent: Sent) -> AsyncGenerator[Delta, None]:
+        async with aclosing(self._connection.events(*self.generation(sent.request, sent.name))) as events:
+            async for event in events:
+                yield checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
+
     def _check_weights(self, sent: Sent, delta: Delta) -> None:
         """A stream whose first tokens carry our weight version needs no other confirmation."""
         expected = self._identity_check.expected.weights
-        is_first = expected is not None and not sent.tokens
-        if is_first and delta.weights == expected and str(expected).startswith(self._name_prefix):
-            sent.trusted = True
-        if delta.weights is not None and expected is not None and delta.weights != expected:
+        if expected is None or delta.weights is None:
+            return
+        if delta.weights != expected:
             raise OtherWeights(
                 f"it generated tokens with weight version {delta.weights} instead of {expected}: it restarted, or "
                 "another client updates its weights"
             )
+        if not sent.tokens and expected.startswith(self._name_prefix):
+            sent.trusted = True
 
     def _leave(self, sent: Sent) -> None:
         if self._sent.pop(sent.name, None) is None:
@@ -198,7 +228,7 @@ class ServerStreams(ServerDialect):
 
     def _hear(self, sent: Sent, delta: Delta) -> bool:
         """Report the delta; returns whether it was the last."""
-        tokens, own_end = response_end.take(sent, list(delta.tokens), self._eos_set)
+        tokens, own_end = sent.take(list(delta.tokens), self._eos)
         end = own_end or delta.end  # the server's may be that of an abort in the step of the last token
         if end in ("stop", "length") and not sent.tokens:
             raise Malformed(f"the response ended ({end}) without a token")
@@ -207,20 +237,14 @@ class ServerStreams(ServerDialect):
             del sent.tokens[len(sent.logprobs) :]
             raise Malformed(f"the response ended (stop) with token {last}, which is not one of eos_token_ids")
         now = self.now()
-        if tokens:
-            sent.heard_at = self._token_at = now
-            sent.logprobs += delta.logprobs[: len(tokens)]
-            if len(sent.tokens) >= sent.paced_tokens + FEWEST_TOKENS:
-                sent.paced_at, sent.paced_tokens, sent.is_back = now, len(sent.tokens), False
-            if not sent.in_slot:
-                if not sent.is_back:
-                    sent.paced_at, sent.is_back = now, True
-                sent.in_slot = True
-                self._outbox.add(Started(sent.request.id, now))
         changes: list[Change] = []
         if tokens:
-            segment = Segment(tokens, list(delta.logprobs[: len(tokens)]), self.version)
-            changes.append(Tokens(sent.request.id, now, segment))
+            self._token_at = now
+            logprobs = list(delta.logprobs[: len(tokens)])
+            sent.logprobs += logprobs
+            if sent.hear(now):
+                self._outbox.add(Started(sent.request.id, now))
+            changes.append(Tokens(sent.request.id, now, Segment(tokens, logprobs, self.version)))
         if end in ("stop", "length"):
             changes.append(Finished(sent.request.id, now, truncated=end == "length"))
             sent.ended = True
@@ -234,7 +258,7 @@ class ServerStreams(ServerDialect):
 
     def _finish_if_whole(self, sent: Sent) -> bool:
         """Report the end if the tokens have reached one that the server did not report."""
-        end = None if sent.ended else response_end.reached(sent, self._eos_set)
+        end = None if sent.ended else sent.reached(self._eos)
         if end is not None:
             sent.ended = True
             self._deliver(sent, [Finished(sent.request.id, self.now(), truncated=end == "length")])
@@ -266,16 +290,13 @@ class ServerStreams(ServerDialect):
 
     async def _generates(self) -> bool:
         """Whether the server generates a token for a request that is not the scheduler's."""
-        sampling = Sampling(ignore_eos=True)
-        other = self._about_to_send(Waiting(Request(-1, Prompt("", [1]), (), 1, 0, sampling), place=0))
-        path, body = self.generation(other.request, other.name)
+        request = Request(-1, Prompt("", [1]), (), 1, 0, Sampling(ignore_eos=True))
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS), aclosing(self._connection.events(path, body)) as events:
-                async for event in events:
-                    if refusal_in(event) is not None:
-                        return False
-                    if self.delta_of(event, other).tokens:
-                        return True
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                async with aclosing(self._deltas(self._about_to_send(Waiting(request)))) as deltas:
+                    async for delta in deltas:
+                        if delta.tokens:
+                            return True
         except Exception as error:  # for any reason: it does not
             _log.debug("%s does not generate: %s", self.url, self._clean(said(error)))
         return False
@@ -295,10 +316,9 @@ class ServerStreams(ServerDialect):
         self._identity_check.doubt()
         if sent.unwanted or sent.ended or self._outbox.death is not None:
             return
-        now = self.now()
         self._outbox.drop_untrusted(sent.request.id)
         if sent.in_slot:
-            self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
+            self._outbox.add(Preempted(sent.request.id, self.now(), sent.context_tokens))
         sent.ended = True  # in this stream
         made = Segment(sent.tokens[:], sent.logprobs[:], self.version) if sent.trusted and sent.tokens else None
         self._queue.take_back(sent.waiting, made)
@@ -348,79 +368,6 @@ class ServerStreams(ServerDialect):
         except Exception as error:  # closing the connections ends the requests, too
             _log.debug("%s failed to abort: %s", self.url, self._clean(said(error)))
             return False
-
-    # The server's state, in the engine's thread
-
-    async def _watch(self) -> None:
-        while self._outbox.death is None:
-            await asyncio.sleep(WATCH_SECONDS)
-            if self._sent or self._queue:
-                await self._look()
-
-    async def _look(self) -> None:
-        """Ask the server for its state. Missing or invalid answers count as unknown."""
-        running: int | None = None
-        trouble: Exception | None = None
-        try:
-            running = await self.count_running()
-        except Exception as error:
-            trouble = error
-        if trouble is not None and not await self._is_alive():
-            self._note_outage(said(trouble), watched=True)
-            return
-        self._outage.is_well_again()
-        if running is not None and running >= 0:
-            self._note_running(running)
-        self._cut_silent()
-        self._send_waiting()
-
-    def _note_running(self, running: int) -> None:
-        now = self.now()
-        missing = len(self._sent) - running
-        silent = [sent for sent in self._sent.values() if sent.heard_at < now - WATCH_SECONDS]
-        self._server_is_full = missing > 0 and bool(silent)
-        to_report = missing - sum(not sent.in_slot for sent in self._sent.values())
-        for sent in sorted((s for s in silent if s.in_slot), key=lambda s: s.heard_at)[: max(0, to_report)]:
-            if not sent.ended:
-                sent.in_slot = False
-                self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
-
-    def _cut_silent(self) -> None:
-        """Fail requests with too few tokens for too long. Preempted ones may wait while others produce tokens."""
-        if self._outage.is_on:
-            self._turn_away_silent_probe()
-            return
-        now, seconds = self.now(), self._silence_seconds
-        slow = [sent for sent in self._sent.values() if sent.paced_at < now - seconds]
-        all_are_silent = all(sent.heard_at < now - seconds for sent in self._sent.values())
-        silent = [s for s in slow if s.in_slot or all_are_silent or s.heard_at > now - seconds / 2]
-        for sent in silent:
-            made = counted(len(sent.tokens) - sent.paced_tokens, "token")
-            self._fail(sent, f"{made} in the last {seconds:g} s, though the server says it is healthy")
-            if sent.task is not None:
-                sent.task.cancel()
-        if silent:
-            self._background.spawn(self._aborts([sent.name for sent in silent]))
-
-    def _turn_away_silent_probe(self) -> None:
-        """A probe that was accepted and generates nothing is refused, too: every other request waits for it."""
-        probe = self._probe
-        if probe is None or probe.heard_at >= self.now() - self._silence_seconds:
-            return
-        self._turn_away(probe, silent_after_busy(self._silence_seconds))
-        if probe.task is not None:
-            probe.task.cancel()
-        self._background.spawn(self._aborts([probe.name]))
-
-    async def _is_alive(self) -> bool:
-        if self._outbox.death is not None:
-            return False
-        try:
-            return await self.is_well()
-        except (Refused, *BROKEN):
-            return False
-        except Exception:  # any answer means that it is reachable
-            return True
 
     # Identity of the server, in the engine's thread
 

@@ -39,9 +39,9 @@ from typing import Any
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
-from sortedrl.engines.servers.base import HttpEngine
-from sortedrl.engines.servers.dialect import WEIGHT_UPDATE_SECONDS, Sent, Source
+from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, weight_version, whole_number
+from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
@@ -124,7 +124,7 @@ class VllmServerEngine(HttpEngine):
             "top_p": sampling.top_p,
             "max_tokens": self.room_for(request),
             "ignore_eos": True,  # EOS tokens are given explicitly and override the model's configuration
-            "stop_token_ids": [] if sampling.ignore_eos else self._eos,
+            "stop_token_ids": [] if sampling.ignore_eos else sorted(self._eos),
             "logprobs": 0,
             "detokenize": False,
         }

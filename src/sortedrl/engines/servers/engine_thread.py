@@ -1,19 +1,24 @@
-"""Passes changes from the engine's thread to the thread that calls the engine.
-
-Changes are held back, in order, until it is confirmed that the right weights generated them. If the weights turn out to
-be wrong, the held changes are dropped.
-"""
+"""The thread of an engine: what it passes to the thread that calls the engine, and the tasks that run in it."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
 
+_log = logging.getLogger(__name__)
+
 
 class Outbox:
-    """`news` guards `inside`, `death` and the delivered changes; held changes belong to the engine's thread."""
+    """Changes are held back, in order, until it is confirmed that the right weights generated them. If the weights turn
+    out to be wrong, the held changes are dropped.
+
+    `news` guards `inside`, `death` and the delivered changes; held changes belong to the engine's thread.
+    """
 
     def __init__(self, clean: Callable[[str], str]) -> None:
         self._clean = clean  # removes secrets from reasons
@@ -69,3 +74,40 @@ class Outbox:
                 if isinstance(change, Finished | Failed):
                     self.inside.discard(change.id)
             self.news.notify_all()
+
+
+class BackgroundTasks:
+    """The tasks in the engine's event loop. An error in one of them, or in a callback, is never lost.
+
+    `failed` gets the reason if a task fails: nothing else would notice, so the engine is dead then.
+    """
+
+    def __init__(self, name: str, failed: Callable[[str], None]) -> None:
+        self._name = name
+        self._failed = failed
+        self.running: set[asyncio.Task[Any]] = set()
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._note_unhandled)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self.loop.create_task(work)
+        self.running.add(task)
+        task.add_done_callback(self.note_end_of)
+
+    def note_end_of(self, task: asyncio.Task[Any]) -> None:
+        self.running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(f"the engine's own task failed: {error!r}")
+
+    def current(self) -> asyncio.Task[Any] | None:
+        """The task that calls this; None in another thread."""
+        try:
+            return asyncio.current_task() if asyncio.get_running_loop() is self.loop else None
+        except RuntimeError:
+            return None
+
+    def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and "exception" in context:  # a callback of ours, or one that our streams rely on
+            self._failed(f"the engine's own task failed: {context['exception']!r}")
+        else:
+            _log.debug("%s: %s", self._name, context.get("message"))

@@ -1,0 +1,135 @@
+"""The requests of an engine: those that wait for a slot at the server, and those that were sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from sortedrl.core.engine import Request
+from sortedrl.core.rollout import Segment
+from sortedrl.engines.stop_strings import StopStrings
+
+FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    request: Request
+    place: int = 0  # in the queue
+    turned_away: int = 0  # times in a row, without a token
+
+
+class WaitingRequests:
+    """In the order of submission, also of those that a server turned away."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Waiting] = deque()
+        self._places_given = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, request: Request) -> None:
+        self._places_given += 1
+        self._queue.append(Waiting(request, self._places_given))
+
+    def pop(self) -> Waiting:
+        return self._queue.popleft()
+
+    def pop_least_refused(self) -> Waiting:
+        """For a server that may be unavailable: it may refuse one request and take all others."""
+        waiting = min(self._queue, key=lambda entry: entry.turned_away)
+        self._queue.remove(waiting)
+        return waiting
+
+    def take_back(self, waiting: Waiting, made: Segment | None) -> None:
+        """A request that the server turned away; `made`: what it has generated."""
+        waiting.turned_away += 1
+        if made is not None:
+            waiting.turned_away = 1
+            request = waiting.request
+            waiting.request = request._replace(
+                prefix=(*request.prefix, made), max_new_tokens=request.max_new_tokens - len(made)
+            )
+        self._queue = deque(sorted((*self._queue, waiting), key=lambda entry: entry.place))
+
+    def remove(self, ids: Container[int]) -> None:
+        self._queue = deque(waiting for waiting in self._queue if waiting.request.id not in ids)
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A request at the server, with its request id there."""
+
+    waiting: Waiting
+    name: str
+    room: int  # tokens that it may still generate
+    sent_at: float
+    stop_strings: StopStrings | None
+    turn: list[int]  # the part of its prefix that belongs to the current turn
+    heard_at: float  # when its last token arrived, or when it was sent
+    paced_at: float  # when the last of each `FEWEST_TOKENS` tokens arrived, or when it was sent
+    paced_tokens: int = 0  # how many it had then
+    is_back: bool = False  # since then it has lost its slot and got it back
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    in_slot: bool = False
+    trusted: bool = False  # its stream started after the server's identity was confirmed
+    ended: bool = False  # its last change was reported
+    unwanted: bool = False  # is being aborted
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.waiting.request
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and response, if the server has computed any of it."""
+        made = len(self.tokens)
+        return len(self.request.prompt.tokens) + self.request.prefix_length + made if made else 0
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def hear(self, now: float) -> bool:
+        """Note that tokens arrived; returns whether it got its slot with them."""
+        self.heard_at = now
+        if len(self.tokens) >= self.paced_tokens + FEWEST_TOKENS:
+            self.paced_at, self.paced_tokens, self.is_back = now, len(self.tokens), False
+        if self.in_slot:
+            return False
+        if not self.is_back:
+            self.paced_at, self.is_back = now, True
+        self.in_slot = True
+        return True
+
+    # Where a response ends by our own rules: a server may send more, or end a stream without saying why
+
+    def take(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], str | None]:
+        """Store the tokens up to the end of the response; returns them, and the rule that ends it."""
+        room = self.room - len(self.tokens)
+        end = "length" if len(tokens) >= room else None
+        tokens = tokens[:room]
+        if not self.request.sampling.ignore_eos and not eos.isdisjoint(tokens):
+            count = next(place for place, token in enumerate(tokens, start=1) if token in eos)
+            tokens, end = tokens[:count], "stop"
+        if self.stop_strings is None:
+            self.tokens += tokens
+            return tokens, end
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            if self.stop_strings.completed_by_last(self.turn, self.tokens):
+                return tokens[:count], "stop"
+        return tokens, end
+
+    def reached(self, eos: frozenset[int]) -> str | None:
+        """The end that the stored tokens have reached, if it is one that the server did not report."""
+        if not self.tokens:
+            return None
+        if self.tokens[-1] in eos and not self.request.sampling.ignore_eos:
+            return "stop"
+        return "length" if len(self.tokens) >= self.room else None
