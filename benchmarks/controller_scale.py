@@ -22,7 +22,8 @@ from sortedrl.core.events import Event, EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import StepTime
 from sortedrl.observe.metrics import Metrics
 from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine

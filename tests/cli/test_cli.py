@@ -346,11 +346,6 @@ BAD_INPUT = {
     "an old flag with =": (["plan", "--weights_seconds=2"], ["use --weight-update-seconds"]),
     "an old value": (["train", "--off-policy-correction", "truncated"], ["'truncated'", "renamed. Use decoupled."]),
     "another old value": (["train", "--advantage-baseline=siblings"], ["renamed. Use group."]),
-    "an old engine option": (
-        ["bench", "--engine", "vllm", "--engine-options", "keep_old_keys", "True"],
-        ["Use reuse_kv_cache True."],
-    ),
-    "another old engine option": (["train", "--engine-options", "rests", "True"], ["Use enable_sleep_mode True."]),
     "an unknown command": (["simulte"], ["Did you mean simulate?"]),
     "an unknown step time": (["simulate", "--step-time", "memory-bond"], ["step_time", "memory-bound"]),
     "no lengths file": (["simulate", "--lengths", "/nowhere.jsonl"], ["lengths", "No such file"]),

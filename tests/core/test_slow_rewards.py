@@ -6,7 +6,8 @@ import pytest
 
 from sortedrl.core import Controller, Prompt, Prompts, Rollout, Schedule, events
 from sortedrl.core.events import Event, EventLog
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import linear
 from sortedrl.observe.metrics import Metrics
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from scenarios import run
 from sortedrl.core import Change, Failed, Finished, Preempted, Prompt, Request, Rollout, Segment, Started, Tokens
 from sortedrl.engines.lengths import LognormalLengths, ReplayedLengths, read_lengths
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import PRESETS, Point, StepTime, fit, linear, read_points
 
 

@@ -22,7 +22,7 @@ from sortedrl.core.engine import Sampling
 from sortedrl.core.events import Batched, Event, EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated import SimulatedScorer
+from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.console import (

@@ -26,7 +26,7 @@ from sortedrl.core.events import (
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated import SimulatedScorer
+from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.wall_clock import PARTS, bottleneck, bottleneck_line

@@ -11,7 +11,7 @@ import pytest
 from sortedrl.cli import main
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated_learner import SharedDevice, speed_at
+from sortedrl.engines.simulated_loop import SharedDevice, speed_at
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import RunMetrics
 from sortedrl.studies.plan import Allowed, is_faster, plan

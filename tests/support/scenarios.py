@@ -27,9 +27,8 @@ from sortedrl.core import (
 )
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import place_of
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
-from sortedrl.engines.simulated_environments import SimulatedEnvironments, Step
-from sortedrl.engines.simulated_learner import SimulatedLearner
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_loop import SimulatedEnvironments, SimulatedLearner, SimulatedScorer, Step
 from sortedrl.engines.step_time import StepTime, linear
 from sortedrl.observe.metrics import Metrics, RunMetrics
 

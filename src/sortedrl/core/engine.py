@@ -95,6 +95,10 @@ class Request(NamedTuple):
     def prefix_tokens(self) -> list[int]:
         return [token for segment in self.prefix for token in segment.tokens]
 
+    def continued(self, made: Segment) -> Request:
+        """The rest of it, behind tokens that it has generated."""
+        return self._replace(prefix=(*self.prefix, made), max_new_tokens=self.max_new_tokens - len(made))
+
     @property
     def turn_tokens(self) -> list[int]:
         """The part of the prefix that belongs to the current turn: the tokens after the environment's last answer."""

@@ -1,26 +1,23 @@
-"""Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot.
-An aborted request returns to its member if that has room, for engines that keep the KV cache.
+"""Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot, in the
+order of submission. An aborted request returns to its member if that has room, for engines that keep the KV cache.
 
     submit -> the pool's queue -> a member's free slot -> its changes, merged on one clock -> poll
 
 A member never holds more requests than it has slots, so a slow member does not hold requests that another could run.
-Requests leave the queue in submission order (which of two members then starts first is up to them). A freed slot is
-refilled by the member's own thread, without waiting for the caller. All calls to a member are made in its thread, so
-members may block in `poll`. They must run in real time, which excludes the simulated engine.
+All calls to a member are made in its own thread, which refills a freed slot without waiting for the caller: members may
+block in `poll`. They must run in real time, which excludes the simulated engine.
 
-A member that is temporarily unavailable (`is_available`, for engines that have it) gets no requests while another can
-take them. Its requests that are not in a slot move to free slots elsewhere, with the tokens generated so far.
-
-A member is lost when a call raises `EngineDied` or when a weight update fails. The pool then continues without it:
+A member that is temporarily unavailable (`is_available`) gets no requests while another can take them. Its requests
+that are not in a slot move to free slots elsewhere. A member is lost when a call raises `EngineDied`, when a weight
+update fails, or when it fails requests that others complete: one that refuses everything at once always has free slots,
+so it would get most of the requests. The pool then continues without it:
 - its requests return to the head of the queue and continue elsewhere after the tokens delivered so far. The caller sees
   a preemption: no retry is used up, no delivered token is lost, and no token is delivered twice;
 - its slots stay empty and still count in `slots`, so that the metrics show the loss (as KV-limited or queued), until
   another engine takes its place (`rejoin`), which starts to work at the next `update_weights`;
 - when the last member is lost, `poll`, `update_weights` and `sleep` raise `EngineDied`.
 
-A request that fails on one member is tried on others first, and the caller sees a preemption. Only one that fails on
-`_MEMBERS_TO_TRY` of them, or on all, is reported as failed. A member that fails what others complete is lost, too: one
-that refuses everything immediately always has free slots, so it would get most of the requests.
+A request that fails on one member is tried on others, too. It fails if `_MEMBERS_TO_TRY` of them, or all, fail it.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.core.engine import (
@@ -48,9 +44,9 @@ from sortedrl.core.engine import (
     with_defaults,
 )
 from sortedrl.core.engine_reports import checked_changes
-from sortedrl.core.rollout import Segment
 from sortedrl.core.scoring import reason_of
 from sortedrl.core.wording import counted
+from sortedrl.engines.pool_members import Call, Entry, Member
 from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
@@ -59,80 +55,6 @@ _MEMBERS_TO_TRY = 3  # before a request counts as failed
 _MOST_BLAME = 8.0  # one for each request that a member failed and another completed
 _BLAME_PER_SUCCESS = 0.125  # less: up to one request in nine may fail
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request in the pool with the tokens generated so far, so that another member can continue it."""
-
-    request: Request
-    order: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    in_slot: bool = False
-    has_moved: bool = False  # it was on another member
-    failed_on: list[_Member] = field(default_factory=list)
-    unwanted: bool = False  # is being aborted
-
-    @property
-    def left(self) -> int:
-        return self.request.max_new_tokens - len(self.tokens)
-
-    @property
-    def context_tokens(self) -> int:
-        return len(self.request.prompt.tokens) + self.request.prefix_length + len(self.tokens)
-
-    def remaining(self, version: int) -> Request:
-        """The remaining part, as a new request."""
-        request = self.request
-        if not self.tokens:
-            return request
-        made = Segment(self.tokens[:], self.logprobs[:], version)
-        return Request(request.id, request.prompt, (*request.prefix, made), self.left, request.seed, request.sampling)
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call to make in a member's thread."""
-
-    do: Callable[[EngineBase], Sequence[Change]]
-    loses_on_any_error: bool = False
-    gives_back: Sequence[int] = ()  # requests that return to the pool's queue
-    done: bool = False
-
-
-class _Member:
-    def __init__(self, engine: Engine, lock: threading.Lock, place: int) -> None:
-        self.engine = with_defaults(engine)
-        self.place = place
-        self.slots = engine.slots
-        self.clock_offset = time.perf_counter() - engine.now()
-        self.last_time = float("-inf")  # of its last change, on the pool's clock
-        self.thread = threading.current_thread()  # until its own starts
-        self.wake = threading.Condition(lock)
-        self.entries: dict[int, _Entry] = {}  # in the engine, or on the way there
-        self.inbox: list[_Entry] = []  # on the way there
-        self.calls: deque[_Call] = deque()
-        self.has_weights = True
-        self.blame = 0.0
-        self.lost: str | None = None  # why
-
-    @property
-    def is_working(self) -> bool:
-        return self.lost is None and self.has_weights
-
-    @property
-    def takes_work(self) -> bool:
-        """False while its server is busy or unreachable; it may come back."""
-        return self.engine.is_available
-
-    @property
-    def free_slots(self) -> int:
-        return self.slots - len(self.entries)
-
-    @property
-    def load(self) -> float:
-        return len(self.entries) / self.slots
 
 
 class Pool(EngineBase):
@@ -146,9 +68,9 @@ class Pool(EngineBase):
         self.has_own_device = all(with_defaults(engine).has_own_device for engine in engines)
         self._lock = threading.Lock()  # guards everything below
         self._news = threading.Condition(self._lock)
-        self._entries: dict[int, _Entry] = {}  # all requests in the pool
-        self._queue: deque[_Entry] = deque()
-        self._home_of: dict[int, _Member] = {}  # by id of an aborted request: the member that may have its KV
+        self._entries: dict[int, Entry] = {}  # all requests in the pool
+        self._queue: deque[Entry] = deque()
+        self._home_of: dict[int, Member] = {}  # by id of an aborted request: the member that may have its KV
         self._outbox: list[Change] = []
         self._submitted = 0
         self._version = 0
@@ -156,7 +78,7 @@ class Pool(EngineBase):
         self._last_time = float("-inf")
         self._defect: BaseException | None = None  # unexpected error in a member's thread, raised to the caller
         self._is_closed = False
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         for engine in engines:
             self._add(engine, place=len(self._members))
 
@@ -169,7 +91,7 @@ class Pool(EngineBase):
         with self._lock:
             require_new(requests, self._entries)
             for request in requests:
-                entry = _Entry(request, self._submitted)
+                entry = Entry(request, self._submitted)
                 self._submitted += 1
                 self._entries[request.id] = entry
                 self._queue.append(entry)
@@ -194,13 +116,12 @@ class Pool(EngineBase):
             self._queue = deque(entry for entry in self._queue if not entry.unwanted)
             calls = []
             for member in self._members:
-                member.inbox, on_the_way = _split(member.inbox)
-                for entry in on_the_way:
+                for entry in [entry for entry in member.inbox if entry.unwanted]:
+                    member.inbox.remove(entry)
                     del member.entries[entry.request.id]
                 named = [id for id, entry in member.entries.items() if entry.unwanted]
                 if named:
-                    calls.append(_Call(_abort_of(named)))
-                    self._call(member, calls[-1])
+                    calls.append(self._call(member, _abort_of(named)))
             self._wait_for(calls)
             for id in unwanted:
                 self._entries.pop(id, None)
@@ -222,8 +143,6 @@ class Pool(EngineBase):
             self._call_all(lambda engine: engine.update_weights(weights, version), loses_on_any_error=True)
             self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
 
-    # Members
-
     def sleep(self) -> None:
         self._send_to_sleep(lambda engine: engine.sleep())
 
@@ -237,11 +156,13 @@ class Pool(EngineBase):
             if all(member.lost is not None for member in self._members):  # others may wait for the coming weights
                 self._raise_if_none_works()
 
+    # Members
+
     @property
     def lost(self) -> dict[int, str]:
         """Places of lost members, with the reason."""
         with self._lock:
-            return {place: member.lost for place, member in enumerate(self._members) if member.lost is not None}
+            return {member.place: member.lost for member in self._members if member.lost is not None}
 
     def rejoin(self, engine: Engine) -> None:
         """Replace a lost member with an engine of as many slots.
@@ -250,11 +171,11 @@ class Pool(EngineBase):
         there has been no update yet.
         """
         with self._lock:
-            places = [i for i, m in enumerate(self._members) if m.lost is not None and m.slots == engine.slots]
-            if not places:
-                empty = [member.slots for member in self._members if member.lost is not None]
-                raise ValueError(f"the new engine has {counted(engine.slots, 'slot')}, but the lost ones had {empty}")
-            self._add(engine, places[0])
+            empty = {member.slots: member.place for member in reversed(self._members) if member.lost is not None}
+            if engine.slots not in empty:
+                had = sorted(empty)
+                raise ValueError(f"the new engine has {counted(engine.slots, 'slot')}, but the lost ones had {had}")
+            self._add(engine, empty[engine.slots])
             self._dispatch()
 
     def close(self) -> None:
@@ -267,7 +188,7 @@ class Pool(EngineBase):
             member.thread.join(_CLOSE_SECONDS)
 
     def _add(self, engine: Engine, place: int) -> None:
-        member = _Member(engine, self._lock, place)
+        member = Member(engine, self._lock, place)
         member.has_weights = not self._was_updated
         self._members[place : place + 1] = [member]
         member.thread = threading.Thread(target=self._serve, args=(member,), name=f"engine {place}", daemon=True)
@@ -275,7 +196,7 @@ class Pool(EngineBase):
 
     # A member's thread
 
-    def _serve(self, member: _Member) -> None:
+    def _serve(self, member: Member) -> None:
         """Run until the pool is closed or the member is lost, then close the member."""
         try:
             self._work(member)
@@ -283,8 +204,8 @@ class Pool(EngineBase):
             with suppress(Exception, SystemExit):  # it is gone anyway
                 member.engine.close()
 
-    def _work(self, member: _Member) -> None:
-        call: _Call | None = None
+    def _work(self, member: Member) -> None:
+        call: Call | None = None
         try:
             while True:
                 with self._lock:
@@ -318,7 +239,7 @@ class Pool(EngineBase):
                     self._defect = error
                 self._lose(member, f"{type(error).__name__}: {error}")
 
-    def _note(self, member: _Member, changes: Sequence[Change]) -> None:
+    def _note(self, member: Member, changes: Sequence[Change]) -> None:
         freed = False
         now = self.now()
         for change in changes:
@@ -348,7 +269,7 @@ class Pool(EngineBase):
         if changes:
             self._news.notify_all()
 
-    def _try_elsewhere(self, member: _Member, entry: _Entry) -> bool:
+    def _try_elsewhere(self, member: Member, entry: Entry) -> bool:
         """Whether the request, which failed on this member, waits for another one."""
         entry.failed_on.append(member)
         is_last = len(entry.failed_on) >= _MEMBERS_TO_TRY or not self._untried(entry)
@@ -357,10 +278,10 @@ class Pool(EngineBase):
         self._requeue([entry])
         return True
 
-    def _untried(self, entry: _Entry) -> list[_Member]:
+    def _untried(self, entry: Entry) -> list[Member]:
         return [member for member in self._members if member.is_working and member not in entry.failed_on]
 
-    def _blame(self, member: _Member, failed: Sequence[_Member]) -> None:
+    def _blame(self, member: Member, failed: Sequence[Member]) -> None:
         """`member` has completed a request that others had failed."""
         member.blame = max(0.0, member.blame - _BLAME_PER_SUCCESS)
         for other in failed:
@@ -368,7 +289,7 @@ class Pool(EngineBase):
             if other.blame >= _MOST_BLAME and other.lost is None:
                 self._lose(other, f"it failed {_MOST_BLAME:g} requests that other engines completed")
 
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str) -> None:
         member.lost = reason
         member.wake.notify_all()
         for call in member.calls:
@@ -378,7 +299,7 @@ class Pool(EngineBase):
         member.inbox.clear()
         _log.warning(
             "engine %d of %d is lost (%s): moving %s to %s",
-            self._members.index(member) + 1,
+            member.place + 1,
             len(self._members),
             member.lost,
             counted(moved, "request"),
@@ -394,7 +315,7 @@ class Pool(EngineBase):
 
         One that failed on a member waits for another one, and does not hold the others up.
         """
-        passed: list[_Entry] = []
+        passed: list[Entry] = []
         while self._queue and (free := self._members_with_room()):
             entry = self._queue.popleft()
             if entry.failed_on and (untried := self._untried(entry)):
@@ -403,7 +324,7 @@ class Pool(EngineBase):
                     passed.append(entry)
                     continue
             home = self._home_of.pop(entry.request.id, None)
-            member = home if home in free else min(free, key=lambda m: m.load)
+            member = home if home in free else max(free, key=lambda m: m.free_slots / m.slots)
             member.entries[entry.request.id] = entry
             member.inbox.append(entry)
             if entry.has_moved:  # clocks are inexact: its new start must not precede its preemption
@@ -411,26 +332,25 @@ class Pool(EngineBase):
             member.wake.notify_all()
         self._queue.extendleft(reversed(passed))
 
-    def _members_with_room(self) -> list[_Member]:
+    def _members_with_room(self) -> list[Member]:
         """The available members; if there are none, the unavailable ones, since one of them must be tried."""
         working = [member for member in self._members if member.is_working]
-        return [m for m in ([m for m in working if m.takes_work] or working) if m.free_slots > 0]
+        return [m for m in ([m for m in working if m.engine.is_available] or working) if m.free_slots > 0]
 
-    def _move_waiting(self, member: _Member) -> None:
+    def _move_waiting(self, member: Member) -> None:
         """Take requests back from an unavailable member as far as others have room."""
-        if member.calls or member.takes_work or all(entry.in_slot for entry in member.entries.values()):
+        if member.calls or member.engine.is_available or all(entry.in_slot for entry in member.entries.values()):
             return
-        room = sum(m.free_slots for m in self._members_with_room() if m is not member and m.takes_work)
-        on_the_way = {entry.request.id for entry in member.inbox}
-        waiting = [id for id, e in member.entries.items() if not (e.in_slot or e.unwanted or id in on_the_way)]
+        room = sum(m.free_slots for m in self._members_with_room() if m is not member and m.engine.is_available)
+        waiting = [id for id, e in member.entries.items() if not (e.in_slot or e.unwanted or e in member.inbox)]
         if waiting[:room]:
-            self._call(member, _Call(_abort_of(waiting[:room]), gives_back=waiting[:room]))
+            self._call(member, _abort_of(waiting[:room]), gives_back=waiting[:room])
 
-    def _take_back(self, member: _Member, ids: Sequence[int]) -> None:
+    def _take_back(self, member: Member, ids: Sequence[int]) -> None:
         self._requeue([entry for id in ids if (entry := member.entries.pop(id, None)) is not None])
         self._dispatch()
 
-    def _requeue(self, entries: Iterable[_Entry]) -> int:
+    def _requeue(self, entries: Iterable[Entry]) -> int:
         """Requests that left their member go to the head of the queue; returns how many."""
         at = self.now()
         waiting = []
@@ -448,9 +368,11 @@ class Pool(EngineBase):
         self._queue.extendleft(reversed(waiting))
         return len(waiting)
 
-    def _call(self, member: _Member, call: _Call) -> None:
+    def _call(self, member: Member, do: Callable[[EngineBase], Sequence[Change]], **how: Any) -> Call:
+        call = Call(do, **how)
         member.calls.append(call)
         member.wake.notify_all()
+        return call
 
     def _call_all(self, do: Callable[[EngineBase], None], *, loses_on_any_error: bool = False) -> None:
         """Call all members that are not lost, in parallel."""
@@ -460,25 +382,20 @@ class Pool(EngineBase):
             return ()
 
         present = [member for member in self._members if member.lost is None]
-        calls = [_Call(without_changes, loses_on_any_error) for _ in present]
-        for member, call in zip(present, calls, strict=True):
-            self._call(member, call)
-        self._wait_for(calls)
+        self._wait_for([self._call(m, without_changes, loses_on_any_error=loses_on_any_error) for m in present])
 
-    def _wait_for(self, calls: Sequence[_Call]) -> None:
+    def _wait_for(self, calls: Sequence[Call]) -> None:
         while not all(call.done for call in calls):
             self._news.wait()
         self._raise_defect()
 
     def _report(self) -> list[Change]:
         """Deliver in time order; a late report gets the time of the report before it."""
-        changes, self._outbox = self._outbox, []
-        changes.sort(key=lambda change: change.at)
+        changes = sorted(self._outbox, key=lambda change: change.at)
+        self._outbox.clear()
         for place, change in enumerate(changes):
-            if change.at >= self._last_time:
-                self._last_time = change.at
-            else:
-                changes[place] = change._replace(at=self._last_time)
+            self._last_time = max(self._last_time, change.at)
+            changes[place] = change._replace(at=self._last_time) if change.at < self._last_time else change
         return changes
 
     def _raise_defect(self) -> None:
@@ -488,13 +405,11 @@ class Pool(EngineBase):
     def _raise_if_none_works(self, what: str = "") -> None:
         if not any(member.is_working for member in self._members):
             self._raise_defect()
-            reasons = "; ".join(
-                f"engine {i + 1}: {m.lost or 'waiting for weights'}" for i, m in enumerate(self._members)
-            )
-            raise EngineDied(f"{what}no engine of the pool is left ({reasons})")
+            reasons = [f"engine {m.place + 1}: {m.lost or 'waiting for weights'}" for m in self._members]
+            raise EngineDied(f"{what}no engine of the pool is left ({'; '.join(reasons)})")
 
 
-def _advanced(engine: EngineBase, new: Sequence[Request], call: _Call | None) -> Sequence[Change]:
+def _advanced(engine: EngineBase, new: Sequence[Request], call: Call | None) -> Sequence[Change]:
     if new:
         engine.submit(new)
     if call is not None:
@@ -504,7 +419,3 @@ def _advanced(engine: EngineBase, new: Sequence[Request], call: _Call | None) ->
 
 def _abort_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:
     return lambda engine: checked_changes(engine, "abort", engine.abort(ids))
-
-
-def _split(inbox: Sequence[_Entry]) -> tuple[list[_Entry], list[_Entry]]:
-    return [entry for entry in inbox if not entry.unwanted], [entry for entry in inbox if entry.unwanted]

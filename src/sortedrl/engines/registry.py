@@ -12,7 +12,7 @@ import importlib.util
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from functools import partial
 from urllib.parse import urlsplit
 
 from sortedrl.core.configuration import ConfigurationError
@@ -22,36 +22,29 @@ from sortedrl.core.import_path import fault_in_your_code, import_object
 from sortedrl.settings.install_hint import install_hint
 
 CONNECT_SECONDS = 5.0
+_HOW_TO = "See docs/engine_authors.md."
 VLLM_GPU_MEMORY_FRACTION = 0.45  # if learner and engine share a GPU: the learner needs the rest
-
-
-class EngineKind(NamedTuple):
-    make: Callable[[EngineSpec], Engine]
-    is_server: bool = False
 
 
 def make_engine(name: str, spec: EngineSpec) -> EngineBase:
     check_name(name)
-    kind = ENGINES.get(name)
-    return with_defaults(kind.make(spec) if kind is not None else _from_import_path(name, spec))
+    make = ENGINES.get(name)
+    return with_defaults(make(spec) if make is not None else _from_import_path(name, spec))
 
 
 def check_name(name: str) -> None:
     if name in ENGINES or ":" in name:
         return
     near = difflib.get_close_matches(name, ENGINES, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    raise ConfigurationError(
-        "engine", name, "no such engine", f"{hint}Use {', '.join(ENGINES)}, or your own as your.module:factory."
-    )
+    fix = f"Use {', '.join(ENGINES)}, or your own as your.module:factory."
+    raise ConfigurationError("engine", name, "no such engine", f"Did you mean {near[0]}? {fix}" if near else fix)
 
 
 def check_available(name: str, urls: Sequence[str]) -> None:
     """Refuse an engine that cannot start: vLLM is not installed, or no server listens. Imports nothing heavy."""
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigurationError(
-            "engine", name, f"vLLM is not installed: {install_hint('vllm')}", "Or use the embedded engine."
-        )
+        why = f"vLLM is not installed: {install_hint('vllm')}"
+        raise ConfigurationError("engine", name, why, "Or use the embedded engine.")
     for url in urls if name in SERVERS else ():
         try:
             parts = urlsplit(url)
@@ -67,16 +60,11 @@ def check_available(name: str, urls: Sequence[str]) -> None:
 def check_urls(name: str, urls: Sequence[str], slots: int) -> None:
     """Our servers need URLs; an engine of your own may use them."""
     if name in SERVERS and not urls:
-        raise ConfigurationError(
-            "engine_urls",
-            (),
-            f"engine {name} is a running server",
-            "Set --engine-urls to its address, for example http://127.0.0.1:8000.",
-        )
+        fix = "Set --engine-urls to its address, for example http://127.0.0.1:8000."
+        raise ConfigurationError("engine_urls", (), f"engine {name} is a running server", fix)
     if urls and name in ENGINES and name not in SERVERS:
-        raise ConfigurationError(
-            "engine_urls", urls, f"engine {name} has no server", f"Leave it out, or use --engine {SERVERS[0]}."
-        )
+        fix = f"Leave it out, or use --engine {SERVERS[0]}."
+        raise ConfigurationError("engine_urls", urls, f"engine {name} has no server", fix)
     if slots < len(urls):
         raise ConfigurationError("slots", slots, f"there are {len(urls)} servers", f"Use --slots {len(urls)} or more.")
 
@@ -86,11 +74,10 @@ def factory_named(path: str) -> Callable[[EngineSpec], Engine]:
     try:
         factory: Callable[[EngineSpec], Engine] = import_object(path)
     except ValueError as error:
-        raise ConfigurationError("engine", path, str(error), "See docs/engine_authors.md.") from None
+        raise ConfigurationError("engine", path, str(error), _HOW_TO) from None
     if not callable(factory):
-        raise ConfigurationError(
-            "engine", path, "it is not a function", "Name a function that takes an EngineSpec and returns an engine."
-        )
+        fix = "Name a function that takes an EngineSpec and returns an engine."
+        raise ConfigurationError("engine", path, "it is not a function", fix)
     return factory
 
 
@@ -102,15 +89,11 @@ def _from_import_path(path: str, spec: EngineSpec) -> Engine:
         raise
     except Exception as error:
         reason = f"the factory raised {fault_in_your_code(error)}"
-        raise ConfigurationError("engine", path, reason, "See docs/engine_authors.md.") from error
+        raise ConfigurationError("engine", path, reason, _HOW_TO) from error
     missing = missing_members(engine)
     if missing:
-        raise ConfigurationError(
-            "engine",
-            path,
-            f"it returned a {type(engine).__name__} without {', '.join(missing)}",
-            "See docs/engine_authors.md.",
-        )
+        reason = f"it returned a {type(engine).__name__} without {', '.join(missing)}"
+        raise ConfigurationError("engine", path, reason, _HOW_TO)
     return engine
 
 
@@ -131,9 +114,8 @@ def _embedded(spec: EngineSpec) -> Engine:
     except ConfigurationError:
         raise
     except ValueError as error:
-        raise ConfigurationError(
-            "model", spec.model, str(error), "Lower max_response_tokens or max_prompt_tokens."
-        ) from None
+        fix = "Lower max_response_tokens or max_prompt_tokens."
+        raise ConfigurationError("model", spec.model, str(error), fix) from None
 
 
 def _vllm(spec: EngineSpec) -> Engine:
@@ -158,9 +140,8 @@ def _vllm(spec: EngineSpec) -> Engine:
     except ImportError as error:
         raise ConfigurationError("engine", "vllm", str(error), "Or use the embedded engine.") from None
     except TypeError as error:
-        raise ConfigurationError(
-            "engine_options", dict(spec.options), str(error), "vLLM's EngineArgs names them."
-        ) from None
+        fix = "vLLM's EngineArgs names them."
+        raise ConfigurationError("engine_options", dict(spec.options), str(error), fix) from None
     except ConfigurationError:
         raise
     except (OSError, ValueError) as error:
@@ -168,22 +149,13 @@ def _vllm(spec: EngineSpec) -> Engine:
         raise ConfigurationError("model", spec.model, reason, "See --engine-options and the model's folder.") from None
 
 
-def _vllm_server(spec: EngineSpec) -> Engine:
-    from sortedrl.engines.servers.vllm import VllmServerEngine
-
-    return _server_pool("vllm-server", VllmServerEngine, spec)
-
-
-def _sglang(spec: EngineSpec) -> Engine:
-    from sortedrl.engines.servers.sglang import SglangEngine
-
-    return _server_pool("sglang", SglangEngine, spec)
-
-
-def _server_pool(name: str, engine_class: Callable[..., Any], spec: EngineSpec) -> Engine:
+def _server(name: str, spec: EngineSpec) -> Engine:
     """A running server, or a pool of several: one engine for each URL; they share all slots evenly."""
     from sortedrl.engines.servers.base import ServerPool
+    from sortedrl.engines.servers.sglang import SglangEngine
+    from sortedrl.engines.servers.vllm import VllmServerEngine
 
+    engine_class = SglangEngine if name == "sglang" else VllmServerEngine
     check_urls(name, spec.urls, spec.slots)
     count = len(spec.urls)
     engines = []
@@ -199,19 +171,17 @@ def _server_pool(name: str, engine_class: Callable[..., Any], spec: EngineSpec) 
                     **spec.options,
                 )
             except TypeError as error:
-                raise ConfigurationError(
-                    "engine_options", dict(spec.options), str(error), "docs/engines.md names them."
-                ) from None
+                fix = "docs/engines.md names them."
+                raise ConfigurationError("engine_options", dict(spec.options), str(error), fix) from None
             opened.callback(engine.close)
             engines.append(engine)
         opened.pop_all()
     return engines[0] if count == 1 else ServerPool(engines)
 
 
-ENGINES = {
-    "embedded": EngineKind(_embedded),
-    "vllm": EngineKind(_vllm),
-    "vllm-server": EngineKind(_vllm_server, is_server=True),
-    "sglang": EngineKind(_sglang, is_server=True),
+SERVERS = ("vllm-server", "sglang")
+ENGINES: dict[str, Callable[[EngineSpec], Engine]] = {
+    "embedded": _embedded,
+    "vllm": _vllm,
+    **{name: partial(_server, name) for name in SERVERS},
 }
-SERVERS = tuple(name for name, kind in ENGINES.items() if kind.is_server)

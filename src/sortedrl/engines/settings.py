@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -10,6 +9,7 @@ from pydantic import BaseModel, Field
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.registry import check_name, check_urls
 from sortedrl.engines.servers.credentials import without_credentials
+from sortedrl.settings.api_key import VARIABLE
 from sortedrl.settings.base import OptionTexts, literal
 
 Slots = Annotated[
@@ -22,7 +22,7 @@ Slots = Annotated[
 ]
 # Options of our engines that are switches: any other text would count as true.
 _SWITCHES = {"reuse_kv_cache", "enable_sleep_mode", "seeded", "weights_readable_by_all", "cuda_ipc"}
-_OLD_OPTIONS = {"keep_old_keys": "reuse_kv_cache", "rests": "enable_sleep_mode"}
+_SEEN_BY_OTHERS = "settings are written to the run folder, and other users can see command lines"
 
 
 class EngineSettings(BaseModel):
@@ -50,38 +50,17 @@ def check_engine(settings: EngineSettings) -> None:
     check_name(settings.engine)
     for url in settings.engine_urls:
         if without_credentials(url) != url:
-            raise ConfigurationError(
-                "engine_urls",
-                without_credentials(url),
-                "it has a user or a password: settings are written to the run folder, and other users can see command "
-                "lines",
-                'Set the environment variable SORTEDRL_API_KEY, for example to "Basic dXNlcjpwYXNzd29yZA==".',
-            )
-    _refuse_old_options(options)
+            why = f"it has a user or a password: {_SEEN_BY_OTHERS}"
+            fix = f'Set {VARIABLE}, for example to "Basic dXNlcjpwYXNzd29yZA==".'
+            raise ConfigurationError("engine_urls", without_credentials(url), why, fix)
     check_urls(settings.engine, settings.engine_urls, settings.slots)
     if "api_key" in options:
-        raise ConfigurationError(
-            "engine_options",
-            "api_key (hidden)",
-            "settings are written to the run folder, and other users can see command lines",
-            "Set the environment variable SORTEDRL_API_KEY.",
-        )
+        fix = f"Set the environment variable {VARIABLE}."
+        raise ConfigurationError("engine_options", "api_key (hidden)", _SEEN_BY_OTHERS, fix)
     for key in sorted(_SWITCHES & options.keys()):
         if not isinstance(literal(options[key]), bool):
-            raise ConfigurationError(
-                "engine_options",
-                f"{key} {options[key]}",
-                "it is either True or False",
-                f"Use {key} True, or leave it out.",
-            )
+            fix = f"Use {key} True, or leave it out."
+            raise ConfigurationError("engine_options", f"{key} {options[key]}", "it is either True or False", fix)
     if options and settings.engine == "embedded":
-        raise ConfigurationError(
-            "engine_options", options, "the embedded engine has none", "Leave it out, or --engine vllm."
-        )
-
-
-def _refuse_old_options(options: Mapping[str, str]) -> None:
-    for key in options:
-        if key in _OLD_OPTIONS:
-            fix = f"Use {_OLD_OPTIONS[key]} {options[key]}."
-            raise ConfigurationError("engine_options", f"{key} {options[key]}", "this option was renamed", fix)
+        fix = "Leave it out, or --engine vllm."
+        raise ConfigurationError("engine_options", options, "the embedded engine has none", fix)

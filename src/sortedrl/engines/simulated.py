@@ -27,8 +27,7 @@ from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
 from sortedrl.core.engine import Change, EngineBase, Failed, Finished, Preempted, Request, Started, Tokens
-from sortedrl.core.rollout import Rollout, Segment
-from sortedrl.core.scoring import Scored
+from sortedrl.core.rollout import Segment
 from sortedrl.engines.step_time import StepTime
 
 WATERMARK = 0.01  # fraction of KV cache memory that stays free when a request is admitted, as in vLLM
@@ -416,48 +415,3 @@ class _CachedTurns:
         self.tokens = 0
         self._of.clear()
         self.evicted.clear()
-
-
-class SimulatedScorer:
-    """Scores that take virtual time. If `reward_of` raises, the score is an error."""
-
-    wakes_engine = True
-
-    def __init__(
-        self,
-        engine: SimulatedEngine,
-        *,
-        seconds_of: Callable[[Rollout], float] = lambda rollout: 0.0,
-        reward_of: Callable[[Rollout], float] = lambda rollout: 0.0,
-    ) -> None:
-        self._engine = engine
-        self._seconds_of = seconds_of
-        self._reward_of = reward_of
-        self._due: list[tuple[float, int, Scored]] = []
-        self._submitted = 0
-
-    @property
-    def pending(self) -> int:
-        return len(self._due)
-
-    def submit(self, rollout: Rollout) -> None:
-        try:
-            scored = Scored(rollout.id, self._reward_of(rollout), attempt=rollout.attempt)
-        except Exception as error:
-            scored = Scored(rollout.id, None, error=f"{type(error).__name__}: {error}", attempt=rollout.attempt)
-        seconds = self._seconds_of(rollout)
-        due = self._engine.now() + seconds
-        if 0 < seconds < math.inf:
-            self._engine.wake_at(due)
-        self._submitted += 1
-        heapq.heappush(self._due, (due, self._submitted, scored))
-
-    def collect(self) -> list[Scored]:
-        done = []
-        while self._due and self._due[0][0] <= self._engine.now():
-            done.append(heapq.heappop(self._due)[2])
-        return done
-
-    def wait(self, timeout_seconds: float) -> None:
-        due = self._due[0][0] if self._due else math.inf
-        self._engine.pass_time(max(0.0, min(due - self._engine.now(), timeout_seconds)))

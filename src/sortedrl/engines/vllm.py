@@ -1,4 +1,4 @@
-"""vLLM in this process, on one device: the engine for real models on one GPU.
+"""vLLM in this process, on one device: the engine for real models on one GPU. docs/engines.md has the options.
 
     submit -> vLLM's own queue -> vLLM's running batch (Started) -> steps -> Finished
 
@@ -6,16 +6,11 @@ It uses vLLM's engine core, not `LLM.generate`: token ids in; token ids and the 
 (after temperature and top-p) out; no detokenization. Running, waiting and preempted requests are read from vLLM's
 scheduler after every step. Tokens are delivered when a request finishes or is aborted.
 
-- **Slots** are vLLM's max_num_seqs (SGLang max_running_requests).
-- **Weights** are copied in place (`update_weights`), without a file. vLLM does not update the output layer of a model
-  with tied embeddings unless it is named, so it always is. The prefix cache holds KV of the old weights, so it is reset
-  at every weight update. `reuse_kv_cache=True` keeps it (kv_cache_reuse.py): a resumed response finds its own blocks,
-  which saves its prefill.
-- **Sleep**: with `enable_sleep_mode=True` the engine frees its GPU memory between `sleep()` and the next
-  `update_weights` or `submit`, so that engine and learner fit on one device. The weights wait in host memory. With
-  `sleep_until_update()` they are dropped, which saves both copies: the update brings new ones.
-- **Seeds**: vLLM's per-request seeds cost one kernel launch per row, so they are used only with `seeded=True`. A
-  resumed request then gets a new seed, because vLLM would replay the noise from position 0.
+- **Weights** are copied in place. vLLM does not update the output layer of a model with tied embeddings unless it is
+  named, so it always is. The prefix cache holds KV of the old weights, so every weight update resets it, unless
+  `reuse_kv_cache` keeps it (kv_cache_reuse.py).
+- **Seeds** cost one kernel launch per row, so they are used only with `seeded=True`. A resumed request then gets a new
+  seed, because vLLM would replay the noise from position 0.
 
 Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is created.
 """
@@ -100,12 +95,8 @@ class VllmEngine(EngineBase):
         **options: Any,
     ) -> None:
         if enable_sleep_mode and reuse_kv_cache:
-            raise ConfigurationError(
-                "engine_options",
-                "enable_sleep_mode, reuse_kv_cache",
-                "a sleeping engine frees its KV cache",
-                "Leave one out.",
-            )
+            both, why = "enable_sleep_mode, reuse_kv_cache", "a sleeping engine frees its KV cache"
+            raise ConfigurationError("engine_options", both, why, "Leave one out.")
         _refuse(options)
         self.slots = slots
         self.version = 0
@@ -128,7 +119,14 @@ class VllmEngine(EngineBase):
         self._unreported: list[Change] = []
         self._stop_watches = StopWatches(tokenizer)
         self._llm = _started_vllm(
-            model, slots=slots, max_length=max_length, enable_sleep_mode=enable_sleep_mode, options=options
+            model=model,
+            max_num_seqs=slots,
+            max_model_len=max_length,
+            logprobs_mode="processed_logprobs",  # of the sampling distribution
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            enable_sleep_mode=enable_sleep_mode,
+            **options,
         )
         self._core = self._llm.engine_core  # vLLM's in-process client
         self._scheduler = self._core.engine_core.scheduler
@@ -371,9 +369,7 @@ class VllmEngine(EngineBase):
 
     def _require_weights(self) -> None:
         if not self._has_weights:
-            raise RuntimeError(
-                "the engine has dropped its weights (sleep_until_update): call update_weights with new ones first"
-            )
+            raise RuntimeError("the engine has dropped its weights (sleep_until_update): update_weights comes first")
 
     def _wake(self, *, weights_only: bool = False) -> None:
         """Allocate the memory again: each part once, since vLLM fails if it is woken twice."""
@@ -389,17 +385,12 @@ def _refuse(options: Mapping[str, Any]) -> None:
         raise ConfigurationError("engine_options", f"{name} {options[name]}", why, fix)
     for name in _PARALLEL:
         if options.get(name, 1) != 1:
-            raise ConfigurationError(
-                "engine_options",
-                f"{name} {options[name]}",
-                "vLLM in this process runs on one GPU: weights are copied in place, in memory",
-                "Start a vLLM server with it, and use --engine vllm-server.",
-            )
+            why = "vLLM in this process runs on one GPU: weights are copied in place, in memory"
+            fix = "Start a vLLM server with it, and use --engine vllm-server."
+            raise ConfigurationError("engine_options", f"{name} {options[name]}", why, fix)
 
 
-def _started_vllm(
-    model: str, *, slots: int, max_length: int, enable_sleep_mode: bool, options: Mapping[str, Any]
-) -> Any:
+def _started_vllm(**arguments: Any) -> Any:
     # In another process, vLLM's scheduler could not be read and weights would have to be sent.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
@@ -413,15 +404,5 @@ def _started_vllm(
     found = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if found < OLDEST_VLLM:
         raise RuntimeError(f"vLLM {vllm.__version__} is too old: 0.25.1 and 0.32.0 work")
-    arguments: dict[str, Any] = {
-        "model": model,
-        "max_num_seqs": slots,
-        "max_model_len": max_length,
-        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "enable_sleep_mode": enable_sleep_mode,
-        **options,
-    }
     # vLLM's default tokens per step depends on the usage context: others prefill 2048 at a time on any GPU.
     return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)

@@ -27,10 +27,9 @@ from sortedrl.engines.lengths import (
     remembered,
     with_shared_cache,
 )
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
-from sortedrl.engines.simulated_environments import simulated_environments
-from sortedrl.engines.simulated_learner import SharedDevice, SimulatedLearner
+from sortedrl.engines.simulated_loop import SharedDevice, SimulatedLearner, SimulatedScorer, simulated_environments
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.observe.metrics import Metrics, RunMetrics

@@ -49,10 +49,7 @@ class WaitingRequests:
         waiting.turned_away += 1
         if made is not None:
             waiting.turned_away = 1
-            request = waiting.request
-            waiting.request = request._replace(
-                prefix=(*request.prefix, made), max_new_tokens=request.max_new_tokens - len(made)
-            )
+            waiting.request = waiting.request.continued(made)
         self._queue = deque(sorted((*self._queue, waiting), key=lambda entry: entry.place))
 
     def remove(self, ids: Container[int]) -> None:

@@ -1,10 +1,6 @@
-"""A running SGLang server as an engine, over HTTP. The user starts the server:
+"""A running SGLang server as an engine, over HTTP. docs/engines.md has the command that starts it, and its options.
 
-    python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests 256 \\
-        --incremental-streaming-output
-
-Tested with SGLang 0.5.23 on a CPU, with its PyTorch code in place of its compiled kernels (tests/with_sglang), and
-against a fake server that fails on demand (tests/support/sglang_stand_in.py). Not tested on a GPU.
+Tested with SGLang 0.5.23 on a CPU, with its PyTorch code in place of its compiled kernels. Not tested on a GPU.
 
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
   tokens so far; that works, but the cost grows with every token.
@@ -69,12 +65,9 @@ class SglangEngine(HttpEngine):
             ) from None
         workers = info.get("tp_size", 1)
         if self.takes_handles and workers != 1:
-            raise ConfigurationError(
-                "cuda_ipc",
-                True,
-                f"the server at {self.url} has {workers} workers, and the handles are valid on the learner's GPU only",
-                "Leave cuda_ipc out, or start the server with --tp-size 1.",
-            )
+            why = f"the server at {self.url} has {workers} workers, and the handles are valid on the learner's GPU only"
+            fix = "Leave cuda_ipc out, or start the server with --tp-size 1."
+            raise ConfigurationError("cuda_ipc", True, why, fix)
         if info.get("max_req_input_len"):
             self.max_length = int(info["max_req_input_len"])
         room = sum(load["max_running_requests"] for load in loads)
@@ -101,11 +94,9 @@ class SglangEngine(HttpEngine):
         return list(answer["loads"])
 
     def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.sampling.top_p != 1:
-                raise ValueError(
-                    f"top_p = {request.sampling.top_p}: SGLang reports log-probabilities before top-p, so use 1"
-                )
+        for top_p in (request.sampling.top_p for request in requests):
+            if top_p != 1:
+                raise ValueError(f"top_p = {top_p}: SGLang reports log-probabilities before top-p, so use 1")
         super().submit(requests)
 
     def generation(self, request: Request, name: str) -> tuple[str, dict[str, Any]]:

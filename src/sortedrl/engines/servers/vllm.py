@@ -1,7 +1,4 @@
-"""A running vLLM server as an engine, over HTTP. The user starts the server:
-
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs \\
-        --max-num-seqs 256 --stream-interval 8
+"""A running vLLM server as an engine, over HTTP. docs/engines.md has the command that starts it, and its options.
 
 - `--tokens-only` opens the route for tokens in, tokens out (`/inference/v1/generate`) and the one that aborts. vLLM
   then has no tokenizer to validate token ids with: one outside of the vocabulary crashes the server. With `vocabulary`
@@ -9,21 +6,15 @@
 - Development mode has the routes for weight updates (`/collective_rpc`, `/pause`, `/reset_prefix_cache`). They run
   methods on the workers for any client, `--api-key` does not protect them, and vLLM listens on every interface by
   default. So the command binds to loopback.
-- `--logprobs-mode processed_logprobs` returns the log-probabilities that tokens were sampled with, after temperature
-  and top-p. All of this is checked at startup, and so is `--max-num-seqs`.
-- A larger `--stream-interval` is cheaper for the server; tokens not streamed yet are lost if it is killed.
 - `/abort_requests` makes vLLM return the tokens that it has not streamed yet. If it is missing (0.25 without
   `--tokens-only`), the connection of an aborted request is closed.
 - **Identity**: the start time of its process (`/metrics`), and since 0.32 the weight version that is set with every
   weight update (`/update_weight_version`, `/weight_info`). It is also in the last event of each response.
-- **Seeds**: vLLM's per-request seeds cost one kernel launch per row, so they are sent only with `seeded=True`. vLLM
-  replays a seed from position 0 when a request is resumed, so a resumed request gets a new seed.
-- **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, then a reset of the prefix cache, which
-  holds KV of the old weights (`reuse_kv_cache=True`: see kv_cache_reuse.py). If a step fails, the server stays paused
-  and is given up. A server on the learner's GPU takes the weights by CUDA IPC instead (weight_handles.py) if it is
-  started with `--weight-transfer-config '{"backend": "ipc"}'` and VLLM_ALLOW_INSECURE_SERIALIZATION=1. vLLM 0.25's
-  IPC backend imports ray: `pip install ray`. One on other GPUs of this machine gets them by NCCL
-  (weight_broadcast.py) if it is started with `--weight-transfer-config '{"backend": "nccl"}'`.
+- **Seeds** cost one kernel launch per row, so they are sent only with `seeded=True`. vLLM replays a seed from its start
+  when a request is resumed, so a resumed request gets a new seed.
+- **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, or a weight transfer by CUDA IPC or NCCL
+  if the server has that backend; then a reset of the prefix cache (kv_cache_reuse.py). If a step fails, the server
+  stays paused and is given up.
 
 Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1 is based on its source code.
 """

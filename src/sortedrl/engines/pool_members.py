@@ -1,0 +1,75 @@
+"""The members of a pool, and the requests that they hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sortedrl.core.engine import Change, Engine, EngineBase, Request, with_defaults
+from sortedrl.core.rollout import Segment
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request in the pool with the tokens generated so far, so that another member can continue it."""
+
+    request: Request
+    order: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    in_slot: bool = False
+    has_moved: bool = False  # it was on another member
+    failed_on: list[Member] = field(default_factory=list)
+    unwanted: bool = False  # is being aborted
+
+    @property
+    def left(self) -> int:
+        return self.request.max_new_tokens - len(self.tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.prompt.tokens) + self.request.prefix_length + len(self.tokens)
+
+    def remaining(self, version: int) -> Request:
+        """The remaining part, as a new request."""
+        if not self.tokens:
+            return self.request
+        return self.request.continued(Segment(self.tokens[:], self.logprobs[:], version))
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call to make in a member's thread."""
+
+    do: Callable[[EngineBase], Sequence[Change]]
+    loses_on_any_error: bool = False
+    gives_back: Sequence[int] = ()  # requests that return to the pool's queue
+    done: bool = False
+
+
+class Member:
+    def __init__(self, engine: Engine, lock: threading.Lock, place: int) -> None:
+        self.engine = with_defaults(engine)
+        self.place = place
+        self.slots = engine.slots
+        self.clock_offset = time.perf_counter() - engine.now()
+        self.last_time = float("-inf")  # of its last change, on the pool's clock
+        self.thread = threading.current_thread()  # until its own starts
+        self.wake = threading.Condition(lock)
+        self.entries: dict[int, Entry] = {}  # in the engine, or on the way there
+        self.inbox: list[Entry] = []  # on the way there
+        self.calls: deque[Call] = deque()
+        self.has_weights = True
+        self.blame = 0.0
+        self.lost: str | None = None  # why
+
+    @property
+    def is_working(self) -> bool:
+        return self.lost is None and self.has_weights
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.entries)
