@@ -33,14 +33,11 @@ from sortedrl.observe.report import self_contained, tables
 from sortedrl.observe.report.folds import (
     changes_on_resume,
     quantile,
-    slot_grid,
     slot_time,
-    staleness_floor,
     update_points,
 )
 from sortedrl.observe.report.runs import read_runs
 from sortedrl.observe.report.series import Series, series_of
-from sortedrl.observe.report.text import timeline_lead
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.settings.base import as_json
 from sortedrl.studies.workload import run as simulate
@@ -97,7 +94,7 @@ def test_the_charts_of_a_run_with_other_slots_after_a_resume(mode: str, then: in
     assert sum(report_charts.slot_time_parts(shown_run).values()) == pytest.approx(1)
     assert run_metrics.slots == then
     page = report.page([shown_run], [None], "0")
-    assert f"3, then {then} slots" in page and "Changed on resume" in page and "incomplete" not in page
+    assert f"3, then {then} slots" in page and "changed on resume" in page and "incomplete" not in page
     path.write_text(written([event for event in log if not isinstance(event, SlotsChanged)]))
     assert read_runs([path])[0].slot_counts == (3,)
 
@@ -126,27 +123,6 @@ def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:
     assert sum(point.pooled for point in pooled) == len(updates)
 
 
-def test_the_staleness_floor_is_the_formula_of_full_slots() -> None:
-    """Two slots, updates of two, lengths 2 and 6: (2 / 2) x 20 / (2 x 16), and 2 / (2 x 2)."""
-    row = events.Updated(1.0, 0, 0, 0, (0, 1), (2, 6), (1.0, 1.0), (((0, 2),), ((0, 6),)), (0, 0))
-    began = RunBegan(0.0, 2, "partial", {})
-    assert staleness_floor([began, row]) == pytest.approx((20 / 32, 0.5))
-    assert staleness_floor([began, row, SlotsChanged(3.0, 6), row]) == pytest.approx((2 * 20 / 32, 1.0))
-    assert staleness_floor([began]) is None
-
-
-def test_a_slot_grid_shows_the_longest_stay_of_each_cell() -> None:
-    log = events_of("on-policy")
-    stays = slices(log)
-    grid = slot_grid(stays, 4, log[0].at, log[-1].at, 50)
-    assert len(grid) == 4 and {len(row) for row in grid} == {50}
-    width = (log[-1].at - log[0].at) / 50
-    for stay in stays:
-        first, last = math.ceil((stay.start - log[0].at) / width), math.floor((stay.end - log[0].at) / width)
-        assert set(grid[stay.slot][first:last]) <= {stay.outcome[0]}
-    assert len({outcome[0] for outcome in OUTCOMES}) == len(OUTCOMES), "a letter stands for one outcome"
-
-
 # Several runs
 
 
@@ -173,10 +149,8 @@ def test_seeds_of_one_mode_are_one_series(tmp_path: Path) -> None:
     assert [len(one.runs) for one in series] == [3, 3]
     goodputs = [figures_of(list(read_events(path))).goodput for path in paths[3:]]
     assert series[1].mean("goodput") == pytest.approx(sum(goodputs) / 3)
-    chart = report_charts.learning("reward", "", "", series, report_charts.TimeUnit(1.0, "s"), held_out=False)
-    low, high, mean = chart.views["updates"]["data"][3:6]
-    rewards = [[point.reward for point in run.points] for run in series[1].runs]
-    columns = list(zip(*rewards, strict=False))
+    low, high, mean = report_charts.staleness(series).views[""]["data"][3:6]
+    columns = list(zip(*[[point.staleness for point in run.points] for run in series[1].runs], strict=False))
     assert low["y"] == pytest.approx([min(column) for column in columns])
     assert high["y"] == pytest.approx([max(column) for column in columns])
     assert mean["y"] == pytest.approx([sum(column) / 3 for column in columns])
@@ -197,22 +171,22 @@ def test_a_run_without_an_update_changes_no_mean(tmp_path: Path) -> None:
     series, expected = series_of(runs), series_of(before)
     assert report.as_json(runs)["conclusion"] == report.as_json(before)["conclusion"]
     assert sorted(map(str, tables.headline(series)["rows"])) == sorted(map(str, tables.headline(expected)["rows"]))
-    curves, others = (report_charts.bubble_per_harvest(some).views for some in (series, expected))
+    curves, others = (report_charts.staleness(some).views for some in (series, expected))
     assert sorted(map(str, curves[""]["data"])) == sorted(map(str, others[""]["data"]))
     assert [run.name for run in runs if any("No update was made" in notice for notice in run.notices)] == ["a-killed"]
 
 
-def test_the_lead_of_an_aggregated_timeline_is_about_a_run_with_updates(
+def test_the_slot_timeline_of_a_large_run_shows_its_first_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sortedrl.observe.report.runs.MOST_SLICES", 10)
-    monkeypatch.setattr("sortedrl.observe.report.runs.EXCERPT_SLICES", 5)
-    simulated_log(tmp_path / "partial/events.jsonl")
-    killed = simulated_log(tmp_path / "a-killed/events.jsonl", seed=1)
-    killed.write_text("".join(killed.read_text().splitlines(keepends=True)[:6]))
-    (series,) = series_of(read_runs([tmp_path]))
-    assert [bool(run.timeline.grid) for run in series.runs] == [False, True]
-    assert "Aggregated" in timeline_lead([series])
+    monkeypatch.setattr("sortedrl.observe.report.runs.MOST_SLICES", 40)
+    (run,) = read_runs([simulated_log(tmp_path / "log.jsonl")])
+    stays = slices(list(read_events(tmp_path / "log.jsonl")))
+    assert run.slices == tuple(stay for stay in stays if stay.start < run.slices_until) and len(run.slices) <= 40
+    assert run.slices_until in run.update_times and run.is_aggregated
+    shown = report_charts.timeline(run, "partial", report_charts.TimeUnit(1.0, "s"))
+    assert shown["label"] == f"partial: first {len(shown['updates'])} updates" and max(shown["end"]) <= 1_000_000
+    assert len({outcome[0] for outcome in OUTCOMES}) == len(OUTCOMES), "a letter stands for one outcome"
 
 
 def test_a_run_without_an_update_has_no_conclusion(tmp_path: Path) -> None:
@@ -250,15 +224,7 @@ def test_rejections_are_listed_by_reason(tmp_path: Path) -> None:
     rows = page.split('<table id="rejections">')[1].split("</table>")[0]
     assert "3 of 8 rollouts were rejected" in page and all(html.escape(reason) in rows for reason in reasons)
     calm = simulated_log(tmp_path / "calm" / "events.jsonl")
-    assert "Scoring and rejections" not in report.page(read_runs([calm]), [None], "0")
-
-
-def test_charts_that_are_flat_by_nature_are_left_out(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "a-run")
-    flat = UPDATE | {"mismatch_kl": 3e-9, "clipped_fraction": 0.0, "entropy": 1.2, "stale_ratio_mean": 0.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(flat | {"update": i}) + "\n" for i in (1, 2)))
-    drawn = report_charts.learner_panels(series_of(read_runs([folder])))
-    assert [chart.id for chart in drawn] == ["learner-entropy"]
+    assert 'id="rejected"' not in report.page(read_runs([calm]), [None], "0")
 
 
 def test_runs_of_one_mode_with_other_settings_are_told_apart(tmp_path: Path) -> None:
@@ -410,7 +376,6 @@ RESPONSES: list[dict[str, Any]] = [
 
 def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) -> None:
     (read,) = read_runs([run_folder(tmp_path / "a-run")])
-    assert [line["clipped_fraction"] for line in read.learner] == [0.02, 0.02]
     assert read.notices[-1] == "metrics.jsonl: skipped 1 unreadable line."
     command = command_for(read.settings)
     assert command is not None
@@ -420,7 +385,7 @@ def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) ->
     assert '<span class="segment" data-label="v0">one two</span>' in page
     assert '<span class="segment" data-label="v2">&lt;/script&gt;three</span>' in page
     assert "<b>Best, Longest, Most resumed</b>" in page
-    assert "<b>Worst, Longest</b>" in page
+    assert "<b>Worst</b>" in page
     assert "(truncated)" in page
 
 
@@ -435,28 +400,23 @@ def test_a_line_that_is_too_deep_to_parse_is_skipped(tmp_path: Path) -> None:
 
 
 def test_means_over_runs_compare_the_same_updates(tmp_path: Path) -> None:
-    """Not the same number of points: a long run pools updates, and a metric is missing where it does not apply."""
+    """Not the same number of points: a long run pools updates."""
     (run,) = read_runs([run_folder(tmp_path / "run")])
-    point = run.points[0]
-    every = [replace(point, updates=n, staleness=float(n)) for n in range(1, 9)]
-    pooled = [replace(point, updates=n, pooled=2, staleness=float(n)) for n in range(2, 9, 2)]
-    lines = [{"update": n, "reward": 0.0, "stale_kl": float(n)} for n in range(1, 9)]
-    long = replace(run, points=tuple(pooled), learner=tuple(lines[3:]))
-    short = replace(run, points=tuple(every), learner=tuple(lines[:6]))
-    one = Series("mine", "#000000", (long, short))
-    for chart in (report_charts.staleness_of_updates([one]), *report_charts.learner_panels([one])):
-        *_, mean = chart.views[""]["data"]
-        assert mean["x"] == mean["y"] and mean["x"] in ([2, 4, 6, 8], [4, 5, 6])
+    every = [run.points[0]._replace(updates=n, staleness=float(n)) for n in range(1, 9)]
+    pooled = [run.points[0]._replace(updates=n, pooled=2, staleness=float(n)) for n in range(2, 9, 2)]
+    one = Series("mine", "#000000", (replace(run, points=tuple(pooled)), replace(run, points=tuple(every))))
+    *_, mean = report_charts.staleness([one]).views[""]["data"]
+    assert mean["x"] == mean["y"] == [2, 4, 6, 8]
 
 
 def test_answers_of_the_environment_are_labeled_and_are_no_resumes(tmp_path: Path) -> None:
-    line = {"update": 1, "rollout": 0, "response": "ask 42 so", "reward": 1.0, "segments": [[3, 1], [-1, 2], [3, 1]]}
+    line = RESPONSES[0] | {"response": "ask 42 so", "segments": [[3, 1], [-1, 2], [3, 1]], "segment_ends": [3, 6, 9]}
     (run,) = read_runs([run_folder(tmp_path / "run")])
-    recorded = replace(run, responses=(line | {"segment_ends": [3, 6, 9]}, line))
-    first, second = tables.responses(series_of([recorded])[0])
-    assert first["tags"] == "Longest" and first["pieces"] == [("v3", "ask"), ("env", " 42"), ("v3", " so")]
-    assert first["boundaries"].endswith("env: from the environment")
-    assert "2 tokens by the environment" in second["boundaries"]
+    (shown,) = tables.responses(series_of([replace(run, responses=(line,))])[0])
+    assert shown["tags"] == "Best, Worst, Longest" and "3 segments" in shown["facts"]
+    assert shown["pieces"] == [("v3", "ask"), ("env", " 42"), ("v3", " so")]
+    (unsplit,) = tables.responses(series_of([replace(run, responses=(line | {"segment_ends": []},))])[0])
+    assert unsplit["pieces"] == [("", "ask 42 so")]
 
 
 def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from sortedrl.core.events import Event, RunBegan, SlotsChanged
 
 
 @dataclass(slots=True)
@@ -24,8 +21,3 @@ class SlotTotal:
     def change_factor(self, total: float, factor: float) -> None:
         """`factor` ends at this total, another one follows."""
         self._before, self._changed_at = self.of(total, factor), total
-
-
-def slot_counts(log: Iterable[Event]) -> tuple[int, ...]:
-    """The slots of a run, in order: more than one number if it was resumed with others."""
-    return tuple(event.slots for event in log if isinstance(event, (RunBegan, SlotsChanged)))

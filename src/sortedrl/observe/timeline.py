@@ -57,6 +57,11 @@ class Slice(NamedTuple):
     update: int | None
 
 
+def slot_counts(log: Iterable[Event]) -> tuple[int, ...]:
+    """The slots of a run, in order: more than one number if it was resumed with others."""
+    return tuple(event.slots for event in log if isinstance(event, (events.RunBegan, events.SlotsChanged)))
+
+
 class Visit(NamedTuple):
     """A rollout's time in its environment. Visits with the same `lane` do not overlap; the lowest free one is taken."""
 

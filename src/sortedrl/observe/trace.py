@@ -27,8 +27,7 @@ from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.run_state import RolloutPlaces
-from sortedrl.observe.slot_totals import slot_counts
-from sortedrl.observe.timeline import Slice, Visit, slices, visits
+from sortedrl.observe.timeline import Slice, Visit, slices, slot_counts, visits
 
 RUN, SLOTS, ENVIRONMENTS = 1, 2, 3  # processes
 PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = (

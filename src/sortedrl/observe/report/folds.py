@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from sortedrl.core import events
-from sortedrl.core.events import Event
+from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.observe.metrics import Metrics, RunMetrics
 from sortedrl.observe.timeline import Slice
@@ -22,21 +20,17 @@ from sortedrl.observe.timeline import Slice
 BINS = 240  # time bins of the occupancy chart
 MOST_POINTS = 600  # of per-update curves; beyond that, neighboring updates are pooled
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-EMPTY = " "  # a cell of the slot grid in which no slice took a quarter of the time
+_OUTLINE = frozenset({RunBegan, SlotsChanged, SettingsChanged, Phase, Updated})  # few, and the first event of every run
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """Mean number of slots in each part per time bin. `edges` (seconds since the run started) has one more entry.
-    `slots` is the mean over the run."""
+class Occupancy(NamedTuple):
+    """Mean number of slots in each part per time bin. `edges` (seconds since the run started) has one more entry."""
 
-    slots: float
     edges: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdatePoint:
+class UpdatePoint(NamedTuple):
     """One update, or `pooled` consecutive ones. `updates`, `rollouts` and `seconds` count from the start of the run."""
 
     updates: int
@@ -48,8 +42,7 @@ class UpdatePoint:
     staleness: float  # mean over its tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """The state of the run when an evaluation started."""
 
     updates: int
@@ -57,8 +50,7 @@ class Mark:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A setting that was changed when the run was resumed after this many updates."""
 
     updates: int
@@ -67,7 +59,18 @@ class Change:
     new: Any
 
 
-def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
+def outline(log: Iterable[Event]) -> list[Event]:
+    """What curves per update need. Where the mark of a rollback is lost, an update is there twice: the first counts."""
+    found: list[Event] = []
+    updates = 0
+    for event in log:
+        if type(event) in _OUTLINE and not (isinstance(event, Updated) and event.update < updates):
+            found.append(event)
+            updates = event.update + 1 if isinstance(event, Updated) else updates
+    return found
+
+
+def slot_time(log: Sequence[Event], slices: Iterable[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
     """The metrics of a run, and its slot occupancy over time. The log must not be empty."""
     metrics = Metrics()
     began, ended = log[0].at, log[-1].at
@@ -81,87 +84,55 @@ def slot_time(log: Sequence[Event], slices: Sequence[Slice], bins: int = BINS) -
             next_edge = edges[len(totals)]
         take(event)
     totals += [metrics.slot_seconds()] * (bins + 1 - len(totals))
-    parts = {part for part in totals[-1] if part != "busy" and totals[-1][part] > 0}
     width = (ended - began) / bins or 1.0
-    found = {
+    parts = {
         part: tuple((after.get(part, 0.0) - before.get(part, 0.0)) / width for before, after in pairwise(totals))
-        for part in sorted(parts)
+        for part, total in totals[-1].items()
+        if part != "busy" and total > 0
     }
-    found |= _slots_by_outcome(slices, began, width, bins)
-    slots = math.fsum(totals[-1].values()) / (ended - began) if ended > began else float(metrics.slots)
-    return metrics.run_metrics(), Occupancy(slots, tuple(edge - began for edge in edges), found)
+    parts |= _slots_by_outcome(slices, began, width, bins)
+    return metrics.run_metrics(), Occupancy(tuple(edge - began for edge in edges), parts)
 
 
 def _slots_by_outcome(slices: Iterable[Slice], began: float, width: float, bins: int) -> dict[str, tuple[float, ...]]:
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
-    for piece, place, seconds in _over_bins(slices, began, width, bins):
-        found[piece.outcome][place] += seconds / width
+    for piece in slices:
+        column, low = found[piece.outcome], piece.start
+        place, last = (min(bins - 1, int((at - began) / width)) for at in (piece.start, piece.end))
+        while place < last:
+            high = began + (place + 1) * width
+            column[place] += max(0.0, high - low) / width
+            place, low = place + 1, high
+        column[place] += max(0.0, piece.end - low) / width
     return {outcome: tuple(column) for outcome, column in found.items()}
 
 
-def _over_bins(slices: Iterable[Slice], began: float, width: float, bins: int) -> Iterator[tuple[Slice, int, float]]:
-    """Each slice with the bins that it touches, and its seconds in them."""
-    for piece in slices:
-        start, end = piece.start, piece.end
-        place, last = int((start - began) / width), int((end - began) / width)
-        if last >= bins:
-            place, last = min(place, bins - 1), bins - 1
-        while place < last:
-            low = began + place * width
-            yield piece, place, max(0.0, low + width - (start if start > low else low))
-            place += 1
-        low = began + place * width
-        yield piece, place, max(0.0, end - (start if start > low else low))
-
-
-def slot_grid(slices: Iterable[Slice], slots: int, began: float, ended: float, bins: int) -> list[str]:
-    """One row of `bins` cells per slot: the first letter of the outcome of the longest slice in the cell."""
-    width = (ended - began) / bins or 1.0
-    least = width / 4
-    most = [[0.0] * bins for _ in range(slots)]
-    rows = [[EMPTY] * bins for _ in range(slots)]
-    for piece in slices:
-        slot, start, end = piece[:3]
-        first, last = int((start - began) / width), int((end - began) / width)
-        if last >= bins:
-            first, last = min(first, bins - 1), bins - 1
-        if last > first + 1:  # it fills the cells between them
-            rows[slot][first + 1 : last] = piece.outcome[0] * (last - first - 1)
-        for place in (first, last) if last > first else (last,):
-            low = began + place * width
-            seconds = (end if place == last else low + width) - (start if start > low else low)
-            if seconds >= least and seconds > most[slot][place]:
-                most[slot][place], rows[slot][place] = seconds, piece.outcome[0]
-    return ["".join(row) for row in rows]
-
-
 def update_points(log: Sequence[Event], most: int = MOST_POINTS) -> list[UpdatePoint]:
-    updates = [event for event in log if isinstance(event, events.Updated)]
+    updates = [event for event in log if isinstance(event, Updated)]
     pooled = max(1, math.ceil(len(updates) / most))
     points: list[UpdatePoint] = []
-    done = rollouts = 0
+    rollouts = 0
     for first in range(0, len(updates), pooled):
         group = updates[first : first + pooled]
         lengths = sorted(length for update in group for length in update.lengths)
         rewards = [reward for update in group for reward in update.rewards]
         ages = [
-            ((update.version - version) * tokens, tokens)
+            (tokens, update.version - version)
             for update in group
             for segments in update.segments
             for version, tokens in segments
             if version != ENVIRONMENT
         ]
-        done += len(group)
         rollouts += len(lengths)
         points.append(
             UpdatePoint(
-                updates=done,
+                updates=first + len(group),
                 pooled=len(group),
                 rollouts=rollouts,
                 seconds=group[-1].at - log[0].at,
                 reward=math.fsum(rewards) / len(rewards),
                 length_quantiles=tuple(quantile(lengths, share) for share in QUANTILES),
-                staleness=sum(age for age, _ in ages) / max(1, sum(tokens for _, tokens in ages)),
+                staleness=sum(tokens * age for tokens, age in ages) / max(1, sum(tokens for tokens, _ in ages)),
             )
         )
     return points
@@ -180,10 +151,10 @@ def evaluation_marks(log: Sequence[Event]) -> dict[int, Mark]:
     marks: dict[int, Mark] = {}
     updates = rollouts = 0
     for event in log:
-        if isinstance(event, events.Updated):
+        if isinstance(event, Updated):
             updates += 1
             rollouts += len(event.rollouts)
-        elif isinstance(event, events.Phase) and event.phase == "evaluation":
+        elif isinstance(event, Phase) and event.phase == "evaluation":
             marks[updates] = Mark(updates, rollouts, event.at - log[0].at)
     return marks
 
@@ -193,34 +164,14 @@ def changes_on_resume(log: Iterable[Event]) -> list[Change]:
     changes: list[Change] = []
     updates = slots = 0
     for event in log:
-        if isinstance(event, events.Updated):
+        if isinstance(event, Updated):
             updates += 1
-        elif isinstance(event, events.RunBegan):
+        elif isinstance(event, RunBegan):
             slots = event.slots
-        elif isinstance(event, events.SlotsChanged):
+        elif isinstance(event, SlotsChanged):
             changes.append(Change(updates, "slots", slots, event.slots))
             slots = event.slots
-        elif isinstance(event, events.SettingsChanged):
+        elif isinstance(event, SettingsChanged):
             pairs = [(name, pair) for name, pair in event.changes.items() if isinstance(pair, list) and len(pair) == 2]
             changes += [Change(updates, name, *pair) for name, pair in pairs]
     return changes
-
-
-def staleness_floor(log: Iterable[Event]) -> tuple[float, float] | None:
-    """Lower bounds of the mean token staleness with full slots where tokens are kept: unsorted, and sorted.
-
-    With Q slots, updates of U rollouts and lengths L: (Q / U) E[L^2] / (2 E[L]^2), and Q / 2U.
-    """
-    count = slots = slots_of_updates = total = squares = 0
-    for event in log:
-        if isinstance(event, (events.RunBegan, events.SlotsChanged)):
-            slots = event.slots
-        elif isinstance(event, events.Updated):
-            slots_of_updates += slots
-            count += len(event.lengths)
-            total += sum(event.lengths)
-            squares += sum(length * length for length in event.lengths)
-    if not total:
-        return None
-    slots_per_rollout = slots_of_updates / count
-    return slots_per_rollout * squares * count / (2 * total * total), slots_per_rollout / 2

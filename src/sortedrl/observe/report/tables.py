@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.core.wording import counted
@@ -17,104 +17,86 @@ from sortedrl.observe.report.charts import part_name
 from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
 
-RESPONSES_OF_A_KIND = 2
 MOST_REASONS = 20  # of rejections
 MOST_CHARACTERS = 20_000  # of a response shown on the page
-Line = dict[str, Any]
-Kind = tuple[str, Callable[[Line], Any], Callable[[Line], bool]]  # tag, sort key, and filter
+Rows = list[tuple[str, list[str]]]  # each with its name
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """How to print a metric: `form` is its format, applied to 100 x the value if it is a fraction."""
+class Column(NamedTuple):
+    """A metric of the headline. `form` is its format, of 100 x the value if it ends with %."""
 
     field: str
     name: str
     unit: str
     meaning: str
     form: str
-    is_fraction: bool = False
 
-    def text(self, value: float | None) -> str:
-        if value is None:
-            return "unknown"
-        return f"{self._number(value)} %" if self.is_fraction else self._number(value)
-
-    def range(self, least: float, greatest: float) -> str:
-        dash = " to " if "+" in self.form else "–"
-        return f"{self._number(least)}{dash}{self._number(greatest)}{' %' if self.is_fraction else ''}"
-
-    def _number(self, value: float) -> str:
-        return format(100 * value if self.is_fraction else value, self.form)
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    def text(self, *values: float) -> str:
+        """One value, or a range."""
+        of_percent = self.form.endswith("%")
+        numbers = [format(100 * v, self.form[:-1]) if of_percent else format(v, self.form) for v in values]
+        return (" to " if "+" in self.form else "–").join(numbers) + " %" * of_percent
 
 
 HEADLINE = (
-    Column("bubble", "bubble", "", "empty slot-time while the engine may run", ".1f", is_fraction=True),
-    Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f", is_fraction=True),
+    Column("bubble", "bubble", "", "empty slot-time while the engine may run", ".1f%"),
+    Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f%"),
     Column("goodput", "goodput", "tokens/s", "tokens trained on per second of harvest time", ",.0f"),
-    Column("waste", "waste", "", "fraction of generated tokens that were discarded", ".1f", is_fraction=True),
+    Column("waste", "waste", "", "fraction of generated tokens that were discarded", ".1f%"),
     Column("staleness_mean", "staleness", "mean", "of trained tokens, in versions", ".2f"),
     Column("staleness_max", "", "max", "maximum staleness of a trained token", ",.0f"),
     Column("sortedness", "sortedness", "", "log-length variance within updates that sorting removed", "z.2f"),
-    Column(
-        "length_bias",
-        "length bias",
-        "",
-        "mean trained length relative to uncut responses, minus 1",
-        "+z.1f",
-        is_fraction=True,
-    ),
+    Column("length_bias", "length bias", "", "mean trained length relative to uncut responses, minus 1", "+z.1f%"),
     Column("mean_reward", "reward", "mean", "over all trained rollouts", "+.2f"),
     Column("updates", "updates", "", "made", ",.0f"),
     Column("wall_seconds", "wall-clock", "s", "from the first event to the last", ",.1f"),
 )
 
 
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
 def headline(series: Sequence[Series]) -> dict[str, Any]:
     """One row per series. Rewards are left out if a log has none, as in simulated runs."""
     has_rewards = any(run.run_metrics.mean_reward for one in series for run in one.runs)
     columns = [column for column in HEADLINE if has_rewards or column.field != "mean_reward"]
-    return {"columns": columns, "rows": [_headline_row(one, columns) for one in series]}
-
-
-def _headline_row(one: Series, columns: Sequence[Column]) -> dict[str, Any]:
-    cells = []
-    for column in columns:
-        values = [value for run in one.measured if (value := getattr(run.run_metrics, column.field)) is not None]
-        spread = column.range(min(values), max(values)) if len(values) > 1 else ""
-        shown = max(values) if column.field == "staleness_max" else fmean(values) if values else None
-        cells.append({"text": column.text(shown), "range": "" if len(set(values)) == 1 else spread})
-    return {"label": one.label, "color": one.color, "sub": _runs_and_seeds(one.measured), "cells": cells}
-
-
-def _runs_and_seeds(runs: Sequence[Run]) -> str:
-    """Runs of one seed may differ, on a GPU for example, but they are not independent."""
-    if len(runs) == 1:
-        return ""
-    seeds = list(dict.fromkeys(str(run.seed) for run in runs))
-    if len(seeds) == 1:
-        return f"{len(runs)} runs of one seed ({seeds[0]})"
-    return f"{len(runs)} runs, seeds {', '.join(seeds)}"
-
-
-def rejections(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """How often each reason occurred in each run, most frequent first."""
-    total: Counter[str] = Counter()
-    for run in runs:
-        total.update(run.run_metrics.rejected_reasons)
-    return [
-        (reason, [f"{run.run_metrics.rejected_reasons.get(reason, 0):,}" for run in runs])
-        for reason, _ in total.most_common(MOST_REASONS)
+    rows = [
+        {"label": one.label, "color": one.color, "sub": _runs_and_seeds(one), "cells": [_cell(one, c) for c in columns]}
+        for one in series
     ]
+    return {"columns": columns, "rows": rows}
 
 
-def all_metrics(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def _cell(one: Series, column: Column) -> tuple[str, str]:
+    """The mean over the runs (the maximum if it is one), and their range."""
+    values = [value for run in one.measured if (value := getattr(run.run_metrics, column.field)) is not None]
+    if not values:
+        return "unknown", ""
+    shown = max(values) if column.field == "staleness_max" else fmean(values)
+    return column.text(shown), column.text(min(values), max(values)) if len(set(values)) > 1 else ""
+
+
+def _runs_and_seeds(one: Series) -> str:
+    """Runs of one seed may differ, on a GPU for example, but they are not independent."""
+    runs, seeds = len(one.measured), list(dict.fromkeys(str(run.seed) for run in one.measured))
+    if runs == 1:
+        return ""
+    return f"{runs} runs of one seed ({seeds[0]})" if len(seeds) == 1 else f"{runs} runs, seeds {', '.join(seeds)}"
+
+
+def rejections(runs: Sequence[Run]) -> Rows:
+    """How often each reason occurred in each run, most frequent first."""
+    of_runs = [run.run_metrics.rejected_reasons for run in runs]
+    total: Counter[str] = Counter()
+    for reasons in of_runs:
+        total.update(reasons)
+    return [(why, [f"{r.get(why, 0):,}" for r in of_runs]) for why, _ in total.most_common(MOST_REASONS)]
+
+
+def all_metrics(runs: Sequence[Run]) -> Rows:
     columns = [dict(_flattened(run.run_metrics)) for run in runs]
-    keys = list(dict.fromkeys(key for column in columns for key in column))
+    keys = dict.fromkeys(key for column in columns for key in column)
     return [(key, [_number(column.get(key)) for column in columns]) for key in keys]
 
 
@@ -134,19 +116,22 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
+# Settings
+
+
 def differing_keys(runs: Sequence[Run]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({shown(run.settings.get(key)) for run in runs}) > 1]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differences(runs: Sequence[Run]) -> Rows:
     keys = [key for key in differing_keys(runs) if key not in ("out", "resume")]
     return [(key, [shown(run.settings.get(key)) for run in runs]) for key in keys]
 
 
-def changes(run: Run) -> list[tuple[str, str, str, str]]:
-    """After how many updates, the setting, and its value before and after."""
-    return [(f"{one.updates:,}", one.setting, shown(one.old), shown(one.new)) for one in run.changes]
+def changes(run: Run) -> Rows:
+    """The setting; after how many updates, and its value before and after."""
+    return [(one.setting, [f"{one.updates:,}", shown(one.old), shown(one.new)]) for one in run.changes]
 
 
 def shown(value: Any) -> str:
@@ -157,86 +142,53 @@ def shown(value: Any) -> str:
 
 
 def responses(one: Series) -> list[dict[str, Any]]:
-    """The best, worst, longest and most-resumed responses on record, each once, later updates first."""
-    written = [line for run in one.runs for line in run.responses]
-    least, most = (pick((line["reward"] for line in written), default=0) for pick in (min, max))
-    kinds: tuple[Kind, ...] = (
-        ("Best", lambda line: (-line["reward"], -line["update"]), lambda line: line["reward"] > least),
-        ("Worst", lambda line: (line["reward"], -line["update"]), lambda line: line["reward"] < most),
-        ("Longest", lambda line: (-_tokens(line), -line["update"]), lambda line: True),
-        (
-            "Most resumed",
-            lambda line: (-_versions(line), -line["update"]),
-            lambda line: _versions(line) > 1,
-        ),
-    )
+    """The best, worst, longest and most often resumed response on record, each once; of equal ones, the latest."""
+    lines = sorted((line for run in one.runs for line in run.responses), key=lambda line: -line["update"])
+    kinds = {
+        "Best": lambda line: line["reward"],
+        "Worst": lambda line: -line["reward"],
+        "Longest": _tokens,
+        "Most resumed": _versions,
+    }
     tags: dict[int, list[str]] = {}
-    for tag, order, qualifies in kinds:
-        for line in sorted(filter(qualifies, written), key=order)[:RESPONSES_OF_A_KIND]:
-            tags.setdefault(id(line), []).append(tag)
-    by_id = {id(line): line for line in written}
-    return [_response(by_id[key], names) for key, names in tags.items()]
+    for tag, rank in kinds.items():
+        best = max(range(len(lines)), key=lambda place: rank(lines[place]), default=None)
+        if best is not None and not (tag == "Most resumed" and _versions(lines[best]) < 2):
+            tags.setdefault(best, []).append(tag)
+    return [_response(lines[place], names) for place, names in tags.items()]
 
 
 def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
-    segments = _segments(line)
-    pieces = _pieces(line)
     facts = [
         f"reward {line['reward']:+.2f}",
         counted(_tokens(line), "token") + (" (truncated)" if line.get("truncated") else ""),
-        counted(len(segments), "segment"),
-        f"update {line.get('update')}",
-        f"rollout {line.get('rollout')}",
+        counted(len(line["segments"]), "segment"),
+        f"update {line['update']}, rollout {line['rollout']}",
         *([f"first {MOST_CHARACTERS:,} characters"] if len(line["response"]) > MOST_CHARACTERS else []),
     ]
-    boundaries = ""
-    if len(pieces) > 1:
-        boundaries = "segments are shaded and labeled with their weight version"
-        if any(version == ENVIRONMENT for version, _ in segments):
-            boundaries += "; env: from the environment"
-    elif len(segments) > 1:
-        made = ", ".join(f"{counted(tokens, 'token')} by {_source(version)}" for version, tokens in segments)
-        boundaries = f"{made}; segment boundaries were not recorded"
     return {
         "tags": ", ".join(tags),
         "facts": " · ".join(facts),
         "prompt": line.get("prompt"),
-        "question": line.get("question", ""),
-        "pieces": pieces,
-        "boundaries": boundaries,
+        "question": line["question"],
+        "pieces": _pieces(line),
     }
 
 
 def _pieces(line: dict[str, Any]) -> list[tuple[str, str]]:
     """The response split at its segment boundaries, if they were recorded, with the label of each segment."""
-    text, segments, ends = str(line["response"])[:MOST_CHARACTERS], line.get("segments") or [], line.get("segment_ends")
-    if not isinstance(ends, list) or len(ends) != len(segments):
+    text, segments, ends = line["response"][:MOST_CHARACTERS], line["segments"], line.get("segment_ends", ())
+    if len(ends) != len(segments) or len(segments) < 2:
         return [("", text)]
     edges = pairwise([0, *(min(end, len(text)) for end in ends[:-1]), len(text)])
-    return [
-        ("env" if version == ENVIRONMENT else f"v{version}", text[start:end])
-        for (version, _), (start, end) in zip(segments, edges, strict=True)
-        if end > start
-    ]
+    labels = ["env" if version == ENVIRONMENT else f"v{version}" for version, _ in segments]
+    return [(label, text[a:b]) for label, (a, b) in zip(labels, edges, strict=True) if b > a]
 
 
-def _segments(line: dict[str, Any]) -> list[tuple[int, int]]:
-    return [(version, tokens) for version, tokens in line.get("segments") or [] if tokens]
+def _tokens(line: dict[str, Any]) -> int:
+    return sum(tokens for _, tokens in line["segments"])
 
 
 def _versions(line: dict[str, Any]) -> int:
     """How many weight versions sampled it: an answer of the environment makes a new segment, but is no resume."""
-    return len({version for version, _ in _segments(line) if version != ENVIRONMENT})
-
-
-def _source(version: int) -> str:
-    return "the environment" if version == ENVIRONMENT else f"version {version}"
-
-
-def _tokens(line: dict[str, Any]) -> int:
-    return sum(tokens for _, tokens in _segments(line))
-
-
-def responses_lead(runs: Sequence[Run]) -> str:
-    written = sum(len(run.responses) for run in runs)
-    return f"Selected from the {written:,} responses that the runs recorded (save_rollouts per update)."
+    return len({version for version, tokens in line["segments"] if tokens and version != ENVIRONMENT})

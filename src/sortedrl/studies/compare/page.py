@@ -10,8 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sortedrl.core.wording import counted
-from sortedrl.observe.report.charts import Chart
-from sortedrl.observe.report.curves import rounded, translucent
+from sortedrl.observe.report.charts import Chart, rounded, translucent
 from sortedrl.observe.report.self_contained import render
 from sortedrl.observe.report.series import MODE_COLORS, OTHER_COLORS
 from sortedrl.studies.compare import text
