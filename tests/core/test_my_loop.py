@@ -121,6 +121,18 @@ def test_a_second_run_sets_the_log_of_the_first_aside_and_what_a_resumed_one_cha
     assert [event.changes for event in log if isinstance(event, SettingsChanged)] == [{"rate": [1, 3]}]
 
 
+def test_a_checkpoint_that_does_not_fit_leaves_the_log_as_it_is(in_folder: Path) -> None:
+    interrupted_run()
+    log = (in_folder / "my_run" / "events.jsonl").read_bytes()
+    set_up, _, resuming = blocks()
+    for mode, dataset, why in (("partial", 0, "made in mode"), ("partial+elevator", 1, "made with 640 prompts")):
+        made = names_of_a_user(CountingLearner())
+        made["dataset"] = made["dataset"][dataset:]
+        with pytest.raises(ValueError, match=why):
+            exec(without_recorder(set_up).replace("partial+elevator", mode) + resuming, made)
+        assert (in_folder / "my_run" / "events.jsonl").read_bytes() == log
+
+
 def test_an_engine_with_the_weights_of_before_the_checkpoint_is_named(in_folder: Path) -> None:
     interrupted_run()
     set_up, _, resuming = blocks()

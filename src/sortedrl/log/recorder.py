@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.checkpoint import check_state
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Event, Sink, Updated
@@ -55,11 +56,14 @@ class Recorder:
         self.count = 0
         self._controller = controller
         self._settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
-        recovered = None
+        self._to_mark: RecoveredLog | None = (
+            None  # with the first event: a checkpoint that does not fit changes nothing
+        )
         if saved is None:
             make_room(self.path)
         else:
-            recovered = self._recovered(saved, warn)
+            check_state(saved, controller.strategy.name, controller.schedule.rollouts_per_prompt)
+            self._to_mark = recovered = self._recovered(saved, warn)
             self.count = saved["events"]
             for event in recovered.events:
                 for sink in folds or ():
@@ -69,13 +73,15 @@ class Recorder:
             controller.log.sinks.insert(0, self)  # an event is in the file before another sink can stop the run
         else:
             folds.append(self)
-        if saved is not None and recovered is not None:
-            self._file.roll_back(recovered)
+        if saved is not None:
             controller.restore(saved, last_time=recovered.last_time)
             if changes := changed(saved.get("settings", {}), self._settings):
                 controller.mark_settings_changed(changes)
 
     def __call__(self, event: Event) -> None:
+        if self._to_mark is not None:
+            self._file.roll_back(self._to_mark)
+            self._to_mark = None
         self.count += 1
         self._file(event)
 
