@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,30 @@ def test_a_room_imports_only_what_lies_below_it(file: Path) -> None:
     if len(parts) == 1:
         return
     assert rooms_of_ours(file) <= MAY_IMPORT[parts[0]] | {parts[0]}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports in functions and for type hints count, too."""
+    file_of = {module_named(file): file for file in FILES}
+    below = {name: set(own_modules(file, file_of)) - {name} for name, file in file_of.items()}
+    while leaves := [name for name, imported in below.items() if not imported & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below, f"in a circle, or above one: {sorted(below)}"
+
+
+def module_named(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def own_modules(file: Path, known: Container[str]) -> Iterator[str]:
+    """`from package import module` names the module, and the package otherwise."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield from [name for name in (f"{node.module}.{alias.name}", str(node.module)) if name in known][:1]
 
 
 def test_what_the_package_offers_is_there_and_typed() -> None:

@@ -7,8 +7,8 @@ from verl_config import compose
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.strategies.registry import STRATEGIES
-from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import settings_of
+from sortedrl.integrations.verl.trainer import dealt_out
 
 CORRECTION = "algorithm.rollout_correction"
 

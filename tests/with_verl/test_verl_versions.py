@@ -9,17 +9,17 @@ import pytest
 import verl
 from verl_config import compose
 
-from sortedrl.integrations.verl import versions
+from sortedrl.integrations.verl import plugin
 
 
 def test_this_verl_fits() -> None:
-    assert versions.why_unfit() is None
+    assert plugin.why_unfit() is None
 
 
 @pytest.mark.parametrize("version", ["0.5.0", "0.8.0", "0.9.0", "0.10.0", "1.0.0.dev1"])
 def test_other_versions_are_refused_with_those_that_work(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(verl, "__version__", version)
-    reason = versions.why_unfit()
+    reason = plugin.why_unfit()
     assert reason is not None and version in reason and "0.9.1" in reason
 
 
@@ -27,7 +27,7 @@ def test_a_missing_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.checkpoint_engine import CheckpointEngineManager
 
     monkeypatch.delattr(CheckpointEngineManager, "resume_generation_replicas")
-    reason = versions.why_unfit()
+    reason = plugin.why_unfit()
     assert reason is not None and "CheckpointEngineManager.resume_generation_replicas" in reason and "0.9.1" in reason
 
 
@@ -35,7 +35,7 @@ def test_a_hook_without_a_parameter_is_named(monkeypatch: pytest.MonkeyPatch) ->
     from verl.checkpoint_engine import CheckpointEngineManager
 
     monkeypatch.setattr(CheckpointEngineManager, "abort_replicas", lambda self: None)
-    assert "abort_replicas" in str(versions.why_unfit())
+    assert "abort_replicas" in str(plugin.why_unfit())
 
 
 def test_a_verl_that_does_not_fit_is_refused_when_the_mode_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,7 @@ from sortedrl.core import engine as core
 from sortedrl.core.engine import Change, EngineBase, EngineDied, Request
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.integrations.verl import exchange as reports
-from sortedrl.integrations.verl.scores import VerlScores
-from sortedrl.integrations.verl.turns import AgentLoopTurns, Outcome
+from sortedrl.integrations.verl.loops import AgentLoopTurns, Outcome, VerlScores
 from sortedrl.integrations.verl.visit import Ticket
 
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
@@ -164,9 +163,6 @@ class VerlEngine(EngineBase):
 
     def dispatch_of(self, id: int) -> int | None:
         return self._newest.get(id)
-
-    def has_loop(self, id: int) -> bool:
-        return id in self._newest
 
     def outcome_of(self, id: int) -> Outcome | None:
         return self._loops[self._newest[id]].outcome if id in self._newest else None

@@ -1,13 +1,15 @@
 """The entry point of group `verl.plugins`: registers the trainer mode `sortedrl` when verl is imported.
 
 verl loads its plugins in every process and hides their errors. So this module must be fast and must not fail: it waits
-until verl's own trainers are imported, and all other modules are imported when the mode is used.
+until verl's own trainers are imported. When the mode is used, it checks the release of verl, by version and by every
+hook that the adapter uses, and only then imports the other modules.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -15,6 +17,41 @@ from types import ModuleType
 
 MODE = "sortedrl"
 TRAINERS = "verl.trainer.ppo.v1"
+WORKS_WITH = "verl >= 0.9.1, < 0.10 (pip install 'verl==0.9.1' 'TransferQueue>=0.1.10')"
+OLDEST, TOO_NEW = (0, 9, 1), (0, 10, 0)
+# By module: attribute path, parameters that it must take.
+HOOKS: dict[str, tuple[str, ...]] = {
+    f"{TRAINERS}.trainer_base": (
+        "register_trainer name",
+        "PPOTrainer._build_replay_buffer",
+        "PPOTrainer.get_llm_client",
+        "PPOTrainer.on_init_end",
+        "PPOTrainer.on_train_begin",
+        "PPOTrainer.prepare_step",
+        "PPOTrainer.on_sample_end",
+        "PPOTrainer.on_step_end",
+        "PPOTrainer.on_validate_begin",
+        "PPOTrainer._get_required_batch_multiple dp_size",
+        "PPOTrainer._balance_batch batch",
+        "PPOTrainer._update_actor batch metrics",
+        "PPOTrainer._update_critic batch metrics",
+        "PPOTrainer._compute_metrics batch metrics timing_raw",
+        "PPOTrainer._save_checkpoint",
+        "PPOTrainer._load_checkpoint",
+    ),
+    f"{TRAINERS}.replay_buffer": ("ReplayBufferAsync.sample global_steps partition_id batch_size",),
+    f"{TRAINERS}.agent_loop_tq": ("AgentLoopManagerTQ.generate_sequences prompts", "AgentLoopWorkerTQ"),
+    "verl.workers.rollout.llm_server": (
+        "LLMServerManager.get_client client_cls",
+        "LLMServerClient.generate request_id prompt_ids sampling_params",
+    ),
+    "verl.checkpoint_engine": (
+        "CheckpointEngineManager.abort_replicas reject_request",
+        "CheckpointEngineManager.resume_generation_replicas",
+        "CheckpointEngineManager.sleep_replicas",
+        "CheckpointEngineManager.update_weights global_steps",
+    ),
+}
 Act = Callable[[ModuleType], None]
 
 
@@ -58,15 +95,44 @@ def register(trainers: ModuleType) -> None:
 
 
 def _make_trainer(cls: type, config: object) -> object:
-    """Check the verl version when the mode is used. Our modules import verl, so they are imported only now."""
-    from sortedrl.integrations.verl.versions import why_unfit
-
     reason = why_unfit()
     if reason is not None:
         raise RuntimeError(reason)
     from sortedrl.integrations.verl.trainer import PPOTrainerSortedRL
 
     return PPOTrainerSortedRL(config)
+
+
+def why_unfit() -> str | None:
+    """None if this verl is supported, otherwise one line with its version, what is missing, and what works."""
+    import verl
+
+    version = str(verl.__version__)
+    if not OLDEST <= _numbers(version) < TOO_NEW:
+        return f"trainer_mode=sortedrl does not support verl {version}. It works with {WORKS_WITH}."
+    missing = [
+        f"{module}.{hook.split()[0]}" for module, hooks in HOOKS.items() for hook in hooks if not _has(module, hook)
+    ]
+    if not missing:
+        return None
+    lacks = f"it lacks {', '.join(missing)}"
+    return f"trainer_mode=sortedrl does not support this verl {version}: {lacks}. It works with {WORKS_WITH}."
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:3]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
+
+
+def _has(module: str, hook: str) -> bool:
+    path, *parameters = hook.split()
+    try:
+        found = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+        return not parameters or set(parameters) <= set(inspect.signature(found).parameters)  # type: ignore[arg-type]
+    except (ImportError, AttributeError):
+        return False
 
 
 after_import(TRAINERS, register)

@@ -42,14 +42,30 @@ PLACES = frozenset(
     }
 )
 ESTIMATORS_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
-# Settings of verl's sampler that have no meaning here: their defaults, and what to use instead.
-SAMPLER: dict[str, tuple[tuple[object, ...], str, str]] = {
-    "max_off_policy_threshold": (
+# Settings of verl that the scheduler does not support: the values that are fine, why others are not, what to do.
+FIXED: dict[str, tuple[tuple[object, ...], str, str]] = {
+    "actor_rollout_ref.actor.use_dynamic_bsz": (
+        (True,),
+        "updates vary in size, but verl can split only whole multiples into micro-batches of a fixed size",
+        "Set it to True, with actor_rollout_ref.actor.ppo_max_token_len_per_gpu.",
+    ),
+    "algorithm.filter_groups.enable": (
+        (None, False),
+        "filtered prompts would have to be replaced by new ones, but here every loaded rollout is trained on",
+        "Set it to False.",
+    ),
+    "data.sampler.class_path": (
+        (None, ""), "the scheduler selects the prompts", "Leave it out; data.shuffle and data.seed are honored.",
+    ),
+    "trainer.v1.sampler.max_off_policy_threshold": (
         (8, None), "the schedule bounds staleness itself", f"Leave it out; set {PREFIX}.max_staleness.",
     ),
-    "max_off_policy_strategy": (("drop",), "no stale rollout is dropped", "Leave it out."),
-    "sync_refill_failed_groups": (
+    "trainer.v1.sampler.max_off_policy_strategy": (("drop", None), "no stale rollout is dropped", "Leave it out."),
+    "trainer.v1.sampler.sync_refill_failed_groups": (
         (False, None), "a failed rollout is regenerated", f"Leave it out; set {PREFIX}.max_retries.",
+    ),
+    "trainer.v1.sampler.custom_sampler.path": (
+        (None, ""), "the scheduler composes the batches", f"Leave it out; choose a schedule with {PREFIX}.mode.",
     ),
 }  # fmt: skip
 
@@ -131,9 +147,12 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
-    reward_model = config.reward.reward_model
     if not strategy.on_policy:
         _require_correction(config, strategy)
+    for key, (fine, why, fix) in FIXED.items():
+        if (value := OmegaConf.select(config, key)) not in fine:
+            raise ConfigurationError(key, value, why, fix)
+    reward_model = config.reward.reward_model
     if reward_model.enable and not reward_model.enable_resource_pool:
         raise ConfigurationError(
             "reward.reward_model.enable_resource_pool", False,
@@ -141,39 +160,12 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "rollouts",
             "Set it to True, or use a reward function.",
         )  # fmt: skip
-    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
-        raise ConfigurationError(
-            "actor_rollout_ref.actor.use_dynamic_bsz", False,
-            "updates vary in size, but verl can split only whole multiples into micro-batches of a fixed size",
-            "Set it to True, with actor_rollout_ref.actor.ppo_max_token_len_per_gpu.",
-        )  # fmt: skip
-    _refuse_fixed_sizes(config)
-    filter_groups = config.algorithm.get("filter_groups")
-    if filter_groups is not None and filter_groups.get("enable", False):
-        raise ConfigurationError(
-            "algorithm.filter_groups.enable", True, "filtered prompts would have to be replaced by new ones, but here "
-            "every loaded rollout is trained on", "Set it to False.",
-        )  # fmt: skip
-    sampler = config.data.get("sampler")
-    if sampler is not None and sampler.get("class_path"):
-        raise ConfigurationError(
-            "data.sampler.class_path", sampler.get("class_path"), "the scheduler selects the prompts",
-            "Leave it out; data.shuffle and data.seed are honored.",
-        )  # fmt: skip
-    for key, (defaults, why, fix) in SAMPLER.items():
-        if (value := config.trainer.v1.sampler.get(key, defaults[0])) not in defaults:
-            raise ConfigurationError(f"trainer.v1.sampler.{key}", value, why, fix)
-    custom = config.trainer.v1.sampler.get("custom_sampler")
-    if custom is not None and custom.get("path"):
-        raise ConfigurationError(
-            "trainer.v1.sampler.custom_sampler.path", custom.get("path"), "the scheduler composes the batches",
-            f"Leave it out; choose a schedule with {PREFIX}.mode.",
-        )  # fmt: skip
     if str(config.algorithm.adv_estimator) == "remax":
         raise ConfigurationError(
             "algorithm.adv_estimator", "remax", "its greedy baseline needs a second rollout, which is unsupported",
             "Use grpo, rloo, reinforce_plus_plus or gae.",
         )  # fmt: skip
+    _refuse_fixed_sizes(config)
 
 
 def _refuse_fixed_sizes(config: Any) -> None:

@@ -42,7 +42,6 @@ from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.minibatches import dealt_out
 from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.log.atomic_write import write_atomically
@@ -327,3 +326,17 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
 def _clear(keys: Collection[str]) -> None:
     transfer_queue.kv_clear(keys=list(keys), partition_id=PARTITION)
+
+
+def dealt_out(lengths: Sequence[int], ranks: int, minibatches: int) -> list[int]:
+    """The new order of an update's rows: every rank keeps its rows, distributed by length over its mini-batches.
+
+    verl gives each data-parallel rank consecutive rows and splits them into mini-batches from front to back. Updates
+    are sorted by length: in that order, the first optimizer step would see the short responses, the last the long ones.
+    """
+    per_rank = len(lengths) // ranks
+    order: list[int] = []
+    for first in range(0, len(lengths), per_rank):
+        by_length = sorted(range(first, first + per_rank), key=lambda row: lengths[row])
+        order += [row for start in range(minibatches) for row in by_length[start::minibatches]]
+    return order
