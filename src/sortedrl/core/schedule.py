@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float, checked_int
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.wording import kind_of
 
-_SIZES = ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens")
-_OPTIONAL_SIZES = (
-    "prompts_per_cohort",
-    "max_staleness",
-    "max_wait_updates",
-    "max_prompt_tokens",
-    "max_turns",
-    "max_context_tokens",
-)
+# Of the settings that are numbers: what each must be. A whole number is at least 1 unless it is named here.
+_LEAST: dict[str, int | None] = {"seed": None, "max_retries": 0}
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "oversubscribe": (lambda x: x <= 1e6, "of 1 or more, or leave it out for no cap"),
     "max_environment_seconds": (lambda x: x > 0, "of seconds above 0"),
     "score_wait_seconds": (lambda x: x >= 0, "of seconds, 0 or more"),
 }
-_SWITCHES = ("whole_groups", "count_observations", "keep_seed", "overlap")
 _HINTS = {"max_staleness": " For 0 use mode = on-policy+planned."}
 
 
@@ -54,8 +46,9 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for key, value in self._checked().items():
-            object.__setattr__(self, key, value)  # as plain Python numbers: JSON cannot write NumPy's
+        for field in fields(self):
+            value = _checked(field.name, str(field.type), getattr(self, field.name))
+            object.__setattr__(self, field.name, value)  # as plain Python numbers: JSON cannot write NumPy's
         if self.oversubscribe is not None and self.oversubscribe < 1.0:
             raise ConfigurationError(
                 "oversubscribe",
@@ -63,21 +56,6 @@ class Schedule:
                 "fewer rollouts would start than the update needs, so no harvest could end",
                 "Set it to 1.0 (exactly what is needed) or more.",
             )
-
-    def _checked(self) -> dict[str, Any]:
-        """Every setting with the type that it must have. Raises a ConfigurationError."""
-        if not isinstance(self.mode, str):
-            fix = "An instance of your own goes to Controller(..., strategy=...)."
-            raise ConfigurationError("mode", self.mode, f"this is {kind_of(self.mode)}, not the name of a mode", fix)
-        sizes = (*_SIZES, *(key for key in _OPTIONAL_SIZES if getattr(self, key) is not None))
-        checked: dict[str, Any] = {key: checked_int(key, getattr(self, key), 1, _HINTS.get(key, "")) for key in sizes}
-        checked |= {key: checked_bool(key, getattr(self, key)) for key in _SWITCHES}
-        checked["seed"] = checked_int("seed", self.seed)
-        checked["max_retries"] = checked_int("max_retries", self.max_retries, 0)
-        for key, (fits, limits) in _NUMBERS.items():
-            if key != "oversubscribe" or self.oversubscribe is not None:
-                checked[key] = checked_float(key, getattr(self, key), fits, limits)
-        return checked
 
     def check_cohort(self) -> None:
         """Raise a ConfigurationError if a cohort cannot fill an update.
@@ -136,3 +114,19 @@ class Schedule:
     def prompts_for(self, updates: int) -> int:
         """Prompts that so many updates need, if none of them is larger than needed and no rollout is rejected."""
         return math.ceil(updates * self.rollouts_needed / self.rollouts_per_prompt)
+
+
+def _checked(key: str, kind: str, value: Any) -> Any:
+    """The value with the type of its field. Raises a ConfigurationError."""
+    if value is None and kind.endswith("| None"):
+        return None
+    if kind == "bool":
+        return checked_bool(key, value)
+    if kind.startswith("int"):
+        return checked_int(key, value, _LEAST.get(key, 1), _HINTS.get(key, ""))
+    if kind.startswith("float"):
+        return checked_float(key, value, *_NUMBERS[key])
+    if not isinstance(value, str):
+        fix = "An instance of your own goes to Controller(..., strategy=...)."
+        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not the name of a mode", fix)
+    return value
