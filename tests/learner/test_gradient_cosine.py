@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sortedrl.learner.gradient_cosine import GradientCosine
+from sortedrl.learner.update_metrics import GradientCosine
 
 
 def test_cosine_with_the_gradient_before() -> None:

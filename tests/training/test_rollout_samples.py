@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from sortedrl.core.batch import Batch
 from sortedrl.core.rollout import Prompt, Rollout
-from sortedrl.training.rollout_samples import sampled
+from sortedrl.training.run_record import sampled
 
 
 def batch_of(size: int) -> Batch:

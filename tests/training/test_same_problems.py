@@ -19,7 +19,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.tasks.problem_digests import DIGITS
 from sortedrl.tasks.task import Problem
-from sortedrl.training.same_problems import problem_digests, why_other_problems
+from sortedrl.training.resources import problem_digests, why_other_problems
 
 
 class Color(Enum):
@@ -127,7 +127,7 @@ def test_digests_are_the_same_in_every_process() -> None:
         "from sortedrl.core.rollout import Prompt\n"
         "from sortedrl.tasks.knights_dialogue import random_dialogue\n"
         "from sortedrl.tasks.task import Problem\n"
-        "from sortedrl.training.same_problems import problem_digests\n"
+        "from sortedrl.training.resources import problem_digests\n"
         "answers = [[random_dialogue(3, random.Random(seed)), {str(seed), 'a', 'b'}] for seed in range(20)]\n"
         "print(problem_digests([Prompt('p', [1], Problem('p', '', answer)) for answer in answers]))"
     )

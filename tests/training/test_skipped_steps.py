@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sortedrl.training.skipped_steps import MOST_IN_A_ROW, NotFinite, SkippedSteps
+from sortedrl.training.build import MOST_IN_A_ROW, NotFinite, SkippedSteps
 
 
 def test_one_line_per_row_of_skipped_updates_and_a_step_between_starts_a_new_count() -> None:

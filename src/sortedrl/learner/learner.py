@@ -53,7 +53,6 @@ from sortedrl.learner.batching import (
     sorted_micro_batches,
     update_batch,
 )
-from sortedrl.learner.gradient_cosine import GradientCosine
 from sortedrl.learner.losses import (
     effective_sample_fraction,
     kl_k3,
@@ -79,7 +78,7 @@ from sortedrl.learner.models import (
 )
 from sortedrl.learner.optimizer import AdamW
 from sortedrl.learner.settings import LearnerSettings, require, require_streamable
-from sortedrl.learner.update_metrics import Tally, padding, summary
+from sortedrl.learner.update_metrics import GradientCosine, Tally, padding, summary
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sortedrl.learner.batching import UpdateBatch, micro_batches, padded_tokens
 from sortedrl.learner.losses import effective_sample_fraction, kl_k3
@@ -139,3 +139,31 @@ def mismatch_by_age(gap_n: Tensor, staleness_n: Tensor, context_age_n: Tensor) -
             metrics[f"mismatch_kl_age_{first}"] = kl_k3(torch.zeros_like(gap_k), gap_k).mean().item()
             metrics[f"mismatch_mean_abs_age_{first}"] = gap_k.abs().mean().item()
     return metrics
+
+
+class GradientCosine:
+    """The cosine between each gradient and the one before it. Keeps a copy of the last gradient."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._previous = [torch.zeros_like(parameter) for parameter in parameters]
+        self._previous_norm = 0.0
+
+    @torch.no_grad()
+    def with_previous(self) -> list[float]:
+        """The cosine, or none: for the first gradient, and for one that is zero or not finite, which is skipped."""
+        gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        norm = math.sqrt(_product(gradient, gradient))
+        if not (math.isfinite(norm) and norm > 0):
+            return []
+        found = [_product(self._previous, gradient) / (self._previous_norm * norm)] if self._previous_norm else []
+        for kept, new in zip(self._previous, gradient, strict=True):
+            kept.copy_(new)
+        self._previous_norm = norm
+        return found
+
+
+def _product(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """The inner product over all parameters, in fp32."""
+    parts = [torch.dot(a.flatten().float(), b.flatten().float()) for a, b in zip(first, second, strict=True)]
+    return float(torch.stack(parts).sum())

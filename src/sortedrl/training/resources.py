@@ -1,4 +1,7 @@
-"""What a run reads: the model, its tokenizer, and the task's problems as prompts. Every failure is a clear error."""
+"""What a run reads: the model, its tokenizer, and the task's problems as prompts. Every failure is a clear error.
+
+A resumed run must have the problems that it started with: their number, ids, texts and answers.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ from transformers.utils.logging import disable_progress_bar
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.wording import counted
+from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import Encoded, encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask
+from sortedrl.tasks.problem_digests import digests, why_changed
 from sortedrl.tasks.registry import is_built_in, task_by_name
 from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, checked_problems
@@ -176,3 +182,31 @@ def _is_valid(config: GenerationConfig) -> bool:
     except ValueError:
         return False
     return True
+
+
+def problem_digests(prompts: Sequence[Prompt]) -> str:
+    """They cover the problem, not the tokens of its prompt: a chat template may write today's date into those."""
+    return digests(prompt.payload for prompt in prompts)
+
+
+def why_other_problems(saved: Checkpoint, train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
+    """How the problems differ from those of a checkpoint; None if they do not.
+
+    With others, the rest of the data, the rewards of resumed rollouts and the gain over the first evaluation would not
+    be those of the run.
+    """
+    before = saved.controller["prompts"]["size"]
+    if len(train) != before:
+        return f"the task has {counted(len(train), 'problem')} to train on, but had {before} when the run started"
+    if [prompt.id for prompt in held_out] != saved.notes["before_ids"]:
+        return "the task's held-out problems are not those of the run's first evaluation"
+    saved_digests = saved.notes.get("problems")  # older versions did not save them
+    if saved_digests is None:
+        return None
+    return _changed(train, saved_digests["train"], "problems to train on") or _changed(
+        held_out, saved_digests["held_out"], "held-out problems"
+    )
+
+
+def _changed(prompts: Sequence[Prompt], before: str, what: str) -> str | None:
+    return why_changed([prompt.id for prompt in prompts], problem_digests(prompts), before, what)

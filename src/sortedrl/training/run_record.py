@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from sortedrl.core.batch import Batch
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Batched, EventLog
+from sortedrl.core.rollout import Rollout
 from sortedrl.core.wording import counted
 from sortedrl.log.file import EventFile
 from sortedrl.log.recorder import Recorder
@@ -20,7 +22,6 @@ from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers
 from sortedrl.observe.watch import kept_readable
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
-from sortedrl.training.rollout_samples import line_of, sampled
 from sortedrl.training.run_dir import RunFolder, cannot_write
 
 
@@ -137,3 +138,31 @@ class RunRecord:
         self._folder.append("metrics.jsonl", line)
         self.trackers.line(line)
         self._console.line(line)
+
+
+def sampled(batch: Batch, count: int) -> list[Rollout]:
+    """At most `count` rollouts of the batch, evenly from its shortest to its longest."""
+    count = min(count, len(batch))
+    return [batch.rollouts[place * (len(batch) - 1) // max(1, count - 1)] for place in range(count)]
+
+
+def line_of(rollout: Rollout, update: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`update`: how many were done with the one that it is in."""
+    response = str(tokenizer.decode(rollout.tokens))
+    return {
+        "update": update,
+        "rollout": rollout.id,
+        "prompt": rollout.prompt.id,
+        "question": rollout.prompt.payload.question,
+        "response": response,
+        "reward": rollout.reward,
+        "detail": rollout.detail,
+        "truncated": rollout.truncated,
+        "segments": [[segment.version, len(segment)] for segment in rollout.segments],
+        "segment_ends": [*_inner_ends(rollout, tokenizer), len(response)],
+    }
+
+
+def _inner_ends(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Where each segment but the last ends in the response, in characters."""
+    return [len(tokenizer.decode(rollout.tokens[:end])) for end in accumulate(map(len, rollout.segments[:-1]))]

@@ -1,8 +1,10 @@
-"""Wires a run together: model, task, engine, scheduler, learner, and the run folder (training/run_dir.py)."""
+"""Wires a run together: model, task, engine, scheduler, learner, signals, and the run folder (training/run_dir.py)."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -31,6 +33,8 @@ from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference
 from sortedrl.training.build import (
     OutOfMemory,
+    PlainModel,
+    SkippedSteps,
     dtype_of,
     learner_settings_of,
     learning_rate_notice,
@@ -40,16 +44,11 @@ from sortedrl.training.build import (
 )
 from sortedrl.training.engine import checked_engine, engine_of, require_own_device
 from sortedrl.training.evaluate import evaluate, unscored_notice
-from sortedrl.training.plain_model import PlainModel
-from sortedrl.training.resources import Log, Resources, read_resources
-from sortedrl.training.rewards import Rewards, RewardSource
+from sortedrl.training.resources import Log, Resources, problem_digests, read_resources, why_other_problems
+from sortedrl.training.rewards import RewardPool, Rewards, RewardSource, shuffled
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.run_record import RunRecord
-from sortedrl.training.same_problems import problem_digests, why_other_problems
 from sortedrl.training.settings import TrainSettings, changes_of, changes_refused, listed, schedule_of
-from sortedrl.training.shuffled_rewards import RewardPool, shuffled
-from sortedrl.training.signals import Interrupted, interruptible
-from sortedrl.training.skipped_steps import SkippedSteps
 
 
 class NothingLearned(UserError, RuntimeError):
@@ -401,3 +400,43 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             raise OutOfMemory(f"this process ran out of memory. {from_checkpoint}") from error
         except (EngineDied, WeightsDiffer, TooManyRejected) as error:
             raise type(error)(f"{error}. {from_checkpoint}") from error
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end; what it has learned is saved."""
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP: the first one ends the run in order, the second at once."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._seen = self._at_once = False
+
+    def receive(self, number: int, frame: Any) -> None:
+        if self._seen:
+            raise KeyboardInterrupt
+        self._seen = True
+        self._controller.interrupt()
+        if self._at_once:
+            raise Interrupted
+
+    def interrupt_at_once(self) -> None:
+        """The controller no longer listens: from now on, and if it was interrupted before, raise `Interrupted`."""
+        self._at_once = True
+        if self._seen:
+            raise Interrupted
+
+
+@contextmanager
+def interruptible(controller: Controller) -> Iterator[Signals]:
+    signals = Signals(controller)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, signals.receive) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
