@@ -41,7 +41,7 @@ from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.slot_totals import slot_counts
+from sortedrl.observe.timeline import slot_counts
 from trl_config import small_config
 
 GROUP = 4

@@ -57,6 +57,10 @@ def checked_float(key: str, value: Any, fits: Callable[[float], bool], limits: s
     return float(value)
 
 
+def checked_fraction(key: str, value: Any) -> float:
+    return checked_float(key, value, lambda x: 0 <= x <= 1, "from 0 to 1")
+
+
 def checked_bool(key: str, value: Any) -> bool:
     """The value as a bool. Text such as "False" would count as true."""
     if isinstance(value, str | bytes) or value not in (True, False):

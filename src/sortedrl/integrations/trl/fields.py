@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError, checked_slots
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
@@ -46,30 +46,27 @@ _OWN_ENGINE = "the scheduler generates with its own engine"
 _VLLM = "it sets up TRL's own vLLM, but the scheduler needs one that it can abort requests in"
 _USE_ENGINE = "Leave it out and pass engine= to the trainer."
 
+_SHARDED = ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA.")
+_FIELDS_OF_TRLS_VLLM = (
+    *("vllm_mode", "vllm_model_impl", "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host"),
+    *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_tensor_parallel_size"),
+)
+_FIELDS_OF_GENERATE = (
+    *("use_transformers_paged", "use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+)
+
 REFUSED: dict[str, tuple[str, str]] = {
-    "top_p": (_WHOLE_DISTRIBUTION, "Leave it at 1.0."),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (_WHOLE_DISTRIBUTION, "Leave it at 1.0.")),
     "top_k": (_WHOLE_DISTRIBUTION, "Leave it at 0."),
     "min_p": (_WHOLE_DISTRIBUTION, "Leave it out."),
-    "repetition_penalty": (_WHOLE_DISTRIBUTION, "Leave it at 1.0."),
     "generation_kwargs": (f"{_OWN_ENGINE}, which only supports temperature", "Leave it out."),
     "cache_implementation": (f"{_OWN_ENGINE}, which has its own KV cache", "Leave it out."),
-    "use_transformers_paged": (_OWN_ENGINE, _USE_ENGINE),
-    "use_transformers_continuous_batching": (_OWN_ENGINE, _USE_ENGINE),
-    "transformers_continuous_batching_config": (_OWN_ENGINE, _USE_ENGINE),
+    **dict.fromkeys(_FIELDS_OF_GENERATE, (_OWN_ENGINE, _USE_ENGINE)),
     "use_vllm": (_VLLM, "Pass engine='vllm' to the trainer instead."),
-    "vllm_mode": (_VLLM, _USE_ENGINE),
-    "vllm_model_impl": (_VLLM, _USE_ENGINE),
-    "vllm_structured_outputs_regex": (_VLLM, _USE_ENGINE),
-    "vllm_server_base_url": (_VLLM, _USE_ENGINE),
-    "vllm_server_host": (_VLLM, _USE_ENGINE),
-    "vllm_server_port": (_VLLM, _USE_ENGINE),
-    "vllm_server_timeout": (_VLLM, _USE_ENGINE),
-    "vllm_group_port": (_VLLM, _USE_ENGINE),
-    "vllm_tensor_parallel_size": (_VLLM, _USE_ENGINE),
+    **dict.fromkeys(_FIELDS_OF_TRLS_VLLM, (_VLLM, _USE_ENGINE)),
     "neftune_noise_alpha": ("the engine samples without this noise, so the loss would be biased", "Leave it out."),
     "ds3_gather_for_generation": ("DeepSpeed ZeRO-3 is not supported", "Leave it out."),
-    "fsdp": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
-    "parallelism_config": ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA."),
+    **dict.fromkeys(("fsdp", "parallelism_config"), _SHARDED),
 }
 # Settings of vLLM in this process.
 ENGINE_FIELDS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
@@ -140,40 +137,22 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _check_engine(engine: object) -> None:
-    if not isinstance(engine, str):
-        return
-    check_name(engine)
-    if engine in SERVERS:
-        raise ConfigurationError(
-            "engine", engine, "the trainer needs the address of a server",
-            "Pass the engine itself, such as engine=VllmServerEngine(URL, slots=256, eos_token_ids=[...]).",
-        )  # fmt: skip
-
-
-def check_parts(schedule: object, engine: object) -> None:
+def check_parts(schedule: object, engine: object, slots: int | None) -> None:
+    """Check the arguments of SortedGRPOTrainer."""
     if not isinstance(schedule, str | Schedule):
-        raise ConfigurationError(
-            "schedule", schedule, f"this is {kind_of(schedule)}",
-            'Pass the name of a mode, or Schedule(mode="partial", max_staleness=4), or leave it out.',
-        )  # fmt: skip
+        fix = 'Pass the name of a mode, or Schedule(mode="partial", max_staleness=4), or leave it out.'
+        raise ConfigurationError("schedule", schedule, f"this is {kind_of(schedule)}", fix)
     if isinstance(engine, type) or not (isinstance(engine, str) or hasattr(engine, "poll")):
         fix = "Pass embedded, vllm or an engine object, or leave it out."
         raise ConfigurationError("engine", engine, f"this is {kind_of(engine)}", fix)
-
-
-def check_slots(slots: int | None, engine: object) -> None:
-    if slots is None:
-        return
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ConfigurationError(
-            "slots", slots, "the engine decodes this many responses at once (vLLM max_num_seqs)",
-            "Use a whole number from 1, or leave it out.",
-        )  # fmt: skip
-    if not isinstance(engine, str) and slots != getattr(engine, "slots", slots):
-        raise ConfigurationError(
-            "slots", slots, f"the engine that you pass has {getattr(engine, 'slots', None)}", "Leave it out."
-        )
+    if isinstance(engine, str):
+        check_name(engine)
+        if engine in SERVERS:
+            fix = "Pass the engine itself, such as engine=VllmServerEngine(URL, slots=256, eos_token_ids=[...])."
+            raise ConfigurationError("engine", engine, "the trainer needs the address of a server", fix)
+    if slots is not None and checked_slots(slots) != getattr(engine, "slots", slots):
+        reason = f"the engine that you pass has {getattr(engine, 'slots', None)}"
+        raise ConfigurationError("slots", slots, reason, "Leave it out.")
 
 
 def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:
@@ -183,7 +162,6 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
     for name, (why, fix) in REFUSED.items():
         if name in set_fields:
             raise ConfigurationError(name, getattr(args, name), why, fix)
-    _check_engine(engine)
     for name in ENGINE_FIELDS:
         if name in set_fields and engine != "vllm":
             raise ConfigurationError(
@@ -206,12 +184,8 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
             "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer.",
         )  # fmt: skip
     if not args.temperature > 0:
-        raise ConfigurationError(
-            "temperature",
-            args.temperature,
-            "greedy responses to a prompt are all the same, so a group has no advantages",
-            "Use 1.0.",
-        )
+        reason = "greedy responses to a prompt are all the same, so a group has no advantages"
+        raise ConfigurationError("temperature", args.temperature, reason, "Use 1.0.")
     if args.max_completion_length is None:
         raise ConfigurationError("max_completion_length", None, "a rollout needs a limit on its tokens", "Use 512.")
     _check_steps(args)
@@ -226,9 +200,7 @@ def check_model(trainer: Any) -> None:
         )  # fmt: skip
     deepspeed = trainer.accelerator.state.deepspeed_plugin
     if deepspeed is not None and deepspeed.zero_stage == 3:
-        raise ConfigurationError(
-            "deepspeed", "ZeRO-3", "sharded weights are not gathered for the engine", "Use ZeRO-2."
-        )  # fmt: skip
+        raise ConfigurationError("deepspeed", "ZeRO-3", _SHARDED[0], "Use ZeRO-2.")
     if getattr(trainer.model, "is_loaded_in_4bit", False) or getattr(trainer.model, "is_loaded_in_8bit", False):
         raise ConfigurationError("model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16.")
 

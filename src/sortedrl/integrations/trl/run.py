@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from datasets import Dataset
 from trl.trainer.grpo_config import GRPOConfig
@@ -29,7 +29,7 @@ from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.wording import counted
@@ -57,13 +57,7 @@ class DatasetPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
+    def __getitem__(self, place: Any) -> Any:
         row = self._rows[place]
         return Prompt(str(row), tuple(self._tokens_of(row)), row)
 
@@ -151,7 +145,7 @@ class ScheduledRun:
         )
         self._in_hand: Batch | None = None
         self._environments = environments
-        self._controller = Controller(
+        self.controller = Controller(
             engine,
             self._data,
             ScoreAtOnce(lambda rollout: 0.0) if environments is None else environments.ends,
@@ -165,21 +159,13 @@ class ScheduledRun:
             _refuse_other_rows(saved.get("rows"), prompts)
             _require_log(log_path)
         self._recorder = Recorder(
-            self._controller,
+            self.controller,
             log_path,
             saved=None if saved is None else _of_controller(saved),
             folds=self._log.sinks,
             settings=settings,
         )
-        self._batches: Iterator[Batch] = iter(self._controller)
-
-    @property
-    def version(self) -> int:
-        return self._controller.version
-
-    @property
-    def live(self) -> Mapping[int, Rollout]:
-        return self._controller.live
+        self._batches: Iterator[Batch] = iter(self.controller)
 
     @property
     def has_batch_in_hand(self) -> bool:
@@ -187,7 +173,7 @@ class ScheduledRun:
 
     def next_batch(self) -> Batch:
         # Enough for the rest even if half of it is rejected: TRL counts in steps, and ends the run by them.
-        self._data.extend(2 * self._schedule.prompts_for(self._updates - self._controller.updates))
+        self._data.extend(2 * self._schedule.prompts_for(self._updates - self.controller.updates))
         for batch in self._batches:
             self._in_hand = batch
             return batch
@@ -202,10 +188,7 @@ class ScheduledRun:
 
     def publish(self, weights: Any) -> None:
         self._in_hand = None
-        self._controller.publish(weights)
-
-    def mark_phase(self, phase: str) -> None:
-        self._controller.mark_phase(phase)
+        self.controller.publish(weights)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. Only between two batches, when all that happened is in the log."""
@@ -219,12 +202,12 @@ class ScheduledRun:
 
     def end(self) -> None:
         """The last step is done, or something went wrong: then the engine is emptied, so that it can be used again."""
-        running = list(self._controller.running)
+        running = list(self.controller.running)
         if running:
-            self._controller.engine.abort(running)
+            self.controller.engine.abort(running)
         if self._environments is not None:
             self._environments.close()
-        self.mark_phase("end")
+        self.controller.mark_phase("end")
         self._recorder.close()
 
 

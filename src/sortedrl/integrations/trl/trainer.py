@@ -43,24 +43,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError, checked_fraction
 from sortedrl.core.engine import Engine, EngineSpec, Sampling
 from sortedrl.core.schedule import Schedule
+from sortedrl.integrations.trl import fields
 from sortedrl.integrations.trl.engine import TrainerEngine, engine_spec, longest_context
-from sortedrl.integrations.trl.fields import (
-    HOOKS,
-    VERIFIED_VERSIONS,
-    check_arguments,
-    check_fields,
-    check_model,
-    check_parts,
-    check_slots,
-    optimizer_steps_per_update,
-    plain_settings,
-    refused_template,
-    schedule_for,
-    with_tools,
-)
 from sortedrl.integrations.trl.rows import (
     Row,
     filled_up,
@@ -125,27 +112,23 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
-        check_arguments(given)
-        check_parts(schedule, engine)
-        check_slots(slots, engine)
-        if not 0 <= max_rejected_fraction <= 1:
-            raise ConfigurationError(
-                "max_rejected_fraction", max_rejected_fraction, "it is a fraction", "Use a number from 0 to 1."
-            )
+        fields.check_arguments(given)
+        fields.check_parts(schedule, engine, slots)
+        max_rejected_fraction = checked_fraction("max_rejected_fraction", max_rejected_fraction)
         if given.get("args") is not None:
-            check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
+            fields.check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
         try:
             super().__init__(*positional, **named)
         except ValueError as error:
-            raise refused_template(error) or error from None
-        check_fields(self.args, off_policy_correction=off_policy_correction, engine=engine)
-        check_model(self)
-        self.schedule = schedule_for(self.args, schedule, self.accelerator.process_index)
+            raise fields.refused_template(error) or error from None
+        fields.check_fields(self.args, off_policy_correction=off_policy_correction, engine=engine)
+        fields.check_model(self)
+        self.schedule = fields.schedule_for(self.args, schedule, self.accelerator.process_index)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
             context = longest_context(engine, self.model, self.args, self.schedule)
-            self.schedule = with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
+            self.schedule = fields.with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(
                 self, self.example, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds
             )
@@ -211,10 +194,10 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             self.schedule,
             sampling=self._sampling,
             shuffle=bool(self.shuffle_dataset),
-            updates=-(-self.state.max_steps // optimizer_steps_per_update(self.args)),
+            updates=-(-self.state.max_steps // fields.optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
             max_rejected_fraction=self._max_rejected_fraction,
-            settings=plain_settings(self.args) | asdict(self.schedule) | self._own_settings,
+            settings=fields.plain_settings(self.args) | asdict(self.schedule) | self._own_settings,
             environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,
         )
@@ -239,7 +222,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def end_step(self) -> None:
         """Called after an optimizer step. At the end of an update, publish the weights."""
-        self._require_fired(*(name for name in HOOKS if self.tools or name != "_tool_call_loop"))
+        self._require_fired(*(name for name in fields.HOOKS if self.tools or name != "_tool_call_loop"))
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             self.run.publish(self._engine.weights())
             self._log_metrics()
@@ -252,7 +235,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     def _never_fired(self, silent: Sequence[str]) -> HookNeverFired:
         return HookNeverFired(
             f"TRL {trl.__version__} never called {', '.join(silent)}, so the scheduler has no effect; "
-            f"verified versions: {', '.join(VERIFIED_VERSIONS)}"
+            f"verified versions: {', '.join(fields.VERIFIED_VERSIONS)}"
         )
 
     # An update
@@ -284,7 +267,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         most = int(gather(count).max())
         self._rows = filled_up(rows, rows_needed(most, self.num_generations, self.args.steps_per_generation))
         if self.tool_use is not None:
-            self.tool_use.take(self._rows, self.run.live)
+            self.tool_use.take(self._rows, self.run.controller.live)
         return [self.example(row.rollout.prompt.payload) for row in self._rows]
 
     def example(self, row: int) -> dict[str, Any]:
@@ -307,9 +290,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         step = self.state.global_step
         if self._run is None:
             return self._engine.sampled(prompt_ids, 0, step)
-        self.run.mark_phase("evaluation")
-        sampled = self._engine.sampled(prompt_ids, self.run.version, step)
-        self.run.mark_phase("learner")
+        self.run.controller.mark_phase("evaluation")
+        sampled = self._engine.sampled(prompt_ids, self.run.controller.version, step)
+        self.run.controller.mark_phase("learner")
         return sampled
 
     def _tool_call_loop(self, *positional: Any, **named: Any) -> Any:
@@ -329,7 +312,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             return rewards
         self._fired.add("_calculate_rewards")
-        self.run.mark_phase("scores")
+        self.run.controller.mark_phase("scores")
         if self.tool_use is not None:
             self.environments = self.tool_use.instances(self._rows)
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -342,7 +325,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         first = self.accelerator.process_index * len(self._rows)
         ours = total[first : first + len(self._rows)].tolist()
         self.run.score({row.rollout.id: reward for row, reward in zip(self._rows, ours, strict=True) if row.trains})
-        self.run.mark_phase("learner")
+        self.run.controller.mark_phase("learner")
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -359,7 +342,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         scored["num_items_in_batch"] = gather(loss_mask(scored).sum()).sum()
         rollouts = [row.rollout for row in self._rows]
         width = scored["completion_ids"].shape[1]
-        scored["staleness"] = token_staleness(rollouts, self.run.version, width).to(device)
+        scored["staleness"] = token_staleness(rollouts, self.run.controller.version, width).to(device)
         if not self._decoupled:
             scored["old_per_token_logps"] = scored["sampling_per_token_logps"]
         return scored
@@ -415,7 +398,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.run.mark_phase("checkpoint")
+        self.run.controller.mark_phase("checkpoint")
         super()._save_checkpoint(model, trial)
         if self.run.has_batch_in_hand:  # saved by a callback in the middle of an update
             return

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.configuration import ConfigurationError, checked_fraction, checked_int
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
@@ -82,39 +82,37 @@ class Settings:
 def settings_of(config: Any) -> Settings:
     """Read and check verl's configuration (an OmegaConf tree). Raises ConfigurationError."""
     given = dict(config.trainer.v1.get("sortedrl") or {})
-    _refuse_unknown(given)
+    for key in given.keys() - {*SCHEDULE_KEYS, *OWN_KEYS}:
+        known = ", ".join((*SCHEDULE_KEYS, *OWN_KEYS))
+        raise ConfigurationError(f"{PREFIX}.{key}", given[key], "no such key", f"Keys: {known}.")
     schedule = schedule_of(config, given)
     strategy = strategy_named(schedule.mode)
     strategy.check(schedule)
     _refuse_unsupported(config, strategy)
-    slots = given.get("slots")
-    if slots is not None and int(slots) < 1:
-        raise ConfigurationError(f"{PREFIX}.slots", slots, "must be at least 1", "Leave it out to use all.")
-    given_fraction = given.get("max_rejected_fraction")
-    fraction = 0.5 if given_fraction is None else float(given_fraction)
-    if not 0 <= fraction <= 1:
-        raise ConfigurationError(f"{PREFIX}.max_rejected_fraction", fraction, "it is a fraction", "Use 0 to 1.")
+    slots, fraction = given.get("slots"), given.get("max_rejected_fraction")
     return Settings(
         schedule=schedule,
-        slots=None if slots is None else int(slots),
+        slots=None if slots is None else checked_int(f"{PREFIX}.slots", slots, 1),
         folder=Path(given.get("folder") or config.trainer.default_local_dir),
         minibatches=_minibatches(config, config.actor_rollout_ref.actor),
-        max_rejected_fraction=fraction,
+        max_rejected_fraction=checked_fraction(
+            f"{PREFIX}.max_rejected_fraction", 0.5 if fraction is None else fraction
+        ),
     )
 
 
 def plain_settings(config: Any) -> dict[str, Any]:
     """All leaves of the configuration by their dotted names, to record what a resumed run has changed."""
-    leaves = dict(_leaves("", OmegaConf.to_container(config, resolve=True)))
-    return {key: value for key, value in leaves.items() if key not in PLACES}
 
+    def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, dict) or not value:
+            yield name[1:], value if isinstance(value, bool | int | float | None) else str(value)
+            return
+        for key, part in value.items():
+            yield from leaves(f"{name}.{key}", part)
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or not value:
-        yield name, value if isinstance(value, bool | int | float | None) else str(value)
-        return
-    for key, part in value.items():
-        yield from _leaves(f"{name}.{key}" if name else str(key), part)
+    found = leaves("", OmegaConf.to_container(config, resolve=True))
+    return {key: value for key, value in found if key not in PLACES}
 
 
 def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
@@ -136,13 +134,6 @@ def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
         return schedule
     except ConfigurationError as error:
         raise ConfigurationError(f"{PREFIX}.{error.key}", error.value, error.why, error.fix) from None
-
-
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    known = (*SCHEDULE_KEYS, *OWN_KEYS)
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigurationError(f"{PREFIX}.{key}", value, "no such key", f"Keys: {', '.join(known)}.")
 
 
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:

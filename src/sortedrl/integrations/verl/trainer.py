@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,11 @@ _MANAGER = "sortedrl.integrations.verl.agent.SortedAgentLoopManager"
 class PromptTokens(Sequence[int]):
     """A prompt's tokens as the scheduler needs them: their number. Counted when first asked for."""
 
-    def __init__(self, dataset: Any, index: int, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
-        self._source = (dataset, index, tokenizer, template_arguments)
-        self._count: int | None = None
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = cache(count)
 
     def __len__(self) -> int:
-        if self._count is None:
-            dataset, index, tokenizer, arguments = self._source
-            messages = list(dataset[index]["raw_prompt"])
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
-            self._count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self._count
+        return self._count()
 
     def __getitem__(self, place: Any) -> Any:
         return range(len(self))[place]
@@ -78,16 +73,22 @@ class DatasetPrompts(Sequence[Prompt]):
     """verl's dataset, read as prompts; a prompt's id is its row."""
 
     def __init__(self, dataset: Any, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
-        self._source = (dataset, tokenizer, template_arguments)
+        self._dataset, self._tokenizer, self._template_arguments = dataset, tokenizer, template_arguments
 
     def __len__(self) -> int:
-        return len(self._source[0])
+        return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        dataset, tokenizer, arguments = self._source
-        return Prompt(str(index), PromptTokens(dataset, index, tokenizer, arguments))
+        return Prompt(str(index), PromptTokens(partial(self._tokens_in, index)))
+
+    def _tokens_in(self, index: int) -> int:
+        messages = list(self._dataset[index]["raw_prompt"])
+        text = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self._template_arguments
+        )
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class SchedulerBatches(ReplayBufferAsync):  # type: ignore[misc]
