@@ -267,8 +267,6 @@ def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["settings"]["clip_low"] == 0.1
     done = sortedrl("train", *config_file(tmp_path, aggregation="mean"))
     assert "aggregation = 'mean'" in done.stderr and "Its meaning: what the sum over tokens is divided" in done.stderr
-    old = config_file(tmp_path, stale_tokens="masked")
-    assert 'Use off_policy_correction = "mask".' in sortedrl("train", *old).stderr
 
 
 @pytest.mark.parametrize(
@@ -339,13 +337,6 @@ BAD_INPUT = {
         ["advantage_baseline = batch: an advantage depends on the other rollouts"],
     ),
     "a rare setting as a flag": (["train", "--clip-low", "0.1"], ["set clip_low in a TOML file with --config"]),
-    "an old flag": (["train", "--stale-tokens", "plain"], ["use --off-policy-correction", "plain is now ppo_clip"]),
-    "another old flag": (["train", "--baseline", "siblings"], ["use --advantage-baseline (siblings is now group)"]),
-    "an old flag of simulate": (["simulate", "--compare-siblings"], ["use --whole-groups"]),
-    "an old switch": (["simulate", "--keep-old-keys"], ["use --reuse-kv-cache"]),
-    "an old flag with =": (["plan", "--weights_seconds=2"], ["use --weight-update-seconds"]),
-    "an old value": (["train", "--off-policy-correction", "truncated"], ["'truncated'", "renamed. Use decoupled."]),
-    "another old value": (["train", "--advantage-baseline=siblings"], ["renamed. Use group."]),
     "an unknown command": (["simulte"], ["Did you mean simulate?"]),
     "an unknown step time": (["simulate", "--step-time", "memory-bond"], ["step_time", "memory-bound"]),
     "no lengths file": (["simulate", "--lengths", "/nowhere.jsonl"], ["lengths", "No such file"]),
@@ -453,7 +444,6 @@ def test_bad_flags_give_one_clear_error(name: str, in_this_process: Refused, tmp
 BAD_FILES = {
     "unknown key": ("run.toml", "slotz = 3\n", ["slotz = 3", "Did you mean slots?"]),
     "a key of TRL": ("run.toml", "num_generations = 4\n", ["num_generations = 4", "Use rollouts_per_prompt."]),
-    "an old key": ("run.toml", "keep_old_keys = true\n", ["run.toml", "renamed. Use reuse_kv_cache."]),
     "broken TOML": ("run.toml", "slots = 3\nmodes = [\n", ["not TOML", "line"]),
     "wrong type": ("run.toml", 'slots = "many"\n', ["slots = 'many'", "run.toml"]),
     "empty lengths": ("lengths.jsonl", "\n", ["no lengths in this file"]),

@@ -428,7 +428,7 @@ def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest
     assert command is not None
     before, _, after = command.partition(" > run.toml && ")
     assert before == r"printf '%s\n' 'shuffle_rewards = true'", "a setting without a flag goes to a file"
-    assert after.startswith("sortedrl train --model 'a model' ")
+    assert after.startswith("sortedrl train ") and "--model 'a model' " in after
     monkeypatch.chdir(tmp_path)
     subprocess.run(command.split(" && ")[0], shell=True, check=True)
     again = parsed(TrainSettings, shlex.split(after)[2:], "sortedrl train")

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import tyro
 from pydantic import Field
 
 from sortedrl import __version__
@@ -37,14 +36,13 @@ class CompareSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("study",)
 
-    study: Annotated[tyro.conf.Positional[Path | None], Field(description="TOML file of the study")] = None
+    study: Annotated[Path | None, Field(description="TOML file of the study")] = None
     jobs: Annotated[
         int, Field(ge=1, le=1024, description="runs at once; each is pinned to its share of the CPU cores")
     ] = 1
     out: Annotated[Path | None, Field(description="folder of the study; default: runs/NAME of the study file")] = None
     from_results: Annotated[
         Path | None,
-        tyro.conf.arg(name="from"),
         Field(description="make the page and the tables from this results.jsonl or study folder, without training"),
     ] = None
 

@@ -37,9 +37,6 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     replace_what_cannot_be_encoded(sys.stdout, sys.stderr)
-    wrong = next((word for word in words if not _is_utf8(word)), None)
-    if wrong is not None:
-        return _refuse(f"{wrong!r} is not UTF-8: use a name that is")
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
@@ -92,11 +89,6 @@ def _usage() -> str:
     lines = [f"sortedrl {__version__}: length-aware scheduling for RL on language models", "", "commands:"]
     lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
     return "\n".join([*lines, "", "sortedrl COMMAND --help shows the settings of a command."])
-
-
-def _is_utf8(word: str) -> bool:
-    """Python reads bytes that are not as surrogates, which no file of ours can hold."""
-    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def _refuse(message: str) -> int:

@@ -1,32 +1,29 @@
 """From the words of a command line to settings: flags win over a TOML file, the file wins over the defaults.
 
-Every wrong word is refused in one line. tyro converts the values; help and errors are ours.
+Every wrong word is refused in one line. pydantic converts the values, those of flags as those of files.
 """
 
 from __future__ import annotations
 
 import difflib
-import io
-import re
-import sys
 import tomllib
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin
 
 import pydantic
-import tyro
 
-from sortedrl.cli import old_names, other_names
 from sortedrl.cli.help_page import flag_of, help_page, type_text
+from sortedrl.cli.other_names import our_name_for
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.settings.base import InvalidSettings, Settings, first_error, plain_reason
 from sortedrl.training.settings import saved_settings
 
 S = TypeVar("S", bound=Settings)
-_TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_OTHER_TYPE = ("_parsing", "_type", "literal_error")  # ends of pydantic's names of such errors
 
 
 class FlagError(UserError, ValueError):
@@ -42,79 +39,127 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
     if "--help" in args or "-h" in args:
         print(help_page(kind, program))
         raise SystemExit(0)
-    _refuse_unknown_flags(kind, args, program)
-    path = _config_path(args)
-    run = _value_of("--resume", args)
-    try:
-        values = {} if run is None else {**saved_settings(Path(run))[0], "resume": run, "out": run}
-        old_names.refuse_old_keys(values, kind.model_fields)
-        named: dict[str, Any] = {}
-        if path is not None:
-            named = _read_toml(path)
-            _refuse_unknown_keys(kind, named)
-            named["config"] = path
-        if (_value_of("--engine", args) or named.get("engine") or values.get("engine")) != values.get("engine"):
-            values = {key: value for key, value in values.items() if key not in ("engine_urls", "engine_options")}
-        values |= named
-        return _with_flags(kind, args, kind.model_validate(values) if values else None, program)
-    except InvalidSettings as refused:
-        raise _first_error(kind, refused.error) from None
+    flags = _flags(kind, args, program)
+    run, path = flags.get("resume"), flags.get("config")
+    values = {} if run is None else {**saved_settings(Path(run))[0], "out": run}
+    named = {} if path is None else _read_toml(Path(path))
+    _refuse_unknown_keys(kind, named)
+    named |= flags
+    if named.get("engine", values.get("engine")) != values.get("engine"):
+        values = {key: value for key, value in values.items() if key not in ("engine_urls", "engine_options")}
+    return _validated(kind, values | named, flags, program)
 
 
 def validated(kind: type[S], values: dict[str, Any]) -> S:
     """The settings that the values of a file give, checked as those of a command are."""
     _refuse_unknown_keys(kind, values)
-    try:
-        settings = kind.model_validate(values)
-    except InvalidSettings as refused:
-        raise _first_error(kind, refused.error) from None
+    settings = _validated(kind, values)
     settings.check()
     return settings
 
 
-def _origins(kind: type[Settings], args: Sequence[str]) -> dict[str, str]:
-    """The file or flag that set each key."""
-    path = _config_path(args)
-    try:
-        found = {} if path is None else dict.fromkeys(_read_toml(path), str(path))
-    except ConfigurationError:
-        found = {}
-    given = {_flag_name(word) for word in args if word.startswith("--")}
-    for key in kind.model_fields:
-        if given & {flag_of(key), f"no-{flag_of(key)}"}:
-            found[key] = f"flag --{flag_of(key)}"
-    return found
-
-
 def located(error: ConfigurationError, kind: type[Settings], args: Sequence[str]) -> str:
     """The error as a user reads it: key, value, where it was set, why, and a fix."""
-    return error.text(set_by=_origins(kind, args).get(error.key, ""))
+    flags = _flags(kind, args, "")
+    found = f"flag --{flag_of(error.key)}" if error.key in flags else ""
+    if not found and flags.get("config") and error.key != "config" and error.key in _read_toml(Path(flags["config"])):
+        found = str(flags["config"])
+    return error.text(set_by=found)
+
+
+def _validated(kind: type[S], values: dict[str, Any], flags: dict[str, Any] | None = None, program: str = "") -> S:
+    by_alias = {kind.model_fields[key].alias or key: value for key, value in values.items()}
+    try:
+        return kind.model_validate(by_alias)
+    except InvalidSettings as refused:
+        first = refused.error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        if flags and key in flags and first["type"].endswith(_OTHER_TYPE):
+            value = first["input"] if isinstance(first["input"], str) else flags[key]
+            raise FlagError(_expected(kind, key, f" {value}", program)) from None
+        raise _first_error(kind, refused.error) from None
 
 
 # Flags
 
 
-def _refuse_unknown_flags(kind: type[Settings], args: Sequence[str], program: str) -> None:
+def _flags(kind: type[Settings], args: Sequence[str], program: str) -> dict[str, Any]:
+    """What each flag says, by the key of its setting: text, or lists and pairs of it."""
     by_flag = {flag_of(key): key for key in kind.model_fields}
-    for word in args:
-        if not word.startswith("--") or word == "--":
+    switches = {flag: key for flag, key in by_flag.items() if kind.model_fields[key].annotation is bool}
+    found: dict[str, Any] = {}
+    words = [word for word in args if word != "--"]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            _take_argument(kind, word, found, program)
             continue
-        flag = _flag_name(word)
-        key = by_flag.get(flag) or by_flag.get(flag.removeprefix("no-"))
+        name, given, value = word.removeprefix("--").partition("=")
+        flag = name.replace("_", "-")
+        key = by_flag.get(flag) or switches.get(flag.removeprefix("no-"))
         if key is None:
             raise FlagError(_unknown_flag(flag, kind, program))
         if key in kind.file_only:
             raise FlagError(f"--{flag} is not a flag: set {key} in a TOML file with --config")
-        old_names.refuse_old_value(key, _value_of(f"--{flag}", args))
+        annotation = kind.model_fields[key].annotation
+        if annotation is bool:
+            if given:
+                raise FlagError(_expected(kind, key, f"={value}", program))
+            found[key] = flag in by_flag
+        elif (origin := get_origin(annotation)) in (tuple, dict):
+            several = [value] if given else []
+            while words and not words[0].startswith("--"):
+                several.append(words.pop(0))
+            values = tuple(_value(text, annotation) for text in several)
+            found[key] = values if origin is tuple else _pairs(kind, key, several, program)
+        elif given or (words and not words[0].startswith("--")):
+            found[key] = _value(value if given else words.pop(0), annotation)
+        else:
+            expected = type_text(kind.model_fields[key])
+            raise FlagError(f"--{flag} needs a value: {expected}. See {program} --help.")
+    return found
+
+
+def _value(text: str, annotation: Any) -> Any:
+    """None and numbers, where the setting takes them; pydantic converts and refuses the rest.
+
+    Bytes that are not UTF-8 are surrogates, which no file of ours can hold.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise FlagError(f"{text!r} is not UTF-8: use a name that is")
+    kinds = {annotation, *get_args(annotation)}
+    if text == "None" and NoneType in kinds:
+        return None
+    for number in (int, float) if {int, float} & kinds else ():
+        with suppress(ValueError):
+            return number(text)
+    return text
+
+
+def _take_argument(kind: type[Settings], word: str, found: dict[str, Any], program: str) -> None:
+    key = next(iter(kind.positional), None)
+    is_tuple = key is not None and get_origin(kind.model_fields[key].annotation) is tuple
+    if key is None or (key in found and not is_tuple):
+        raise FlagError(f"no such argument: {word}. See {program} --help.")
+    found[key] = [*found.get(key, ()), word] if is_tuple else word
+
+
+def _pairs(kind: type[Settings], key: str, words: list[str], program: str) -> dict[str, str]:
+    if len(words) % 2:
+        raise FlagError(_expected(kind, key, f" {' '.join(words)}", program))
+    return {name: _value(value, str) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _expected(kind: type[Settings], key: str, value: str, program: str) -> str:
+    expected = type_text(kind.model_fields[key]) or "no value"
+    return f"--{flag_of(key)}{value}: expected {expected}. See {program} --help."
 
 
 def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
-    new_flag = old_names.new_flag_for(flag.replace("-", "_"), kind.model_fields)
-    if new_flag is not None:
-        return f"--{flag} was renamed: use {new_flag}"
-    if flag.replace("-", "_") in kind.not_here:
-        return f"no such flag: --{flag}. Reason: {kind.not_here[flag.replace('-', '_')]}"
-    ours = other_names.our_name_for(flag.replace("-", "_"), kind.model_fields)
+    key = flag.replace("-", "_")
+    if key in kind.not_here:
+        return f"no such flag: --{flag}. Reason: {kind.not_here[key]}"
+    ours = our_name_for(key, kind.model_fields)
     if ours is not None:
         use = f"set {ours} in a TOML file with --config" if ours in kind.file_only else f"use --{flag_of(ours)}"
         return f"no such flag: --{flag}. Here it has another name: {use}"
@@ -123,56 +168,7 @@ def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
     return f"no such flag: --{flag}. " + (f"Did you mean --{near[0]}?" if near else f"See {program} --help.")
 
 
-def _with_flags(kind: type[S], args: Sequence[str], default: S | None, program: str) -> S:
-    given: dict[str, Any] = {} if default is None else {"default": default}
-    printed = io.StringIO()
-    try:
-        with redirect_stderr(printed):
-            settings: S = tyro.cli(kind, args=list(args), prog=program, **given)
-    except SystemExit:
-        raise FlagError(_in_one_line(printed.getvalue(), kind, args, program)) from None
-    sys.stderr.write(printed.getvalue())
-    return settings
-
-
-def _in_one_line(box: str, kind: type[Settings], args: Sequence[str], program: str) -> str:
-    """What tyro draws as a box: its first paragraph, and what the flag expects."""
-    rows = [line.strip("│| \t") for line in _TERMINAL_COLORS.sub("", box).splitlines()[1:-1]]
-    end = next((place for place, row in enumerate(rows) if not row.strip("─- ")), len(rows))
-    text = " ".join(row for row in rows[:end] if row)
-    by_flag = {f"--{flag_of(key)}": key for key in kind.model_fields}
-    found = re.search(r"--[\w-]+", text)
-    flag = found.group() if found else ""
-    help_hint = f"See {program} --help."
-    if flag not in by_flag:
-        unknown = text.removeprefix("Unrecognized options: ")
-        return f"no such argument: {unknown}. {help_hint}" if unknown != text else f"{text} {help_hint}"
-    expected = type_text(kind.model_fields[by_flag[flag]])
-    if text.startswith("Missing value"):
-        return f"{flag} needs a value: {expected}. {help_hint}"
-    value = _value_of(flag, args)
-    return f"{flag}{f' {value}' if value else ''}: expected {expected or 'no value'}. {help_hint}"
-
-
-def _flag_name(word: str) -> str:
-    return word.split("=")[0].removeprefix("--").replace("_", "-")
-
-
-def _value_of(flag: str, args: Sequence[str]) -> str | None:
-    for place, word in enumerate(args):
-        if word == flag and place + 1 < len(args):
-            return args[place + 1]
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}=")
-    return None
-
-
 # The file
-
-
-def _config_path(args: Sequence[str]) -> Path | None:
-    value = _value_of("--config", args)
-    return None if value is None else Path(value)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -185,13 +181,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
-    old_names.refuse_old_keys(values, kind.model_fields)
     known = [name for name in kind.model_fields if name != "json_output"]
     for key, value in values.items():
         if key in kind.not_here:
             raise ConfigurationError(key, value, "no such key", f"Reason: {kind.not_here[key]}.")
         if key not in known:
-            ours = other_names.our_name_for(key, known)
+            ours = our_name_for(key, known)
             if ours is not None:
                 raise ConfigurationError(key, value, "no such key: here it has another name", f"Use {ours}.")
             near = difflib.get_close_matches(key, known, n=1)

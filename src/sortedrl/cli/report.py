@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import tyro
 from pydantic import Field
 
 from sortedrl import __version__
@@ -27,7 +26,7 @@ class ReportSettings(Settings):
     positional: ClassVar[tuple[str, ...]] = ("runs",)
 
     runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]],
+        tuple[Path, ...],
         Field(description="run folders, folders of runs, or event logs; default: the newest in runs/"),
     ] = ()
     out: Annotated[

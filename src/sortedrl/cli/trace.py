@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import tyro
 from pydantic import Field
 
 from sortedrl.cli.output import print_settings
@@ -28,7 +27,7 @@ class TraceSettings(Settings):
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
     run: Annotated[
-        tyro.conf.Positional[Path | None],
+        Path | None,
         Field(description="run folder, or an event log; default: the newest in runs/"),
     ] = None
     out: Annotated[Path | None, Field(description="file to write; default: trace.json beside the event log")] = None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sortedrl.cli import train_extra
-from sortedrl.cli.help_page import flag_of, help_position
+from sortedrl.cli.help_page import flag_of
 from sortedrl.cli.output import around_code_of_others, console_of_run, print_settings
 from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
@@ -72,8 +72,7 @@ def command_for(saved: dict[str, Any]) -> str | None:
         return None
     usual = as_json(TrainSettings())
     words, rare = ["sortedrl", "train"], []
-    for key in sorted(settings, key=help_position):
-        value = settings[key]
+    for key, value in settings.items():
         if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
             continue
         if key in TrainSettings.file_only:

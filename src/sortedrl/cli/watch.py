@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import tyro
 from pydantic import Field
 
 from sortedrl.cli.output import console_of_run, print_settings
@@ -21,9 +20,7 @@ class WatchSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Annotated[tyro.conf.Positional[Path | None], Field(description="run folder; default: the newest in runs/")] = (
-        None
-    )
+    run: Annotated[Path | None, Field(description="run folder; default: the newest in runs/")] = None
     stopped_after_seconds: Annotated[
         float,
         Field(

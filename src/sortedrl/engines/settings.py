@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -27,6 +27,8 @@ _SEEN_BY_OTHERS = "settings are written to the run folder, and other users can s
 
 class EngineSettings(BaseModel):
     """Which engine generates."""
+
+    help_group: ClassVar[str] = "engine"
 
     engine: Annotated[
         str,

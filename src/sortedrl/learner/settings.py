@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
@@ -70,6 +70,8 @@ class LearnerFlags(BaseModel):
 
     These defaults are for full training of a model with a few billion parameters.
     """
+
+    help_group: ClassVar[str] = "learner"
 
     algorithm: AlgorithmSetting = "reinforce++"
     # None: group for GRPO and RLOO, otherwise previous_cohorts. With PPO, the critic is the baseline, and this selects

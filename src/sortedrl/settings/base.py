@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import pydantic
-import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
 from sortedrl.core.configuration import ConfigurationError
 
 
 class InvalidSettings(Exception):
-    """Carries a validation error past tyro, which would print it itself."""
+    """Carries a validation error out of pydantic, which would wrap it in another one."""
 
     def __init__(self, error: pydantic.ValidationError) -> None:
         self.error = error
 
 
 class Settings(BaseModel):
-    """What all commands share."""
+    """What all commands share. Their help is grouped by the models that they are composed of: `help_group` is a title.
 
+    Flags are in cli/parse.py.
+    """
+
+    help_group: ClassVar[str] = "output"
     file_only: ClassVar[frozenset[str]] = frozenset()  # rare settings: no flag, only a key of the TOML file
     positional: ClassVar[tuple[str, ...]] = ()
     not_here: ClassVar[Mapping[str, str]] = {}  # settings of similar commands: why this one does not have them
@@ -39,9 +42,7 @@ class Settings(BaseModel):
             raise InvalidSettings(error) from None
 
     config: Annotated[Path | None, Field(description="TOML file with settings; flags win over it")] = None
-    json_output: Annotated[
-        bool, tyro.conf.arg(name="json"), Field(alias="json", description="print one JSON object instead of tables")
-    ] = False
+    json_output: Annotated[bool, Field(alias="json", description="print one JSON object instead of tables")] = False
     dry_run: Annotated[bool, Field(description="print the resolved settings and derived values, and run nothing")] = (
         False
     )

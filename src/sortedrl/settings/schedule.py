@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -21,6 +21,8 @@ Oversubscribe = Annotated[
 
 class ScheduleSettings(BaseModel):
     """A command may set other defaults, with the types above."""
+
+    help_group: ClassVar[str] = "schedule"
 
     rollouts_per_update: RolloutsPerUpdate = 128
     prompts_per_cohort: Annotated[

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
 
-import tyro
 from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
@@ -59,7 +58,6 @@ class SimulateSettings(SimulatedSettings):
     ] = DECIDING_MODES
     all_modes: Annotated[
         bool,
-        tyro.conf.arg(name="all"),
         Field(
             description="every mode, each with cold, warm and oracle lengths; async-pool only with --overlap and "
             "--max-staleness"

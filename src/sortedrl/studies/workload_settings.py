@@ -41,6 +41,7 @@ PromptTokens = Annotated[int, Field(ge=0, le=MOST, description="tokens per promp
 class LengthSettings(BaseModel):
     """How long prompts and responses are."""
 
+    help_group: ClassVar[str] = "prompts and responses"
     default_response_limit: ClassVar[int] = 8192
 
     lengths: Annotated[
@@ -96,6 +97,8 @@ class LengthSettings(BaseModel):
 class StepTimeSettings(BaseModel):
     """How fast the engine is, and how much it can cache."""
 
+    help_group: ClassVar[str] = "engine"
+
     step_time: Annotated[
         str,
         Field(
@@ -113,6 +116,8 @@ class StepTimeSettings(BaseModel):
 class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSettings):
     """A workload and the schedules to try on it."""
 
+    help_group: ClassVar[str] = "schedule"
+
     slots: Slots = 128
     whole_groups: Annotated[bool, Field(description="update on whole groups, as GRPO and RLOO need")] = False
     keep_seed: Annotated[
@@ -123,9 +128,11 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
 class SimulatedSettings(WorkloadSettings):
     """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
+    help_group: ClassVar[str] = "simulated run"
+
     turns: Annotated[
         int,
-        Field(ge=1, le=MOST, description="turns per response; with several, the lengths above are those of one turn"),
+        Field(ge=1, le=MOST, description="turns per response; with several, lengths are those of one turn"),
     ] = 1
     observation_tokens: Annotated[
         int, Field(ge=1, le=MOST, description="tokens of an environment's answer between two turns")

@@ -52,6 +52,8 @@ IN_THIS_PROCESS = frozenset(ENGINES) - frozenset(SERVERS)
 class ModelSettings(Settings, EngineSettings):
     """A model, a task, and how responses are sampled and scored."""
 
+    help_group: ClassVar[str] = "model and task"
+
     model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
     task: Annotated[
         str,
