@@ -1,12 +1,10 @@
 """Wraps any engine and checks after every weight update that it samples from the learner's weights.
 
 A weight update can fail silently: a tied output layer is not updated, stale KV stays in the prefix cache, a shard is
-not sent. In each case the engine's log-probabilities differ from the learner's. So after every weight update the engine
-samples a few tokens for each probe prompt, the learner scores the same tokens, and the run stops if they differ.
-
-The check fails closed: a probe without a response, with the wrong number of tokens, or with a non-finite
-log-probability is a failure. EOS does not end a probe, and each probe is checked separately, so one server with old
-weights is not averaged away in a pool.
+not sent. So after every weight update the engine samples a few tokens for each probe prompt, the learner scores the
+same tokens, and the run stops if they differ. The check fails closed: a probe without a response, with the wrong number
+of tokens, or with a log-probability that is not finite is a failure. EOS does not end a probe, and each probe is
+checked separately, so one server with old weights is not averaged away in a pool.
 
 In bfloat16 a few unlikely tokens, such as those after EOS, can differ by a nat with equal weights. So the criterion is
 the median over a probe's tokens; the mean may be ten times as large.
@@ -53,9 +51,7 @@ class CheckedWeights(ForwardingEngine):
         probe_seconds: float = 300.0,
     ) -> None:
         if not probes or tokens_per_probe < 1:
-            raise ValueError(
-                f"{len(probes)} probes of {tokens_per_probe} tokens check nothing: give at least 1 of each"
-            )
+            raise ValueError(f"{len(probes)} probes of {tokens_per_probe} tokens check nothing: give at least 1")
         super().__init__(inner)
         self.inner: EngineBase = with_defaults(inner)
         self.last_difference = 0.0
@@ -112,20 +108,16 @@ class CheckedWeights(ForwardingEngine):
         )
 
     def _difference_of(self, place: int, probe: Sequence[int], answer: Response) -> float:
-        wanted = self._tokens_per_probe
-        if len(answer.tokens) != wanted:
-            raise WeightsDiffer(
-                f"the response to probe {place} has {len(answer.tokens)} tokens instead of {wanted}, after a prompt "
-                f"of {len(probe)}"
-            )
+        wanted, found = self._tokens_per_probe, len(answer.tokens)
+        if found != wanted:
+            what = f"{found} tokens instead of {wanted}, after a prompt of {len(probe)}"
+            raise WeightsDiffer(f"the response to probe {place} has {what}")
         expected = self._logprobs_of(probe, answer.tokens)
         for side, logprobs in (("engine", answer.logprobs), ("learner", expected)):
-            odd = [logprob for logprob in logprobs if not _is_finite(logprob)]
+            odd = [logprob for logprob in logprobs if not (isinstance(logprob, Real) and math.isfinite(logprob))]
             if odd:
-                raise WeightsDiffer(
-                    f"{len(odd)} of {wanted} log-probabilities of the {side} for probe {place} are not finite "
-                    f"(first: {odd[0]})"
-                )
+                what = f"{len(odd)} of {wanted} log-probabilities of the {side} for probe {place}"
+                raise WeightsDiffer(f"{what} are not finite (first: {odd[0]})")
         differences = [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
         return max(median(differences), fmean(differences) / _MEAN_PER_MEDIAN)
 
@@ -139,14 +131,9 @@ class CheckedWeights(ForwardingEngine):
         try:
             answers = generate(self.inner, requests, limit_seconds=self._probe_seconds)
         except NotInTime as error:
-            raise WeightsDiffer(
-                f"{error.unfinished} of {len(requests)} probes did not finish within {self._probe_seconds:g} s"
-            ) from None
+            late = f"{error.unfinished} of {len(requests)} probes"
+            raise WeightsDiffer(f"{late} did not finish within {self._probe_seconds:g} s") from None
         for answer in answers:
             if answer.failure is not None:
                 raise WeightsDiffer(f"a probe failed {ATTEMPTS} times, most recently because: {answer.failure}")
         return answers
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)

@@ -81,13 +81,8 @@ _H100_7B = ((1, 0.0056), (32, 0.0058), (64, 0.0059), (128, 0.0064), (256, 0.0092
 PRESETS: dict[str, StepTime] = {
     "memory-bound": linear(1.0, 1 / 128, source="t = 1 + r/128, prefill free"),
     "compute-bound": linear(0.164, 1 / 128, source="t = 0.164 + r/128, prefill free"),
-    "h200-8b": linear(  # how close it is: docs/my_lengths.md
-        0.005,
-        3e-5,
-        2.5e-8,
-        2e-5,
-        source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200",
-    ),
+    # How close it is: docs/my_lengths.md
+    "h200-8b": linear(0.005, 3e-5, 2.5e-8, 2e-5, source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200"),
     "a100-8b": StepTime(
         _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated"
     ),
@@ -120,13 +115,9 @@ def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, sourc
     """
     levels = sorted({point.running for point in points})
     if len(levels) < 2 or len(points) <= len(levels):
-        raise ValueError(
-            f"{len(points)} points at {len(levels)} batch sizes, but a fit needs two sizes and two contexts"
-        )
-    rows = [
-        [*(float(point.running == level) / point.seconds for level in levels), point.cached_tokens / point.seconds]
-        for point in points
-    ]
+        few = f"{len(points)} points at {len(levels)} batch sizes"
+        raise ValueError(f"{few}, but a fit needs two sizes and two contexts")
+    rows = [[*((p.running == level) / p.seconds for level in levels), p.cached_tokens / p.seconds] for p in points]
     *steps, per_cached_token = _least_squares(rows, [1.0] * len(rows))
     steps = [max(0.0, step) for step in steps]
     return StepTime(tuple(zip(levels, steps, strict=True)), max(0.0, per_cached_token), per_prefill_token, source)
@@ -177,9 +168,8 @@ def _least_squares(rows: list[list[float]], target: list[float]) -> list[float]:
         pivot = max(range(i, size), key=lambda k: abs(matrix[k][i]))
         matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
         if abs(matrix[i][i]) < 1e-12:
-            raise ValueError(
-                "the measured points do not vary enough to separate the cost of batch size, contexts and a fixed part"
-            )
+            parts = "the cost of batch size, contexts and a fixed part"
+            raise ValueError(f"the measured points do not vary enough to separate {parts}")
         for k in range(size):
             if k != i:
                 factor = matrix[k][i] / matrix[i][i]

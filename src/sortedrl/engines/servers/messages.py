@@ -100,21 +100,14 @@ def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
     if not tokens:
         return delta
     if set(map(type, tokens)) != {int}:
-        raise Malformed(f"a token id is not a whole number: {_first(tokens, lambda t: type(t) is not int)!r}")
+        raise Malformed(f"a token id is not a whole number: {list(tokens)}")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
-        bad = _first(tokens, lambda t: not 0 <= t < vocabulary)
-        raise Malformed(f"token id {bad} is outside of the vocabulary of {vocabulary}")
+        raise Malformed(f"a token id is outside of the vocabulary of {vocabulary}: {list(tokens)}")
     if not set(map(type, logprobs)) <= {float, int}:
-        bad = _first(logprobs, lambda p: type(p) not in (float, int))
-        raise Malformed(f"a log-probability is not a number: {bad!r}")
+        raise Malformed(f"a log-probability is not a number: {list(logprobs)}")
     if not (min(logprobs) >= LOWEST_LOGPROB and max(logprobs) <= HIGHEST_LOGPROB and math.isfinite(sum(logprobs))):
-        bad = _first(logprobs, lambda p: not LOWEST_LOGPROB <= p <= HIGHEST_LOGPROB)
-        raise Malformed(f"a log-probability is {bad}, and they are from {LOWEST_LOGPROB:g} to 0")
+        raise Malformed(f"a log-probability is not between {LOWEST_LOGPROB:g} and 0: {list(logprobs)}")
     return delta
-
-
-def _first(values: Sequence[Any], is_bad: Any) -> Any:
-    return str(next(value for value in values if is_bad(value)))
 
 
 def whole_number(value: Any, what: str) -> int:

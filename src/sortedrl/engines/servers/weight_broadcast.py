@@ -13,7 +13,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -90,44 +90,27 @@ def _broadcast(communicator: Any, source: WeightBroadcast) -> None:
 
 async def _both(call: Awaitable[Any], work: Callable[[], Result]) -> Result:
     """The result of `work`, which runs in a thread while the server handles `call`. An error of either one ends it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def deliver(result: Result | None, error: Exception | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    outcome: Future[Result] = Future()
 
     def run() -> None:
         try:
-            result, error = work(), None
-        except Exception as failure:
-            result, error = None, failure
-        with suppress(RuntimeError):  # the engine was closed meanwhile
-            loop.call_soon_threadsafe(deliver, result, error)
+            outcome.set_result(work())
+        except Exception as error:
+            outcome.set_exception(error)
 
+    outcome.set_running_or_notify_cancel()  # from now on it cannot be canceled: NCCL does not end
     threading.Thread(target=run, name="weight broadcast", daemon=True).start()
-    answer = asyncio.ensure_future(call)
+    done, answer = asyncio.wrap_future(outcome), asyncio.ensure_future(call)
     try:
         await asyncio.wait((answer, done), return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            answer.result()
-            await _in_time(done)
-        else:
+        if not answer.done():
             done.result()
             await answer
+        answer.result()
+        # The server has done its part, so ours cannot take long. A rank that is gone would hang us.
+        return await asyncio.wait_for(done, OWN_PART_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"the learner's part did not end within {OWN_PART_SECONDS:g} s after the server's") from None
     finally:
         answer.cancel()
         done.cancel()
-    return done.result()
-
-
-async def _in_time(work: asyncio.Future[Any]) -> None:
-    """The server has done its part, so ours cannot take long. Without a limit, a rank that is gone would hang us."""
-    try:
-        await asyncio.wait_for(work, OWN_PART_SECONDS)
-    except TimeoutError:
-        raise TimeoutError(f"the learner's part did not end within {OWN_PART_SECONDS:g} s after the server's") from None

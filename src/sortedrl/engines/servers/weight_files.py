@@ -59,12 +59,9 @@ class WeightFiles:
                 file.chmod(0o644 if self.readable_by_all else 0o600)
                 folder.chmod(0o755 if self.readable_by_all else 0o700)
             except OSError as error:
-                raise ConfigurationError(
-                    "weights_folder",
-                    str(self.parent),
-                    f"cannot write the weights of version {version} ({error})",
-                    "Use a folder with more space that the server can also read.",
-                ) from error
+                why = f"cannot write the weights of version {version} ({error})"
+                fix = "Use a folder with more space that the server can also read."
+                raise ConfigurationError("weights_folder", str(self.parent), why, fix) from error
             yield folder
         finally:
             if folder is not None:
