@@ -120,7 +120,8 @@ def test_a_limit_before_the_answer_scores_an_empty_one(environment: ToolEnvironm
 
 def test_the_prompt_shows_the_tools() -> None:
     task = WithTools(Sums(), ["calculator", f"{__name__}:slow_double"])
-    text = chat_tokenizer().decode(environment_prompt(task.environment(), task.train()[0], chat_tokenizer()))
+    tokenizer, tools = chat_tokenizer(), task.environment().tools
+    text = tokenizer.decode(environment_prompt(None, task.train()[0], tokenizer, tools))
     assert '"name": "calculator"' in text and "for example (3 + 4) * 12" in text and "slow_double" in text
     assert text.endswith("What is 17 * 23?<|im_end|>\n<|im_start|>assistant\n")
 
@@ -130,7 +131,7 @@ def test_a_template_that_does_not_show_tools_is_refused() -> None:
 
     task = task_by_name("knights_and_knaves:small", tools=["calculator"], count=100)
     with pytest.raises(ValueError, match="does not show tools, so the model would not see calculator"):
-        environment_prompt(task.environment(), task.train()[0], AutoTokenizer.from_pretrained(BUILT_IN_MODEL))  # type: ignore[union-attr]
+        environment_prompt(None, task.train()[0], AutoTokenizer.from_pretrained(BUILT_IN_MODEL), [calculator])
 
 
 @pytest.mark.parametrize("make", [KnightsAndKnaves.small, lambda: Math("gsm8k")])

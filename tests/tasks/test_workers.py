@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from processes import PATIENCE_SECONDS, is_running, wait_for_end
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.api_key import VARIABLE
-from sortedrl.tasks.worker_process import Answer, WorkerError, WorkerProcess, message_of
+from sortedrl.tasks.worker_process import MAX_LIMIT_SECONDS, Answer, Limits, WorkerError, WorkerProcess, message_of
 from sortedrl.tasks.workers import WorkerPool
 
 HERE = Path(__file__).parent
@@ -155,10 +156,10 @@ def test_a_call_that_ended_itself_before_we_noticed_is_over_its_limit(monkeypatc
     pool.wait_until_ready()
     receive = WorkerProcess._receive
 
-    def receive_late(worker: WorkerProcess, number: int, limit_seconds: float) -> Answer:
+    def receive_late(worker: WorkerProcess, number: int, limits: Limits) -> Answer:
         if worker._ready:
             worker._process.wait(PATIENCE_SECONDS)
-        return receive(worker, number, limit_seconds)
+        return receive(worker, number, limits)
 
     monkeypatch.setattr(WorkerProcess, "_receive", receive_late)
     with pytest.raises(TimeoutError, match=r"no result within 0\.5 s; the worker process was killed"):
@@ -262,6 +263,18 @@ def test_the_working_directory_is_that_of_the_run(pool: WorkerPool) -> None:
 def test_a_function_that_cannot_be_sent_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot be sent to a worker process: .*top level of a module"):
         WorkerPool(lambda: act, workers=1, limit_seconds=1)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, 1e10, float("inf"), float("nan")])
+def test_a_limit_that_no_wait_can_have_is_refused(limit: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"limit_seconds = .* above 0 and at most 1,000,000"):
+        WorkerPool(actor, workers=1, limit_seconds=limit)
+
+
+def test_the_longest_limit_works() -> None:
+    pool = WorkerPool(actor, workers=1, limit_seconds=MAX_LIMIT_SECONDS)
+    assert pool("where") == os.getcwd()
+    pool.close()
 
 
 def in_a_process(script: str) -> subprocess.Popen[str]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -146,3 +151,87 @@ def test_held_out_problems_that_are_trained_on_are_pointed_out(model: str) -> No
         read_resources(TrainSettings(model=model, task=task), lines.append)
     read_resources(EvalSettings(model=model, task="test_resources:Leaking"), lines.append)
     assert lines == [line]
+
+
+QUITS = """
+import sys
+from sortedrl.tasks.task import Problem
+
+class Base:
+    name = "quits"
+    def train(self): return [Problem(f"{self.name}{n}", "q1", "a") for n in range(4)]
+    def held_out(self): return [Problem(f"held-out{n}", "q2", "a") for n in range(4)]
+    def score(self, problem, response): return 1.0
+
+class In_init(Base):
+    def __init__(self): sys.exit(0)
+
+class In_train(Base):
+    def train(self): sys.exit(0)
+
+class In_held_out(Base):
+    def held_out(self): sys.exit(0)
+
+class In_reset(Base):
+    def environment(self): return Quits()
+
+class Quits:
+    def reset(self, problem): sys.exit(0)
+    async def step(self, response): return 1.0
+    async def finish(self, reason): return 0.0
+
+def engine(spec): sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ("--task quits:In_init", "task = 'quits:In_init' .*SystemExit: 0 .*quits.py:12"),
+        ("--task quits:In_train", "task = 'quits:In_train' .*SystemExit: 0 .*quits.py:15"),
+        ("--task quits:In_held_out --reward-workers 0", "SystemExit: 0 .*quits.py:18"),
+        ("--task quits:In_reset", "the problem 'quits0': SystemExit: 0"),
+        ("--task quits:In_reset --reward-workers 0", "SystemExit: 0 .*quits.py:24"),
+        ("--task quits:Base --engine quits:engine", "engine = 'quits:engine' .*SystemExit: 0 .*quits.py:28"),
+        ("--task no_guard:Base", "task = 'no_guard:Base' .*SystemExit: 0 .*no_guard.py:2"),
+    ],
+)
+def test_code_that_calls_sys_exit_is_an_error_with_its_place(
+    words: str,
+    where: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "quits.py").write_text(QUITS)
+    (tmp_path / "no_guard.py").write_text("import sys\nsys.exit(0)\n")
+    sys.modules.pop("quits", None)
+    error = refusal(["train", "--model", model, *words.split(), "--updates", "1"], capsys)
+    assert re.search(where, error), error
+
+
+class HangsInReset(Growing):
+    """One problem of eight."""
+
+    def environment(self) -> Any:
+        return SimpleNamespace(reset=hang, step=answer, finish=answer)
+
+    score = None  # type: ignore[assignment]
+
+
+def hang(problem: Problem) -> None:
+    while problem.id == "train-5":
+        time.sleep(1)
+
+
+async def answer(text: str) -> float:
+    return 1.0
+
+
+def test_a_reset_that_hangs_is_an_error_with_its_problem(model: str) -> None:
+    settings = TrainSettings(model=model, task="test_resources:HangsInReset", score_limit_seconds=1.0)
+    with pytest.raises(ConfigurationError, match=r"reset of the problem 'train-5': .*no result within 1 s"):
+        read_resources(settings, print)

@@ -75,14 +75,20 @@ def _run(name: str, words: Sequence[str]) -> int:
     """Parse, check, run. An error about a setting names the flag or file that set it."""
     from sortedrl.cli.parse import located, parsed
     from sortedrl.core.configuration import ConfigurationError
+    from sortedrl.core.import_path import fault_in_your_code
 
     command = importlib.import_module(f"sortedrl.cli.{name}")
+    settings = None
     try:
         settings = parsed(command.SETTINGS, words, f"sortedrl {name}")
         settings.check()
         return int(command.run(settings))
     except ConfigurationError as error:
         return _refuse(located(error, command.SETTINGS, words))
+    except SystemExit as error:
+        if settings is None:  # --help
+            raise
+        return _refuse(f"your code ended the command: {fault_in_your_code(error)}")
 
 
 def _usage() -> str:

@@ -18,7 +18,7 @@ _NOT_YOURS = tuple(str(sysconfig.get_path(name)) for name in ("stdlib", "purelib
 _NOT_YOURS += (str(Path(__file__).parents[1]), "<frozen ")
 
 
-def fault_in_your_code(error: Exception) -> str:
+def fault_in_your_code(error: BaseException) -> str:
     """An error in one line, with the last line of your own code that led to it, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     yours = [frame for frame in frames if not frame.filename.startswith(_NOT_YOURS)]
@@ -44,7 +44,7 @@ def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> 
             f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
             "set PYTHONPATH to the folder that contains it"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: a script without `if __name__ == "__main__"`
         raise ValueError(f"the module {module_name!r} cannot be imported: {fault_in_your_code(error)}") from error
     if not hasattr(module, attribute):
         own = _own_names(module, is_candidate)

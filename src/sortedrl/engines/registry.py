@@ -87,7 +87,7 @@ def _from_import_path(path: str, spec: EngineSpec) -> Engine:
         engine: Engine = factory(spec)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"the factory raised {fault_in_your_code(error)}"
         raise ConfigurationError("engine", path, reason, _HOW_TO) from error
     missing = missing_members(engine)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sortedrl.core.prompts import require_unique_ids
 from sortedrl.core.rollout import Prompt
-from sortedrl.tasks.environment import Environment, as_messages
+from sortedrl.tasks.environment import Prompt as EnvironmentPrompt
+from sortedrl.tasks.environment import as_messages
 from sortedrl.tasks.task import Problem
 
 if TYPE_CHECKING:
@@ -79,10 +80,11 @@ def prompt_tokens(problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: S
     return _encoded(prompt_text(problem, tokenizer, tools), tokenizer)
 
 
-def environment_prompt(environment: Environment, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of the prompt with which an episode starts. Raises TypeError for a prompt of the wrong type."""
-    tools = tuple(getattr(environment, "tools", ()))
-    prompt = environment.reset(problem)
+def environment_prompt(
+    prompt: EnvironmentPrompt, problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()
+) -> list[int]:
+    """The tokens with which an episode starts: `prompt` is what `reset` of its environment returned, `tools` are the
+    environment's. Raises TypeError for a prompt of the wrong type."""
     if prompt is None:
         return prompt_tokens(problem, tokenizer, tools)
     if isinstance(prompt, str):

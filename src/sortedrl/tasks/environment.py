@@ -27,6 +27,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.scoring import shown
 from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
@@ -123,6 +124,18 @@ def require_environment(environment: Any, path: str) -> None:
             )
     if callable(getattr(environment, "state", None)) != callable(getattr(environment, "restore", None)):
         raise ValueError(f"{type(environment).__name__} ({path}) has only one of state and restore: define both")
+
+
+def reset_of(task: EnvironmentTask) -> Callable[[Problem], tuple[Prompt, str]]:
+    """For a worker process: the prompt of a new instance, and what was wrong, with its place."""
+
+    def reset(problem: Problem) -> tuple[Prompt, str]:
+        try:
+            return task.environment().reset(problem), ""
+        except (Exception, SystemExit) as error:
+            return None, fault_in_your_code(error)
+
+    return reset
 
 
 async def closed(environment: Any) -> None:

@@ -43,7 +43,7 @@ from sortedrl.tasks.environment_server import (
     problem_of,
 )
 from sortedrl.tasks.inbox import Inbox
-from sortedrl.tasks.worker_process import Answer, WorkerError, WorkerProcess, memory_per_worker, pickled
+from sortedrl.tasks.worker_process import Answer, WorkerError, WorkerProcess, checked_limit, memory_per_worker, pickled
 
 CLOSE_SECONDS = 5.0
 MOST_EXTRA_PROCESSES = 16
@@ -58,6 +58,7 @@ class WorkerHosts:
     ) -> None:
         build, memory_bytes = pickled(partial(instances_of, task)), memory_bytes or memory_per_worker()
         self._done: Inbox[Result] = Inbox()
+        limit_seconds = checked_limit(limit_seconds)
         self._new = partial(_Process, build, memory_bytes, limit_seconds, self._take, self._after_end)
         self._lock = threading.Lock()  # of what follows: the threads of processes use it, too
         self._processes = [self._new() for _ in range(workers)]

@@ -353,9 +353,9 @@ def _number(text: str, scale: int) -> Fraction | None:
     """The value of a plain or mixed number; None for anything else."""
     text = re.sub(r"\s*\\(?:times|cdot)\s*10\^(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))$", r"e\1\2", text, flags=re.ASCII)
     text = re.sub(r"^([+-]?)\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", text, flags=re.ASCII)
-    derive_seed = re.fullmatch(r"([+-]?)(\d+) (\d+)/(\d+)", text, re.ASCII)
-    if derive_seed and int(derive_seed.group(3)) < int(derive_seed.group(4)):
-        sign, whole, above, below = derive_seed.groups()
+    mixed = re.fullmatch(r"([+-]?)(\d+) (\d+)/(\d+)", text, re.ASCII)
+    if mixed and int(mixed.group(3)) < int(mixed.group(4)):
+        sign, whole, above, below = mixed.groups()
         text = f"{sign}{int(whole) * int(below) + int(above)}/{below}"
     if not re.fullmatch(r"[+-]?(?:\d+/\d+|(?:\d+|\d*\.\d+)(?:e[+-]?\d{1,4})?)", text, re.ASCII):
         return None

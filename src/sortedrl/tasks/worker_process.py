@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from sortedrl.core.configuration import checked_float
 from sortedrl.core.scoring import one_line, reason_of, shown
 from sortedrl.settings.api_key import VARIABLE as API_KEY
 from sortedrl.tasks.guardian import guard
@@ -27,6 +28,7 @@ from sortedrl.tasks.guardian import guard
 START_LIMIT_SECONDS = 300.0  # imports can be slow on a busy machine
 EXIT_SECONDS = 2.0  # for a process that closed its connection to exit
 MAX_ANSWER_BYTES = 16 * 1024
+MAX_LIMIT_SECONDS = 1e6  # 11 days: the waits of an operating system end at 24
 MAX_FRACTION_OF_MEMORY = 0.5  # of the machine or container, per worker
 # Exit codes of a worker that cannot go on.
 LOST_CONNECTION = 76
@@ -48,6 +50,13 @@ class WorkerError(RuntimeError):
 
 class Spoiled(Exception):
     """A call failed in a worker that had served others: they may be the reason."""
+
+
+class Limits(NamedTuple):
+    """Of one call."""
+
+    seconds: float
+    answer_bytes: int = MAX_ANSWER_BYTES
 
 
 class Answer(NamedTuple):
@@ -96,7 +105,7 @@ class WorkerProcess:
         if self._ready:
             return
         try:
-            answer = self._receive(0, START_LIMIT_SECONDS)
+            answer = self._receive(0, Limits(START_LIMIT_SECONDS))
         except TimeoutError:
             raise WorkerError(f"a worker process was not ready within {START_LIMIT_SECONDS:g} s") from None
         if answer.kind == "raised":
@@ -105,12 +114,13 @@ class WorkerProcess:
         self._ready = True
         self._first_words.close()
 
-    def call(self, arguments: tuple[Any, ...], limit_seconds: float) -> Answer:
-        """Raises WorkerError or TimeoutError; Spoiled if an earlier call may be the reason."""
+    def call(self, call: bytes, limits: Limits) -> Answer:
+        """`call`: the arguments, pickled. Raises WorkerError or TimeoutError, or Spoiled: an earlier call may be the
+        reason."""
         self.wait_until_ready()
         had_served, self.has_served = self.has_served, True
         try:
-            answer = self._answer_to(arguments, limit_seconds)
+            answer = self._answer_to(call, limits)
         except TimeoutError:
             if had_served and self._has_threads:
                 raise Spoiled from None
@@ -124,19 +134,19 @@ class WorkerProcess:
             raise Spoiled
         return answer
 
-    def _answer_to(self, arguments: tuple[Any, ...], limit_seconds: float) -> Answer:
+    def _answer_to(self, call: bytes, limits: Limits) -> Answer:
         number = secrets.randbits(60)  # no earlier call can know it, and send an answer to this one
-        call = pickle.dumps((number, limit_seconds, arguments))
+        seconds = limits.seconds
         try:
-            self.channel.send(call, limit_seconds)
+            self.channel.send(pickle.dumps((number, limits, call)), seconds)
         except TimeoutError:
-            raise TimeoutError(f"its worker process took no call within {limit_seconds:g} s, and was killed") from None
+            raise TimeoutError(f"its worker process took no call within {seconds:g} s, and was killed") from None
         except OSError:
             raise self.death() from None
-        deadline = time.monotonic() + limit_seconds
-        too_late = TimeoutError(f"no result within {limit_seconds:g} s; the worker process was killed")
+        deadline = time.monotonic() + seconds
+        too_late = TimeoutError(f"no result within {seconds:g} s; the worker process was killed")
         try:
-            return self._receive(number, limit_seconds)
+            return self._receive(number, limits)
         except TimeoutError:
             raise too_late from None
         except WorkerError:
@@ -144,10 +154,10 @@ class WorkerProcess:
                 raise too_late from None
             raise
 
-    def _receive(self, number: int, limit_seconds: float) -> Answer:
+    def _receive(self, number: int, limits: Limits) -> Answer:
         """The answer to the call of this number; 0: that the worker is ready."""
         try:
-            answer = Answer(*json.loads(self.channel.receive(limit_seconds, MAX_ANSWER_BYTES)))
+            answer = Answer(*json.loads(self.channel.receive(*limits)))
             if answer.number != number:
                 raise ValueError
         except TimeoutError:
@@ -278,17 +288,18 @@ def built(descriptor: int, parent: int, memory_bytes: int) -> tuple[Channel, Any
 
 
 def _answer(function: Callable[..., Any], call: bytes, modules: Modules) -> bytes:
-    number, kind, value, is_out_of_memory = 0, "returned", None, False
+    kind, is_out_of_memory = "returned", False
+    number, limits, arguments = pickle.loads(call)
     try:
-        number, limit_seconds, arguments = pickle.loads(call)
         # On systems where a process does not end with its parent, nothing else would end an endless call.
-        signal.setitimer(signal.ITIMER_REAL, limit_seconds + 1)
-        value = function(*arguments)
+        signal.setitimer(signal.ITIMER_REAL, limits.seconds + 1)
+        value = function(*pickle.loads(arguments))
     except BaseException as error:  # including SystemExit and KeyboardInterrupt from the function
         kind, value, is_out_of_memory = "raised", reason_of(error), isinstance(error, MemoryError)
     signal.setitimer(signal.ITIMER_REAL, 0)
     is_spoiled = is_out_of_memory or not modules.are_intact()
-    return message_of(Answer(number, kind, value, is_spoiled, has_threads=threading.active_count() > 1))
+    answer = Answer(number, kind, value, is_spoiled, has_threads=threading.active_count() > 1)
+    return message_of(answer, limits.answer_bytes)
 
 
 def message_of(answer: Answer, most: int = MAX_ANSWER_BYTES) -> bytes:
@@ -320,9 +331,10 @@ def end_group() -> NoReturn:
 # Helpers
 
 
-def pickled(build: Callable[[], Any]) -> bytes:
+def pickled(value: Any) -> bytes:
+    """Of a function, or of arguments. Raises ValueError."""
     try:
-        return pickle.dumps(build)
+        return pickle.dumps(value)
     except Exception as error:  # __reduce__ and __getstate__ may raise anything
         raise ValueError(
             f"cannot be sent to a worker process: {reason_of(error)}; define it at the top level of a module that can "
@@ -334,6 +346,12 @@ def worker_environment() -> dict[str, str]:
     """The variables of a process that runs foreign code: it finds the same modules, and not the key of a server."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {name: value for name, value in os.environ.items() if name != API_KEY} | {"PYTHONPATH": paths}
+
+
+def checked_limit(seconds: float) -> float:
+    """The time limit of a call. Raises ConfigurationError."""
+    limits = f"above 0 and at most {MAX_LIMIT_SECONDS:,.0f} (11 days)"
+    return checked_float("limit_seconds", seconds, lambda x: 0 < x <= MAX_LIMIT_SECONDS, limits)
 
 
 def memory_per_worker() -> int:

@@ -20,7 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from sortedrl.tasks.worker_process import Spoiled, WorkerError, WorkerProcess, memory_per_worker, pickled
+from sortedrl.tasks.worker_process import (
+    MAX_ANSWER_BYTES,
+    Limits,
+    Spoiled,
+    WorkerError,
+    WorkerProcess,
+    checked_limit,
+    memory_per_worker,
+    pickled,
+)
 
 
 class _FairSemaphore:
@@ -64,8 +73,9 @@ class WorkerPool:
     """Calls a function in worker processes. Callable from any thread.
 
     `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
-    time limit. The function must return JSON-compatible data. The first worker starts with the first call, or with
-    `start`. `memory_bytes` limits the memory of one worker; the default is half of the total.
+    time limit. The function must return JSON-compatible data of at most `max_answer_bytes`. The first worker starts
+    with the first call, or with `start`. `memory_bytes` limits the memory of one worker; the default is half of the
+    total.
     """
 
     def __init__(
@@ -75,9 +85,10 @@ class WorkerPool:
         workers: int,
         limit_seconds: float,
         memory_bytes: int | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self._build = pickled(build)
-        self._limit_seconds = limit_seconds
+        self._limits = Limits(checked_limit(limit_seconds), max_answer_bytes)
         self._memory_bytes = memory_bytes or memory_per_worker()
         self._free = _FairSemaphore(workers)
         self._most = workers + 1  # including the spare one
@@ -92,14 +103,15 @@ class WorkerPool:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function. Raises TimeoutError after the time limit, and WorkerError if the function raised."""
+        call = pickled(arguments)
         try:
-            return self._called(arguments)
+            return self._called(call)
         except Spoiled:
-            return self._called(arguments, in_new_worker=True)
+            return self._called(call, in_new_worker=True)
 
-    def _called(self, arguments: tuple[Any, ...], *, in_new_worker: bool = False) -> Any:
+    def _called(self, call: bytes, *, in_new_worker: bool = False) -> Any:
         with self._borrowed(in_new_worker) as worker:
-            answer = worker.call(arguments, self._limit_seconds)
+            answer = worker.call(call, self._limits)
         if answer.kind == "raised":
             raise WorkerError(answer.value)
         return answer.value

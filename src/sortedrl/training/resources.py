@@ -5,7 +5,8 @@ A resumed run must have the problems that it started with: their number, ids, te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,15 +26,19 @@ from sortedrl.core.wording import counted
 from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.tasks.encode import Encoded, encode, environment_prompt
-from sortedrl.tasks.environment import AnyTask, EnvironmentTask
+from sortedrl.tasks.environment import AnyTask, EnvironmentTask, reset_of
+from sortedrl.tasks.environment import Prompt as EnvironmentPrompt
 from sortedrl.tasks.problem_digests import digests, why_changed
 from sortedrl.tasks.registry import is_built_in, task_by_name
 from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, checked_problems
+from sortedrl.tasks.worker_process import WorkerError
+from sortedrl.tasks.workers import WorkerPool
 from sortedrl.training.build import device_of, dtype_of
-from sortedrl.training.settings import ModelSettings, TrainSettings, task_error
+from sortedrl.training.settings import ModelSettings, TrainSettings, cannot_be_sent, task_error
 
 Log = Callable[[str], None]
+MAX_PROMPT_BYTES = 64 * 1024 * 1024
 KINDS = ("training prompts", "held-out prompts")
 
 
@@ -60,19 +65,21 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
     tokenizer, model = read_model(model_named(settings.model, settings.task), settings)
     try:
         task = task_by_name(settings.task, tools=settings.tools, **settings.resolved_task_options())
-        tokens_of = _tokens_of(task, tokenizer)
         trains = isinstance(settings, TrainSettings)
         problems = (
             checked_problems(task.train(), "its train()") if trains else (),
             checked_problems(task.held_out(), "its held_out()"),
         )
-        train, held_out = (
-            encode(part, tokenizer, settings.max_prompt_tokens, tokens_of, kind)
-            for part, kind in zip(problems, KINDS, strict=True)
-        )
+        with _prompting(task, tokenizer, settings) as tokens_of:
+            train, held_out = (
+                encode(part, tokenizer, settings.max_prompt_tokens, tokens_of, kind)
+                for part, kind in zip(problems, KINDS, strict=True)
+            )
+    except ConfigurationError:
+        raise
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise task_error(settings, str(error)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_built_in(settings.task):
             raise
         raise task_error(settings, fault_in_your_code(error)) from error
@@ -136,13 +143,46 @@ def _within_context(encoded: Encoded, context: int, log: Log) -> tuple[Prompt, .
     return fitting
 
 
-def _tokens_of(task: AnyTask, tokenizer: PreTrainedTokenizerBase) -> Callable[[Problem], Sequence[int]] | None:
+@contextmanager
+def _prompting(
+    task: AnyTask, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings
+) -> Iterator[Callable[[Problem], Sequence[int]] | None]:
     """How the task makes prompts, if it does."""
     if isinstance(task, ServedTask):
-        return partial(task.prompt, tokenizer=tokenizer)
-    if isinstance(task, EnvironmentTask):
-        return lambda problem: environment_prompt(task.environment(), problem, tokenizer)
-    return None
+        yield partial(task.prompt, tokenizer=tokenizer)
+    elif isinstance(task, EnvironmentTask):
+        tools = tuple(getattr(task.environment(), "tools", ()))
+        with _resetting(task, settings) as reset:
+            yield lambda problem: environment_prompt(reset(problem), problem, tokenizer, tools)
+    else:
+        yield None
+
+
+@contextmanager
+def _resetting(task: EnvironmentTask, settings: ModelSettings) -> Iterator[Callable[[Problem], EnvironmentPrompt]]:
+    """`reset` of a new instance. Your own runs in a worker process: it may hang, or exit."""
+    if is_built_in(settings.task) or settings.tools or not settings.reward_workers:
+        yield lambda problem: task.environment().reset(problem)
+        return
+    limit_seconds = settings.score_limit_seconds
+    try:
+        pool = WorkerPool(
+            partial(reset_of, task), workers=1, limit_seconds=limit_seconds, max_answer_bytes=MAX_PROMPT_BYTES
+        )
+    except ValueError as error:
+        raise cannot_be_sent(settings, error) from None
+
+    def reset(problem: Problem) -> EnvironmentPrompt:
+        try:
+            prompt, fault = pool(problem)
+        except (WorkerError, TimeoutError) as error:
+            fault = str(error)
+        if fault:
+            raise ValueError(f"reset of the problem {problem.id!r}: {fault}")
+        return prompt  # type: ignore[no-any-return]
+
+    with closing(pool):
+        yield reset
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

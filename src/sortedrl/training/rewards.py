@@ -25,7 +25,7 @@ from sortedrl.tasks.tools import BUILT_IN_TOOLS
 from sortedrl.tasks.worker_process import WorkerError
 from sortedrl.tasks.workers import WorkerPool
 from sortedrl.training.resources import Resources
-from sortedrl.training.settings import ModelSettings
+from sortedrl.training.settings import ModelSettings, cannot_be_sent
 
 Scoring = Literal["at-once", "background"]
 THREADS = 4  # for rewards in this process
@@ -78,7 +78,7 @@ class Rewards:
         try:
             pool = reward_workers(task, workers=settings.reward_workers, limit_seconds=settings.score_limit_seconds)
         except ValueError as error:
-            raise self._cannot_be_sent(error) from None
+            raise cannot_be_sent(settings, error) from None
         pool.start()
         return pool
 
@@ -87,15 +87,7 @@ class Rewards:
         try:
             return WorkerHosts(task, workers=settings.reward_workers, limit_seconds=settings.score_limit_seconds)
         except ValueError as error:
-            raise self._cannot_be_sent(error) from None
-
-    def _cannot_be_sent(self, error: ValueError) -> ConfigurationError:
-        return ConfigurationError(
-            "task",
-            self._settings.task,
-            f"the task {error}",
-            "Or set --reward-workers 0: its reward then runs in this process, which it can block.",
-        )
+            raise cannot_be_sent(settings, error) from None
 
     def require_ready(self) -> None:
         """Wait for the first worker: a module that cannot be imported there is an error before the run."""

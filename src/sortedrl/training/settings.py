@@ -32,6 +32,7 @@ from sortedrl.settings.schedule import (
     score_wait_seconds,
 )
 from sortedrl.tasks.registry import check_name as check_task_name
+from sortedrl.tasks.worker_process import MAX_LIMIT_SECONDS
 
 # Settings that may change when a run is resumed: they extend it, name a place, or fit it to another machine. Those of
 # the learner's memory, its compilation and streaming change the rounding of gradients, nothing else. Engines differ by
@@ -96,7 +97,11 @@ class ModelSettings(Settings, EngineSettings):
     ] = 2
     score_limit_seconds: Annotated[
         float,
-        Field(gt=0, description="time limit of your own reward function, or of one turn of your environment"),
+        Field(
+            gt=0,
+            le=MAX_LIMIT_SECONDS,
+            description="time limit of your own reward function, or of one turn of your environment",
+        ),
     ] = 30.0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda if there is one")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
@@ -248,6 +253,12 @@ def task_error(settings: ModelSettings, reason: str) -> ConfigurationError:
     return ConfigurationError(key, value, reason.removesuffix("."), "See docs/tasks.md.")
 
 
+def cannot_be_sent(settings: ModelSettings, error: ValueError) -> ConfigurationError:
+    """The task, to a worker process."""
+    fix = "Or set --reward-workers 0: its reward then runs in this process, which it can block."
+    return ConfigurationError("task", settings.task, f"the task {error}", fix)
+
+
 def limits_of(settings: ModelSettings) -> Schedule:
     """The limits of a response, for an evaluation."""
     return schedule_from(settings, max_prompt_tokens=None, max_context_tokens=settings.longest_context())
@@ -260,7 +271,7 @@ def schedule_of(settings: TrainSettings) -> Schedule:
         max_context_tokens=settings.longest_context(),
         max_prompt_tokens=None,  # longer prompts are skipped when the task is read
         score_wait_seconds=score_wait_seconds(settings.score_limit_seconds),
-        max_environment_seconds=max(Schedule().max_environment_seconds, 2 * settings.score_limit_seconds),
+        max_environment_seconds=max(Schedule().max_environment_seconds, 4 * settings.score_limit_seconds),
     )
 
 

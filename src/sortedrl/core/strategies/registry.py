@@ -61,5 +61,5 @@ def _from_import_path(path: str) -> Strategy:
         raise ConfigurationError("mode", path, "it is not a mode", fix)
     try:
         return found(name=path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError("mode", path, f"it raised {fault_in_your_code(error)}", fix) from error
