@@ -235,3 +235,19 @@ def test_a_reset_that_hangs_is_an_error_with_its_problem(model: str) -> None:
     settings = TrainSettings(model=model, task="test_resources:HangsInReset", score_limit_seconds=1.0)
     with pytest.raises(ConfigurationError, match=r"reset of the problem 'train-5': .*no result within 1 s"):
         read_resources(settings, print)
+
+
+def repeats_a(problem: Problem, response: str) -> float:
+    return 1.0
+
+
+def test_questions_that_are_left_out_because_they_repeat_are_counted(model: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{"q1 " * (1 + row % 10)}"}}\n' for row in range(12)))
+    lines: list[str] = []
+    settings = TrainSettings(model=model, task="test_resources:repeats_a", data=rows)
+    assert len(read_resources(settings, lines.append).train) == 9
+    assert lines == ["2 of 11 training problems repeat a question and are left out"]
+    both = settings.model_copy(update={"task_options": {"held_out_data": str(rows)}})
+    with pytest.raises(ConfigurationError, match="returned no problems"):
+        read_resources(both, lines.append)

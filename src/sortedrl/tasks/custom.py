@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from sortedrl.core.import_path import import_object
 from sortedrl.core.wording import kind_of
-from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
+from sortedrl.tasks.datasets import Columns, Distinct, Source, read_problems, split_off
 from sortedrl.tasks.environment import AnyTask, require_environment
 from sortedrl.tasks.task import Problem, Reward, checked_reward
 
@@ -71,12 +71,12 @@ class CustomReward:
         self._reward = import_object(self.name)
 
     @cached_property
-    def _problems(self) -> tuple[list[Problem], list[Problem]]:
+    def _problems(self) -> tuple[Distinct, Distinct]:
         train = read_problems(self._data, self._columns, f"{self.name}/train", self._system)
         if self._held_out_data is None:
             return split_off(train, self._held_out_fraction, self._seed)
         held_out = read_problems(self._held_out_data, self._columns, f"{self.name}/held-out", self._system)
-        return without(train, held_out), held_out
+        return Distinct(train, held_out), held_out
 
 
 def custom_task(path: str, **options: Any) -> AnyTask:

@@ -52,11 +52,35 @@ def read_rows(source: Source) -> Iterator[Row]:
     return _read_hub(source)
 
 
+class Distinct(list[Problem]):
+    """Problems without a question twice; `left_out` were, or are in another part."""
+
+    def __init__(self, problems: Iterable[Problem], excluded: Iterable[Problem] = ()) -> None:
+        first: dict[str, Problem] = {}
+        questions, count = {problem.question for problem in excluded}, 0
+        for problem in problems:
+            count += 1
+            if problem.question not in questions:
+                first.setdefault(problem.question, problem)
+        super().__init__(first.values())
+        self.left_out = count - len(first) + getattr(problems, "left_out", 0)
+
+    def notice(self, kind: str) -> str | None:
+        if not self.left_out:
+            return None
+        return f"{self.left_out} of {self.left_out + len(self)} {kind} repeat a question and are left out"
+
+
 def read_problems(
-    source: Source, columns: Columns, name: str, system: str, question_text: Callable[[str], str] = str
-) -> list[Problem]:
+    source: Source,
+    columns: Columns,
+    name: str,
+    system: str,
+    question_text: Callable[[str], str] = str,
+    answer_of: Callable[[Any], Any] = lambda value: value,
+) -> Distinct:
     """One problem per distinct question, in row order."""
-    problems: dict[str, Problem] = {}
+    problems = []
     for number, row in enumerate(read_rows(source)):
         question = _value_of(row, columns.question)
         if question is None:
@@ -65,13 +89,13 @@ def read_problems(
         answer = _value_of(row, columns.answer)
         if answer is None and not columns.answer_is_optional:
             raise _missing(row, columns.answer, "answer", source)
-        problems.setdefault(question, Problem(f"{name}/{number}", question, answer, system))
+        problems.append(Problem(f"{name}/{number}", question, answer_of(answer), system))
     if not problems:
         raise ValueError(f"{source.location} has no rows: nothing to train or evaluate on")
-    return list(problems.values())
+    return Distinct(problems)
 
 
-def split_off(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
+def split_off(problems: Distinct, share: float, seed: int) -> tuple[Distinct, Distinct]:
     """Training and held-out problems: a fraction `share`, at least one, is held out at random by `seed`."""
     if not 0 < share < 1:
         raise ValueError(f"held_out_fraction is {share}: it must be between 0 and 1, for example 0.1")
@@ -79,14 +103,9 @@ def split_off(problems: Sequence[Problem], share: float, seed: int) -> tuple[lis
         raise ValueError(f"cannot hold out a fraction of {len(problems)} problem: set held_out_data")
     count = min(max(round(share * len(problems)), 1), len(problems) - 1)
     chosen = set(random.Random(seed).sample(range(len(problems)), count))
-    train = [problem for index, problem in enumerate(problems) if index not in chosen]
-    return train, [problems[index] for index in sorted(chosen)]
-
-
-def without(problems: Iterable[Problem], excluded: Iterable[Problem]) -> list[Problem]:
-    """The problems without the excluded questions."""
-    questions = {problem.question for problem in excluded}
-    return [problem for problem in problems if problem.question not in questions]
+    train = Distinct(problem for index, problem in enumerate(problems) if index not in chosen)
+    train.left_out = problems.left_out
+    return train, Distinct(problems[index] for index in sorted(chosen))
 
 
 def _existing(path: Path) -> Path:

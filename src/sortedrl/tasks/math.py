@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from sortedrl.settings.install_hint import install_hint
-from sortedrl.tasks.datasets import Columns, Source, read_problems, split_off, without
+from sortedrl.tasks.datasets import Columns, Distinct, Source, read_problems, split_off
 from sortedrl.tasks.math_limits import is_affordable, is_short
 from sortedrl.tasks.task import Problem, Reward
 from sortedrl.tasks.units import quantity
@@ -158,20 +158,16 @@ class Math:
         return is_affordable(decided.answer, decided.reference) and bool(self._verify(*decided))
 
     @cached_property
-    def _problems(self) -> tuple[list[Problem], list[Problem]]:
-        train = self._read(self._train_source) if self._train_source else []
+    def _problems(self) -> tuple[Distinct, Distinct]:
+        train = self._read(self._train_source) if self._train_source else Distinct(())
         if self._held_out_source is None:
             return split_off(train, self._held_out_fraction, self._seed)
         held_out = self._read(self._held_out_source)
-        return without(train, held_out), held_out
+        return Distinct(train, held_out), held_out
 
-    def _read(self, source: Source) -> list[Problem]:
+    def _read(self, source: Source) -> Distinct:
         name = f"{self.name}/{'train' if source is self._train_source else 'held-out'}"
-        problems = read_problems(source, self._columns, name, INSTRUCTION, self._question_text)
-        return [
-            Problem(problem.id, problem.question, reference_answer(problem.answer), problem.system)
-            for problem in problems
-        ]
+        return read_problems(source, self._columns, name, INSTRUCTION, self._question_text, reference_answer)
 
 
 def reference_answer(value: Any) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from sortedrl.settings.install_hint import install_hint
-from sortedrl.tasks.datasets import without
+from sortedrl.tasks.datasets import Distinct
 from sortedrl.tasks.task import Problem, Reward
 from sortedrl.tasks.workers import WorkerPool
 
@@ -84,22 +84,19 @@ class ReasoningGym:
         return Reward(reward, reward >= 1.0, parts)
 
     @cached_property
-    def _held_out_problems(self) -> list[Problem]:
-        return self._problems(_create(self._dataset, self._held_out_options), "held-out")
+    def _held_out_problems(self) -> Distinct:
+        return Distinct(self._problems(_create(self._dataset, self._held_out_options), "held-out"))
 
     @cached_property
-    def _train_problems(self) -> list[Problem]:
+    def _train_problems(self) -> Distinct:
         """Small generators repeat themselves, so held-out puzzles are removed from training."""
         train = self._problems(_create(self._dataset, self._train_options), "train")
-        return without(train, self._held_out_problems)
+        return Distinct(train, self._held_out_problems)
 
-    def _problems(self, dataset: Any, part: str) -> list[Problem]:
-        problems: dict[str, Problem] = {}
+    def _problems(self, dataset: Any, part: str) -> Iterator[Problem]:
         for index in range(len(dataset)):
             entry = dataset[index]
-            problem = Problem(f"{self.name}/{part}/{index}", entry["question"], entry, INSTRUCTION)
-            problems.setdefault(problem.question, problem)
-        return list(problems.values())
+            yield Problem(f"{self.name}/{part}/{index}", entry["question"], entry, INSTRUCTION)
 
 
 def load_scorer(dataset: str, options: dict[str, Any]) -> Callable[[str, dict[str, Any]], float | None]:

@@ -25,6 +25,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.models import model_named, unreadable_model
+from sortedrl.tasks.datasets import Distinct
 from sortedrl.tasks.encode import Encoded, encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask, reset_of
 from sortedrl.tasks.environment import Prompt as EnvironmentPrompt
@@ -39,7 +40,7 @@ from sortedrl.training.settings import ModelSettings, TrainSettings, cannot_be_s
 
 Log = Callable[[str], None]
 MAX_PROMPT_BYTES = 64 * 1024 * 1024
-KINDS = ("training prompts", "held-out prompts")
+PARTS = ("training", "held-out")
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,15 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
     try:
         task = task_by_name(settings.task, tools=settings.tools, **settings.resolved_task_options())
         trains = isinstance(settings, TrainSettings)
+        found = (task.train() if trains else None, task.held_out())
         problems = (
-            checked_problems(task.train(), "its train()") if trains else (),
-            checked_problems(task.held_out(), "its held_out()"),
+            checked_problems(found[0], "its train()") if trains else (),
+            checked_problems(found[1], "its held_out()"),
         )
         with _prompting(task, tokenizer, settings) as tokens_of:
             train, held_out = (
-                encode(part, tokenizer, settings.max_prompt_tokens, tokens_of, kind)
-                for part, kind in zip(problems, KINDS, strict=True)
+                encode(part, tokenizer, settings.max_prompt_tokens, tokens_of, f"{name} prompts")
+                for part, name in zip(problems, PARTS, strict=True)
             )
     except ConfigurationError:
         raise
@@ -86,8 +88,10 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
     _check_turns(settings, task)
     if overlap := _overlap(*problems, task):
         log(overlap)
-    for part in (train, held_out):
-        notice = part.rejection_notice()
+    repeated = [
+        part.notice(f"{name} problems") for part, name in zip(found, PARTS, strict=True) if isinstance(part, Distinct)
+    ]
+    for notice in (*repeated, train.rejection_notice(), held_out.rejection_notice()):
         if notice:
             log(notice)
     in_context = (_within_context(part, settings.longest_context(), log) for part in (train, held_out))
