@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 
 PATIENCE_SECONDS = 60.0
@@ -25,6 +26,13 @@ def cpu_seconds(process_id: int) -> float:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def descendants_of(process: int) -> list[int]:
+    """The processes that it started, and those that they started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
+    children = [int(word) for word in found.stdout.split()]
+    return [*children, *(one for child in children for one in descendants_of(child))]
 
 
 def wait_for_end(*process_ids: int) -> None:

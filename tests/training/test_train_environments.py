@@ -23,7 +23,7 @@ import toy
 from chat_tokenizer import chat_tokenizer
 from config_file import config_file
 from counting_task import CountingTask
-from processes import wait_for_end
+from processes import descendants_of, wait_for_end
 from sortedrl.core import events
 from sortedrl.core import generate as generating
 from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
@@ -175,7 +175,7 @@ def test_a_killed_run_goes_on_with_rollouts_in_their_environments(model: Path, t
     command = forked.Command(words, tmp_path / "output")
     command.wait_for_output("update 3/")
     assert command.process.pid is not None
-    workers = descendants_of(command.process.pid)
+    workers = [one for one in descendants_of(command.process.pid) if _is_worker(one)]
     command.send(signal.SIGKILL)
     assert command.wait().returncode == -signal.SIGKILL
     assert workers
@@ -308,12 +308,6 @@ def test_a_limit_of_turns_ends_rollouts_with_the_reward_of_finish(model: Path, t
     assert max(sum(version == FROM_ENVIRONMENT for version, _ in one) for one in segments) == 1
     log = list(read_events(run / "events.jsonl"))
     assert not [event for event in log if isinstance(event, events.Rejected)]
-
-
-def descendants_of(process: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
-    children = [int(word) for word in found.stdout.split()]
-    return [one for one in children if _is_worker(one)]
 
 
 def _is_worker(process: int) -> bool:

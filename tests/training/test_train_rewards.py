@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import forked
 import toy
 from config_file import config_file
 from forked import Command, Done
-from processes import PATIENCE_SECONDS, cpu_seconds, wait_for_end
+from processes import PATIENCE_SECONDS, cpu_seconds, descendants_of, wait_for_end
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.log.reading import read_events
@@ -92,16 +91,11 @@ def options(fault: str, every: int = 1) -> list[str]:
     return ["--task-options", "fault", fault, "every", str(every)]
 
 
-def children_of(process: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
-    return [int(word) for word in found.stdout.split()]
-
-
 def wait_for_a_reward_that_hangs(run: int) -> list[int]:
     """Until a worker has computed for longer than its start takes; returns all workers."""
     until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
-        workers = children_of(run)
+        workers = descendants_of(run)
         if any(cpu_seconds(worker) > 1.0 for worker in workers):
             return workers
         time.sleep(0.2)
