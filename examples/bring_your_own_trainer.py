@@ -8,7 +8,8 @@ The simulated engine replaces vLLM; its lengths shrink as the learner's single w
 from sortedrl import Controller, Prompt, Prompts, Schedule
 from sortedrl.core import EventLog
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedScorer
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import Metrics
 

@@ -116,8 +116,8 @@ def packages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def _machine(device: str, packages: tuple[str, ...]) -> dict[str, Any]:
-    cards = list(gpus()) if device != "cpu" else []
-    name = cards[0].name if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    cards = gpus() if device != "cpu" else []
+    name = cards[0].rpartition(",")[0] if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     versions = {"sortedrl": __version__, "python": platform.python_version()}
     return {"device": name, "versions": versions | {one: found for one in packages if (found := version_of(one))}}
 
