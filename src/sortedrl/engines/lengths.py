@@ -14,6 +14,7 @@ import math
 import reprlib
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -93,7 +94,8 @@ def read_lengths(path: Path) -> ReplayedLengths:
     """
     by_prompt: dict[object, list[int]] = {}
     text = _text(path)
-    for place, prompt, length in _csv_rows(path, text) if _is_csv(path, text) else _json_rows(path, text):
+    rows = _csv_rows(path, text) if _is_csv(path, text) else _json_rows(path, text)
+    for place, prompt, length in (found for at, row in rows for found in _lengths_in(row, at, path)):
         if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
             why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
             raise ValueError(f"{path}, {place}: {why}")
@@ -133,47 +135,33 @@ def _is_csv(path: Path, text: str) -> bool:
     return _first_of(LENGTH_NAMES, names) is not None
 
 
-def _json_rows(path: Path, text: str) -> Iterator[tuple[str, object, object]]:
-    """Place in the file, prompt (None if it has none) and length. The file may also be one JSON list."""
-    entries = _listed(text)
-    if entries is not None:
-        for number, entry in enumerate(entries, start=1):
-            for prompt, length in _lengths_in(entry, f"entry {number}", path):
-                yield f"entry {number}", prompt, length
-        return
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, object]]:
+    """Place in the file, and the value there. The file may also be one JSON list."""
+    if text.startswith("["):
+        with suppress(ValueError, RecursionError):
+            yield from [(f"entry {number}", entry) for number, entry in enumerate(json.loads(text), start=1)]
+            return
     for number, line in enumerate(io.StringIO(text, newline=None), start=1):
         if line.strip():
-            for prompt, length in _lengths_in(_parsed(line, number, path), f"line {number}", path):
-                yield f"line {number}", prompt, length
+            yield f"line {number}", _parsed(line, number, path)
 
 
-def _listed(text: str) -> list[object] | None:
-    """The entries, if the text is a JSON list."""
-    if not text.startswith("["):
-        return None
-    try:
-        return list(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object, object]]:
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object]]:
     """The first line names the columns, unless the file is one column of numbers."""
     csv.field_size_limit(MOST_CSV_FIELD)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter_of(text.partition("\n")[0]))
     header = next(rows, [])
     names = [name.strip().lower() for name in header]
     if len(names) == 1 and isinstance(_number(names[0]), float):
-        yield "line 1", None, _number(names[0])
+        yield "line 1", _number(names[0])
         names = ["length"]
-    length, prompt = _first_of(LENGTH_NAMES, names), _first_of(PROMPT_NAMES, names)
+    length = _first_of(LENGTH_NAMES, names)
     if names and length is None:
         raise ValueError(f"{path}, line 1: no column `length` in {header}")
     for row in rows:
         if any(cell.strip() for cell in row):
-            cells = dict(zip(names, row, strict=False))
-            found = None if prompt is None else cells.get(prompt)
-            yield f"line {rows.line_num}", found, _number(cells.get(length or "", ""))
+            cells = {name: row[i] if i < len(row) else "" for i, name in enumerate(names)}
+            yield f"line {rows.line_num}", cells | {length: _number(cells[length or ""])}
 
 
 def _number(cell: str) -> float | str:
@@ -184,35 +172,35 @@ def _number(cell: str) -> float | str:
         return cell
 
 
-def _first_of(names: tuple[str, ...], found: Collection[str]) -> str | None:
+def _first_of(names: tuple[str, ...], found: Collection[object]) -> str | None:
     return next((name for name in names if name in found), None)
 
 
 def _parsed(line: str, number: int, path: Path) -> object:
     try:
         value: object = json.loads(line)
-    except json.JSONDecodeError as error:
-        why = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+    except (ValueError, RecursionError) as error:  # or a number with thousands of digits, or deeply nested lists
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
         raise ValueError(f"{path}, line {number}: {why}") from None
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deeply nested lists
-        raise ValueError(f"{path}, line {number}: {error}") from None
     return value
 
 
-def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[object, object]]:
-    """Prompt and length of each response that a JSON value describes."""
+def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[str, object, object]]:
+    """Place, prompt (None if it has none) and length of each response that a row describes."""
     if not isinstance(value, dict):
-        yield None, value
+        yield place, None, value
         return
     length, prompt = _first_of(LENGTH_NAMES, value), _first_of(PROMPT_NAMES, value)
     if prompt is None and length is not None:
-        yield None, value[length]
+        yield place, None, value[length]
         return
     lengths = value.get("lengths", [value.get(length)])
     if lengths == [None] or not isinstance(lengths, list) or not lengths:
         raise ValueError(f"{path}, {place}: no `length` or `lengths` in {sorted(value)}")
     for one in lengths:
-        yield place if prompt is None else str(value[prompt]), one
+        yield place, place if prompt is None else str(value[prompt]), one
 
 
 def remembered(lengths: LengthOf) -> LengthOf:
