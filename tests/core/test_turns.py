@@ -120,7 +120,7 @@ def test_limits_end_a_rollout_and_leave_the_reward_to_the_scorer(
 ) -> None:
     run = turning("partial", [4], turns=(5,), rollouts_per_update=1, **limits).to_end()
     (rollout,) = run.batches[0]
-    assert (rollout.ended_by, rollout.truncated) == (ended_by, True)
+    assert (rollout.ended_by, rollout.truncated, rollout.has_environment) == (ended_by, True, True)
     assert [len(segment) for segment in rollout.segments] == shape
     assert rollout.reward == len(rollout)
 

@@ -510,6 +510,15 @@ def test_the_cosine_of_successive_gradients_is_reported_on_request() -> None:
 # --- what trains --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rule", ["zero", "masked"])
+def test_what_an_environment_scored_after_a_limit_keeps_its_score(rule: Any) -> None:
+    rollouts = random_rollouts()
+    settings = LearnerSettings(algorithm="grpo", truncated_rollouts=rule, normalizer_tokens=100)
+    expected = gradients(Learner(tiny_model(), settings), rollouts)
+    rollouts[1].truncated, rollouts[1].ended_by, rollouts[1].has_environment = True, "max_turns", True
+    assert_close(gradients(Learner(tiny_model(), settings), rollouts), expected)
+
+
 def test_masked_truncated_rollouts_have_no_gradient_but_count_in_their_set() -> None:
     rollouts = random_rollouts()
     rollouts[1].truncated = True

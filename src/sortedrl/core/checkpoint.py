@@ -34,7 +34,8 @@ def restored_rollout(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollo
         prompt=prompts[state["prompt"]],
         state=State(state["state"]),
         segments=segments,
-        **{name: state[name] for name in _PLAIN_FIELDS},
+        **{name: state[name] for name in _PLAIN_FIELDS if name != "has_environment"},
+        has_environment=state.get("has_environment", False),  # older versions did not save it
     )
 
 

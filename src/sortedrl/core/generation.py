@@ -106,6 +106,7 @@ class Generation:
             # A learner cannot train on nothing, and an environment has nothing to answer.
             self.ledger.fail(rollout, at, f"the engine ended a {'response' if has_nothing else 'turn'} without a token")
             return
+        rollout.has_environment = self.turns is not None
         if self.turns is not None and not truncated:
             self.turns.end_turn(rollout, at)
             return

@@ -161,6 +161,7 @@ class Rollout:
     reward: float | None = None
     detail: Any = None  # from the scorer, for the learner or the log
     expected: float = 0.0  # its expected length when it was last started
+    has_environment: bool = False  # which scores it if a limit ends it; known when its first turn has ended
     ended_by: str = ""  # the limit that ended it: max_response_tokens, max_turns or max_context_tokens
     # Sums over the segments, which change with them: they are read often.
     length: int = field(default=0, init=False, repr=False)  # all tokens: `len` of the rollout

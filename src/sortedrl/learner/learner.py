@@ -293,15 +293,18 @@ class Learner:
             "reward_mean": rewards_b.mean().item(),
             "reward_std": rewards_b.std(correction=0).item(),
             "length_mean": batch.response_lengths_b.float().mean().item(),
-            "truncated_fraction": truncated_b.float().mean().item(),
+            "truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
             "groups": float(group_b.max() + 1),
             "zero_variance_groups": float(len(set(group_b[flat_b].tolist()))),
         }
         return Assessment(advantages_br, trains_b, statistics, metrics)
 
     def _rewards(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
-        """In float64: the mean of equal rewards must be that reward, or their group would have advantages."""
-        truncated_b = torch.tensor([rollout.truncated for rollout in rollouts])
+        """And which ones `truncated_rollouts` is about: not those that an environment scored after a limit.
+
+        In float64: the mean of equal rewards must be that reward, or their group would have advantages.
+        """
+        truncated_b = torch.tensor([rollout.truncated and not rollout.has_environment for rollout in rollouts])
         rewards_b = torch.tensor([float(rollout.reward or 0.0) for rollout in rollouts], dtype=torch.float64)
         if self.settings.truncated_rollouts == "zero":
             rewards_b[truncated_b] = 0.0

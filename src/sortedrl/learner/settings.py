@@ -119,7 +119,11 @@ class LearnerFlags(BaseModel):
     # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
     # count in the statistics. `zero`: their reward is 0.
     truncated_rollouts: Annotated[
-        TruncatedRollouts, Field(description="how responses that reach max_response_tokens are trained on")
+        TruncatedRollouts,
+        Field(
+            description="how responses that a token limit cut are trained on; those of tasks with an environment keep "
+            "the score of its finish"
+        ),
     ] = "keep"
     kl_coefficient: Annotated[float, Field(description="weight of the KL penalty"), _NotNegative] = 0.0
     entropy_coefficient: Annotated[float, Field(description="weight of the entropy bonus"), _NotNegative] = 0.0
