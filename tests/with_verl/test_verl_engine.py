@@ -153,7 +153,7 @@ def test_finished_trajectories_are_in_the_transfer_queue(stack: Stack) -> None:
     ledger = Ledger(engine)
     ledger.submit(requests([20, 20]))
     ledger.run()
-    newest = [f"{id}_{engine.dispatch_of(id)}_0" for id in (0, 1)]
+    newest = [f"{id}_{engine.loops[id].dispatch}_0" for id in (0, 1)]
     data = stored(newest)
     for place, id in enumerate((0, 1)):
         assert data["responses"][place].tolist() == ledger.tokens(id)

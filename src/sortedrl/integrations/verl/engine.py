@@ -16,7 +16,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
@@ -25,7 +24,7 @@ from sortedrl.core import engine as core
 from sortedrl.core.engine import Change, EngineBase, EngineDied, Request
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.integrations.verl import exchange as reports
-from sortedrl.integrations.verl.loops import AgentLoopTurns, Outcome, VerlScores
+from sortedrl.integrations.verl.loops import AgentLoopTurns, Loop, VerlScores
 from sortedrl.integrations.verl.visit import Ticket
 
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
@@ -55,23 +54,6 @@ Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop w
 Clear = Callable[[Collection[str]], None]  # trajectories that will not be trained on
 
 
-@dataclass(slots=True)
-class Loop:
-    """One run of an agent loop in verl, or its result."""
-
-    id: int  # of the rollout
-    length: int = 0  # tokens of the response so far, with observations
-    turns: int = 0
-    is_live: bool = True  # it works, or waits for its next turn
-    has_ended: bool = False  # its response is complete, and a score follows
-    outcome: Outcome | None = None  # of the time since its last turn
-    keys: tuple[str, ...] = ()
-
-    @property
-    def has_result(self) -> bool:
-        return self.has_ended and not self.is_live
-
-
 class VerlEngine(EngineBase):
     def __init__(
         self,
@@ -85,8 +67,9 @@ class VerlEngine(EngineBase):
         max_start_seconds: float,  # from a slot to the loop's call of `generate`
     ) -> None:
         self.slots = slots
-        self.scores = VerlScores(self)
-        self.turns = AgentLoopTurns(self)
+        self.loops: dict[int, Loop] = {}  # by rollout id
+        self.scores = VerlScores(self.loops, self.wait_until)
+        self.turns = AgentLoopTurns(self.loops, self.wait_until, self.cancel)
         self.version = 0  # of the servers' weights
         self._exchange = exchange
         self._servers = servers
@@ -97,8 +80,7 @@ class VerlEngine(EngineBase):
         self._waiting: deque[Request] = deque()
         self._running: dict[int, int] = {}  # dispatch by request id
         self._starting: dict[int, float] = {}  # by dispatch that has a slot and did not start: until when it must
-        self._loops: dict[int, Loop] = {}  # by dispatch
-        self._newest: dict[int, int] = {}  # dispatch by request id, including finished ones
+        self._id_of: dict[int, int] = {}  # by dispatch, of the loops
         self._to_cancel: list[int] = []
         self._count = 0
         self._is_resting = False
@@ -161,22 +143,15 @@ class VerlEngine(EngineBase):
         if self.now() - began >= _LONGEST_WAIT_SECONDS:
             self._check()
 
-    def dispatch_of(self, id: int) -> int | None:
-        return self._newest.get(id)
-
-    def outcome_of(self, id: int) -> Outcome | None:
-        return self._loops[self._newest[id]].outcome if id in self._newest else None
-
-    def forget_outcome(self, id: int) -> None:
-        if id in self._newest:
-            self._loops[self._newest[id]].outcome = None
+    def wait_until(self, is_so: Callable[[], bool], timeout_seconds: float) -> None:
+        deadline = self.now() + timeout_seconds
+        while not is_so() and self.now() < deadline:
+            self.await_reports(deadline - self.now())
 
     def cancel(self, id: int) -> None:
         """The rollout needs its agent loop no longer. The result of a loop stays until the rollout is gone."""
-        dispatch = self._newest.get(id)
-        if dispatch is not None and not self._loops[dispatch].has_result:
-            del self._newest[id]
-            self._drop(dispatch)
+        if id in self.loops and not self.loops[id].has_result:
+            self._drop(id)
 
     # For the trainer
 
@@ -192,25 +167,25 @@ class VerlEngine(EngineBase):
         self._is_resting = False
 
     def keys_of(self, rollout: Rollout) -> tuple[str, ...]:
-        return self._loops[self._newest[rollout.id]].keys
+        return self.loops[rollout.id].keys
 
     def forget_all_but(self, live: Collection[int]) -> None:
         """Forget rollouts that are gone, and drop their trajectories if they were not trained on."""
-        for id in [id for id in self._newest if id not in live]:
-            self._drop(self._newest.pop(id))
+        for id in [id for id in self.loops if id not in live]:
+            self._drop(id)
 
     def trained(self, rollouts: Iterable[Rollout]) -> None:
         """Hand their trajectories over to the trainer."""
         for rollout in rollouts:
-            self._loops.pop(self._newest.pop(rollout.id), None)
+            del self._id_of[self.loops.pop(rollout.id).dispatch]
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. The trajectories themselves are in verl's checkpoint of the TransferQueue."""
-        finished = {id: dispatch for id, dispatch in self._newest.items() if self._loops[dispatch].keys}
+        finished = {str(id): loop for id, loop in self.loops.items() if loop.keys}
         return {
             "count": self._count,
-            "keys": {str(id): list(self._loops[dispatch].keys) for id, dispatch in finished.items()},
-            "rewards": {str(id): self.scores.reward_of(dispatch) for id, dispatch in finished.items()},
+            "keys": {id: list(loop.keys) for id, loop in finished.items()},
+            "rewards": {id: loop.score and loop.score[0] for id, loop in finished.items()},
         }
 
     def restore(self, state: dict[str, Any], version: int) -> None:
@@ -218,12 +193,10 @@ class VerlEngine(EngineBase):
         self.version = version
         self._count = state["count"] + 1_000_000  # the rolled-back part may have used many
         for id, keys in state["keys"].items():
-            dispatch, self._count = self._count, self._count + 1
-            self._newest[int(id)] = dispatch
-            ended = reports.Ended(dispatch)
-            self._loops[dispatch] = Loop(int(id), is_live=False, has_ended=True, outcome=ended, keys=tuple(keys))
-            if state["rewards"][id] is not None:
-                self.scores.arrived(dispatch, state["rewards"][id], None)
+            loop = self._new_loop(int(id))
+            loop.is_live, loop.has_ended, loop.outcome = False, True, reports.Ended(loop.dispatch)
+            loop.keys, reward = tuple(keys), state["rewards"][id]
+            loop.score = None if reward is None else (reward, None)
 
     # Slots
 
@@ -238,7 +211,7 @@ class VerlEngine(EngineBase):
                 if any(segment.is_environment for segment in request.prefix):
                     self._news.append(core.Failed(request.id, self.now(), _NO_LOOP))
                     continue
-                dispatch = self._new_loop(request)
+                dispatch = self._new_loop(request.id, request.prefix_length).dispatch
                 batch.append((request, _ticket(request, dispatch)))
             self._running[request.id] = dispatch
             self._starting[dispatch] = self.now() + self._max_start_seconds
@@ -252,19 +225,18 @@ class VerlEngine(EngineBase):
             self._send(batch)
 
     def _loop_to_continue(self, request: Request) -> int | None:
-        dispatch = self._newest.get(request.id)
-        if dispatch is None:
+        loop = self.loops.get(request.id)
+        if loop is None or not loop.is_live or loop.has_ended or loop.length != request.prefix_length:
             return None
-        loop = self._loops[dispatch]
-        return dispatch if loop.is_live and not loop.has_ended and loop.length == request.prefix_length else None
+        return loop.dispatch
 
-    def _new_loop(self, request: Request) -> int:
-        if request.id in self._newest:
-            self._drop(self._newest[request.id])
+    def _new_loop(self, id: int, length: int = 0) -> Loop:
+        if id in self.loops:
+            self._drop(id)
         dispatch, self._count = self._count, self._count + 1
-        self._newest[request.id] = dispatch
-        self._loops[dispatch] = Loop(request.id, length=request.prefix_length)
-        return dispatch
+        self._id_of[dispatch] = id
+        self.loops[id] = Loop(id, dispatch, length)
+        return self.loops[id]
 
     def _leave_slot(self, id: int) -> None:
         self._starting.pop(self._running.pop(id), None)
@@ -273,7 +245,7 @@ class VerlEngine(EngineBase):
         """A loop that does not call `generate` would hold its slot forever."""
         late = [dispatch for dispatch, deadline in self._starting.items() if self.now() >= deadline]
         for dispatch in late:
-            id = self._loops[dispatch].id
+            id = self._id_of[dispatch]
             self._leave_slot(id)
             self.cancel(id)
             reason = (
@@ -308,14 +280,14 @@ class VerlEngine(EngineBase):
     # Reports
 
     def _take(self, at: float, report: reports.Report) -> None:
-        loop = self._loops.get(report.dispatch)
-        if loop is None or self._newest.get(loop.id) != report.dispatch:
+        if report.dispatch not in self._id_of:
             if isinstance(report, reports.Scored):
                 self._clear(report.keys)  # regenerated in the meantime
             return
+        loop = self.loops[self._id_of[report.dispatch]]
         if isinstance(report, reports.Scored):
             loop.keys = report.keys
-            self.scores.arrived(report.dispatch, report.reward, None)
+            loop.score = report.reward, None
         elif self._running.get(loop.id) == report.dispatch:
             self._news += self._changes(loop, at, report)
         elif isinstance(report, reports.Observed):
@@ -326,7 +298,7 @@ class VerlEngine(EngineBase):
         elif isinstance(report, reports.Failed):
             loop.is_live = False
             if loop.has_ended:
-                self.scores.arrived(report.dispatch, None, report.reason)
+                loop.score = None, report.reason
             else:
                 loop.outcome = report
 
@@ -371,12 +343,13 @@ class VerlEngine(EngineBase):
 
     # Loops that are no longer needed
 
-    def _drop(self, dispatch: int) -> None:
+    def _drop(self, id: int) -> None:
         """A loop that goes on is canceled, a result is cleared."""
-        loop = self._loops.pop(dispatch)
-        self.scores.forget(dispatch)
+        loop = self.loops.pop(id)
+        del self._id_of[loop.dispatch]
+        self.scores.forget(id)
         if loop.is_live:
-            self._to_cancel.append(dispatch)
+            self._to_cancel.append(loop.dispatch)
         if loop.keys:
             self._clear(loop.keys)
 

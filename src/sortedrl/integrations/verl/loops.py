@@ -11,7 +11,9 @@ resumed run, a rollout of several turns is regenerated.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
@@ -19,34 +21,38 @@ from sortedrl.core.scoring import Scored
 from sortedrl.integrations.verl.exchange import Ended, Failed, Observed
 
 Outcome = Observed | Ended | Failed  # of the time between two turns
+WaitUntil = Callable[[Callable[[], bool], float], None]  # a condition, or so many seconds
 
 
-class AgentLoops(Protocol):
-    """The part of the engine that this needs. `id`: of a rollout."""
+@dataclass(slots=True)
+class Loop:
+    """One run of an agent loop in verl, or its result."""
 
-    def now(self) -> float: ...
+    id: int  # of the rollout
+    dispatch: int
+    length: int = 0  # tokens of the response so far, with observations
+    turns: int = 0
+    is_live: bool = True  # it works, or waits for its next turn
+    has_ended: bool = False  # its response is complete, and a score follows
+    outcome: Outcome | None = None  # of the time since its last turn
+    keys: tuple[str, ...] = ()
+    score: tuple[float | None, str | None] | None = None  # reward or error, not collected yet
 
-    def dispatch_of(self, id: int) -> int | None:
-        """The number of its agent loop that works, waits or has ended with a result; None: it has none."""
+    @property
+    def has_result(self) -> bool:
+        return self.has_ended and not self.is_live
 
-    def outcome_of(self, id: int) -> Outcome | None:
-        """What the rollout's agent loop did after its last turn; None: nothing yet."""
 
-    def forget_outcome(self, id: int) -> None: ...
-
-    def cancel(self, id: int) -> None: ...
-
-    def await_reports(self, timeout_seconds: float) -> None: ...
-
-    def receive(self, timeout_seconds: float) -> None:
-        """As `await_reports`, without a check of the workers."""
+Loops = Mapping[int, Loop]  # by rollout id: its agent loop that works, waits or has ended with a result
 
 
 class AgentLoopTurns:
     wakes_engine = True
 
-    def __init__(self, loops: AgentLoops) -> None:
+    def __init__(self, loops: Loops, wait_until: WaitUntil, cancel: Callable[[int], None]) -> None:
         self._loops = loops
+        self._wait_until = wait_until
+        self._cancel = cancel
         self._calls: dict[int, int] = {}  # by rollout id
 
     @property
@@ -55,7 +61,7 @@ class AgentLoopTurns:
 
     @property
     def has_answers(self) -> bool:
-        return any(self._loops.outcome_of(id) or self._loops.dispatch_of(id) is None for id in self._calls)
+        return any(id not in self._loops or self._loops[id].outcome for id in self._calls)
 
     def submit(self, rollout: Rollout, call: int) -> None:
         """Nothing to send: the agent loop goes on by itself when `generate` returns."""
@@ -67,14 +73,15 @@ class AgentLoopTurns:
             answer = self._answer(id, call)
             if answer is not None:
                 del self._calls[id]
-                self._loops.forget_outcome(id)
                 answers.append(answer)
         return answers
 
     def _answer(self, id: int, call: int) -> Answer | None:
-        if self._loops.dispatch_of(id) is None:
+        loop = self._loops.get(id)
+        if loop is None:
             return Answer(id, call, is_lost=True)
-        match self._loops.outcome_of(id):
+        outcome, loop.outcome = loop.outcome, None
+        match outcome:
             case Observed(tokens=tokens):
                 return Answer(id, call, observation=tokens.tolist())
             case Ended():
@@ -84,13 +91,11 @@ class AgentLoopTurns:
         return None
 
     def wait(self, timeout_seconds: float) -> None:
-        deadline = self._loops.now() + timeout_seconds
-        while not self.has_answers and self._loops.now() < deadline:
-            self._loops.await_reports(deadline - self._loops.now())
+        self._wait_until(lambda: self.has_answers, timeout_seconds)
 
     def cancel(self, rollout_id: int) -> None:
         self._calls.pop(rollout_id, None)
-        self._loops.cancel(rollout_id)
+        self._cancel(rollout_id)
 
     def state(self, rollout_id: int) -> Any:
         del rollout_id
@@ -99,7 +104,7 @@ class AgentLoopTurns:
     def restore(self, rollout: Rollout, state: Any) -> bool:
         """Only a finished trajectory survives the run: it is in the checkpoint of the TransferQueue."""
         del state
-        return self._loops.dispatch_of(rollout.id) is not None
+        return rollout.id in self._loops
 
 
 class VerlScores:
@@ -107,53 +112,42 @@ class VerlScores:
 
     wakes_engine = True
 
-    def __init__(self, loops: AgentLoops) -> None:
+    def __init__(self, loops: Loops, wait_until: WaitUntil) -> None:
         self._loops = loops
-        self._waiting: dict[int, tuple[int, int]] = {}  # by dispatch: rollout and attempt
-        self._arrived: dict[int, tuple[float | None, str | None]] = {}
+        self._wait_until = wait_until
+        self._attempts: dict[int, int] = {}  # by id of the rollouts that wait
 
     @property
     def pending(self) -> int:
-        return len(self._waiting)
+        return len(self._attempts)
 
     def submit(self, rollout: Rollout) -> None:
-        dispatch = self._loops.dispatch_of(rollout.id)
-        if dispatch is None:  # it finished, but the run was killed before it was scored
-            dispatch = -1 - rollout.id
-            self._arrived[dispatch] = (None, "the run ended before it was scored")
-        self._waiting[dispatch] = (rollout.id, rollout.attempt)
+        self._attempts[rollout.id] = rollout.attempt
 
     @property
     def has_scores(self) -> bool:
-        return any(dispatch in self._arrived for dispatch in self._waiting)
+        return any(map(self._is_scored, self._attempts))
 
     def collect(self) -> list[Scored]:
-        done = [dispatch for dispatch in self._waiting if dispatch in self._arrived]
-        return [self._scored(dispatch) for dispatch in done]
+        return [self._scored(id) for id in list(self._attempts) if self._is_scored(id)]
 
     def wait(self, timeout_seconds: float) -> None:
-        deadline = self._loops.now() + timeout_seconds
-        while not self.has_scores and self._loops.now() < deadline:
-            self._loops.receive(deadline - self._loops.now())
+        self._wait_until(lambda: self.has_scores, timeout_seconds)
 
     def wait_for_all(self, timeout_seconds: float) -> None:
         """Wait before a checkpoint: rollouts without a score would be lost with the run."""
-        deadline = self._loops.now() + timeout_seconds
-        while self._waiting.keys() - self._arrived.keys() and self._loops.now() < deadline:
-            self._loops.receive(deadline - self._loops.now())
+        self._wait_until(lambda: all(map(self._is_scored, self._attempts)), timeout_seconds)
 
-    def reward_of(self, dispatch: int) -> float | None:
-        """Scores that the scheduler has not collected yet."""
-        return self._arrived[dispatch][0] if dispatch in self._arrived else None
+    def forget(self, rollout_id: int) -> None:
+        self._attempts.pop(rollout_id, None)
 
-    def arrived(self, dispatch: int, reward: float | None, error: str | None) -> None:
-        self._arrived[dispatch] = (reward, error)
+    def _is_scored(self, id: int) -> bool:
+        """Or never will be: it finished, but the run was killed before it was scored."""
+        return id not in self._loops or self._loops[id].score is not None
 
-    def forget(self, dispatch: int) -> None:
-        self._waiting.pop(dispatch, None)
-        self._arrived.pop(dispatch, None)
-
-    def _scored(self, dispatch: int) -> Scored:
-        rollout, attempt = self._waiting.pop(dispatch)
-        reward, error = self._arrived.pop(dispatch)
-        return Scored(rollout, reward, error=error, attempt=attempt)
+    def _scored(self, id: int) -> Scored:
+        loop, attempt = self._loops.get(id), self._attempts.pop(id)
+        reward, error = (loop and loop.score) or (None, "the run ended before it was scored")
+        if loop is not None:
+            loop.score = None
+        return Scored(id, reward, error=error, attempt=attempt)
