@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.configuration import ConfigurationError, checked_slots
+from sortedrl.core.configuration import ConfigurationError, checked_float, checked_int, checked_slots
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
@@ -278,10 +278,8 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule
 
 def with_tools(schedule: Schedule, context: int, threads: int, limit_seconds: float) -> Schedule:
     """TRL's limits: tool results count in `max_completion_length`, and no context is longer than the engine's."""
-    if threads < 0:
-        raise ConfigurationError("tool_threads", threads, "negative", "Use 0 for none, or 1 or more.")
-    if not limit_seconds > 0:
-        raise ConfigurationError("tool_limit_seconds", limit_seconds, "must be above 0", "Set the seconds per call.")
+    checked_int("tool_threads", threads, 0)
+    checked_float("tool_limit_seconds", limit_seconds, lambda x: x > 0, "of seconds above 0")
     return dataclasses.replace(
         schedule,
         count_observations=True,

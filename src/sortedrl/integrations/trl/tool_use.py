@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl.environments import ToolSuffix, TrlEnvironments
 from sortedrl.integrations.trl.rows import Row
 from sortedrl.integrations.trl.tools import Episode, Example, ToolBox, different_observation, limited
-
-
-class ToolLoop(NamedTuple):
-    """What TRL's `_tool_call_loop` returns."""
-
-    tool_mask: list[list[int]]
-    completions: list[list[dict[str, Any]]]
-    completion_ids: list[list[int]]
-    logprobs: list[list[float]]
-    calls: int
-    failures: int
-    images: list[list[Any]]
 
 
 class _AlreadyReset:
@@ -121,25 +109,19 @@ class ToolUse:
         finally:
             self._grpo._environment_pool = pool
 
-    def loop_result(self, rows: Sequence[Row]) -> ToolLoop:
-        made = [self._row(row.rollout, self._episode_of[row.rollout.id]) for row in rows]
+    def loop_result(self, rows: Sequence[Row]) -> tuple[Any, ...]:
+        """What TRL's `_tool_call_loop` returns: masks, completions, tokens, log-probabilities, calls, failures,
+        images."""
         episodes = [self._episode_of[row.rollout.id] for row in rows]
-        return ToolLoop(
-            tool_mask=[mask for mask, _, _, _ in made],
-            completions=[completion for _, completion, _, _ in made],
-            completion_ids=[tokens for _, _, tokens, _ in made],
-            logprobs=[logprobs for _, _, _, logprobs in made],
-            calls=sum(episode.calls for episode in episodes),
-            failures=sum(episode.failures for episode in episodes),
-            images=[[] for _ in rows],
-        )
+        made = [self._row(row.rollout, episode) for row, episode in zip(rows, episodes, strict=True)]
+        calls, failures = (sum(getattr(episode, name) for episode in episodes) for name in ("calls", "failures"))
+        return (*map(list, zip(*made, strict=True)), calls, failures, [[] for _ in rows])
 
     def _row(self, rollout: Rollout, episode: Episode) -> tuple[list[int], list[Any], list[int], list[float]]:
-        observations = rollout.observations
         last = self._results_without_turn(rollout, episode)
         return (
             [*rollout.mask, *[0] * len(last)],
-            episode.messages(observations + bool(last)),
+            episode.messages(rollout.observations + bool(last)),
             [*rollout.tokens, *last],
             [*rollout.logprobs, *[0.0] * len(last)],
         )
