@@ -532,28 +532,36 @@ def engine_at(server: NastyServer, **options: Any) -> HttpEngine:
     )
 
 
+Servers = Callable[..., list[NastyServer]]
+
+
+@pytest.fixture
+def servers_of(server_loop: ServerLoop) -> Iterator[Servers]:
+    started: list[NastyServer] = []
+
+    def start(dialect: str, count: int = 1) -> list[NastyServer]:
+        started.extend(NastyServer(dialect, server_loop.loop) for _ in range(count))
+        return started[-count:]
+
+    yield start
+    for server in started:
+        server.close()
+
+
 @pytest.mark.parametrize(
     ("dialect", "name"), [(dialect, name) for name, fault in FAULTS.items() for dialect in fault.dialects]
 )
-def test_a_run_ends_right_or_with_one_clear_error(
-    dialect: str, name: str, server_loop: ServerLoop, tmp_path: Path
-) -> None:
+def test_a_run_ends_right_or_with_one_clear_error(dialect: str, name: str, servers_of: Servers, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    server = NastyServer(dialect, server_loop.loop)
+    (server,) = servers_of(dialect)
     fault.set_up(server)
-    try:
-        if fault.outcome == REFUSED:
-            with pytest.raises(ConfigurationError, match=fault.says):
-                engine_at(server)
-            return
-        soon = {"unavailable_seconds": 0.5} if fault.outcome == DIES else {}
-        engine = engine_at(server, silence_seconds=fault.silence_seconds, **soon)
-        try:
-            run = run_on(engine, tmp_path)
-        finally:
-            engine.close()
-    finally:
-        server.close()
+    if fault.outcome == REFUSED:
+        with pytest.raises(ConfigurationError, match=fault.says):
+            engine_at(server)
+        return
+    soon = {"unavailable_seconds": 0.5} if fault.outcome == DIES else {}
+    with closing(engine_at(server, silence_seconds=fault.silence_seconds, **soon)) as engine:
+        run = run_on(engine, tmp_path)
     check_trained(run, is_endless=server.ignores_budget)
     if fault.outcome == DIES:
         assert isinstance(run.error, EngineDied) and fault.says in str(run.error), run.error
@@ -572,7 +580,7 @@ THE_REQUESTS_OWN = (400, 404, 413, 422)
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
-    dialect: str, server_loop: ServerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, servers_of: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every other one of 300 to 599 in turn, before the server works."""
     monkeypatch.setattr(server_state, "LONGEST_PAUSE_SECONDS", 0.01)
@@ -582,23 +590,21 @@ def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
         code = next(codes, None)
         return None if code is None else web.Response(status=code, text="not now")
 
-    server = NastyServer(dialect, server_loop.loop)
+    (server,) = servers_of(dialect)
     server.act = act
     with closing(engine_at(server)) as engine:
         run = run_on(engine, tmp_path)
-    server.close()
     check_trained(run)
     assert run.error is None and len(run.trained) == ROLLOUTS and not run.failed
     assert next(codes, None) is None, "each was sent"
 
 
 @pytest.mark.parametrize("code", THE_REQUESTS_OWN)
-def test_a_status_about_the_request_fails_it_at_once(code: int, server_loop: ServerLoop, tmp_path: Path) -> None:
-    server = NastyServer("vllm", server_loop.loop)
+def test_a_status_about_the_request_fails_it_at_once(code: int, servers_of: Servers, tmp_path: Path) -> None:
+    (server,) = servers_of("vllm")
     for_one_prompt(status(code, "not like this"))(server)
     with closing(engine_at(server)) as engine:
         run = run_on(engine, tmp_path)
-    server.close()
     check_trained(run)
     assert run.error is None and len(run.trained) == ROLLOUTS - 1 and run.preempted == 0
     assert len(run.failed) == 3 and "not like this" in run.rejected[0]
@@ -607,79 +613,55 @@ def test_a_status_about_the_request_fails_it_at_once(code: int, server_loop: Ser
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("hole", [status(400, "no"), status(404, "no"), html], ids=["400", "404", "HTML"])
 def test_in_a_pool_a_server_that_fails_what_others_do_costs_no_rollout(
-    dialect: str, hole: Any, server_loop: ServerLoop, tmp_path: Path
+    dialect: str, hole: Any, servers_of: Servers, tmp_path: Path
 ) -> None:
     """It has free slots all the time, so it would get most of the requests. Every 30th request it serves."""
-    servers = [NastyServer(dialect, server_loop.loop) for _ in range(4)]
 
     async def act(server: NastyServer, *request: Any) -> web.Response | None:
         return await hole(server, *request) if server.asked % 30 else None
 
+    servers = servers_of(dialect, 4)
     servers[1].act = act
-    pool = Pool([engine_at(server) for server in servers])
-    run = run_on(pool, tmp_path, rollouts=60)
-    pool.close()
-    for server in servers:
-        server.close()
+    with closing(Pool([engine_at(server) for server in servers])) as pool:
+        run = run_on(pool, tmp_path, rollouts=60)
     check_trained(run)
     assert run.error is None and len(run.trained) == 60 and not run.failed
     if hole is not html:  # such a server is busy, as far as one can tell, and gets no work
         assert list(pool.lost) == [1] and "requests that other engines completed" in pool.lost[1]
 
 
-def test_without_counts_of_tokens_the_server_is_named_at_the_start_and_with_some_all_are_wanted(
-    server_loop: ServerLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("some", [False, True])
+def test_without_counts_of_tokens_the_server_is_named_and_with_some_all_are_wanted(
+    some: bool, servers_of: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without them, lost and repeated events cannot be noticed."""
-
-    def without_count(server: NastyServer, lines: list[bytes], body: Any = None) -> list[bytes]:
-        return [line.replace(b'"usage"', b'"other"') for line in lines]
-
-    for some in (False, True):
-        caplog.clear()
-        server = NastyServer("vllm", server_loop.loop)
-        if some:
-            altered(without_count)(server)
-        else:
-            server.alter = without_count
-        with closing(engine_at(server)) as engine:
-            run = run_on(engine, tmp_path)
-        server.close()
-        check_trained(run)
-        assert run.error is None and bool(run.failed) == some
-        assert caplog.text.count("lost or repeated events") == (not some)
+    (server,) = servers_of("vllm")
+    altered(lambda _, lines: [line.replace(b'"usage"', b'"other"') for line in lines], nth=3 if some else 1)(server)
+    with closing(engine_at(server)) as engine:
+        run = run_on(engine, tmp_path)
+    check_trained(run)
+    assert run.error is None and bool(run.failed) == some
+    assert caplog.text.count("lost or repeated events") == (not some)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_in_a_pool_the_work_of_a_busy_server_goes_elsewhere(
-    dialect: str, server_loop: ServerLoop, tmp_path: Path
-) -> None:
-    servers = [NastyServer(dialect, server_loop.loop) for _ in range(2)]
+def test_in_a_pool_the_work_of_a_busy_server_goes_elsewhere(dialect: str, servers_of: Servers, tmp_path: Path) -> None:
+    servers = servers_of(dialect, 2)
     first(10**9, status(429))(servers[0])
-    pool = Pool([engine_at(server, unavailable_seconds=60.0) for server in servers])
-    try:
+    with closing(Pool([engine_at(server, unavailable_seconds=60.0) for server in servers])) as pool:
         run = run_on(pool, tmp_path)
-    finally:
-        pool.close()
-        for server in servers:
-            server.close()
     check_trained(run)
     assert run.error is None and len(run.trained) == ROLLOUTS and not run.failed
     assert not pool.lost
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_in_a_pool_a_server_that_restarted_costs_nothing(dialect: str, server_loop: ServerLoop, tmp_path: Path) -> None:
+def test_in_a_pool_a_server_that_restarted_costs_nothing(dialect: str, servers_of: Servers, tmp_path: Path) -> None:
     """It is taken out, unless its requests move and it gets its next weights before it is asked who it is."""
-    servers = [NastyServer(dialect, server_loop.loop) for _ in range(2)]
+    servers = servers_of(dialect, 2)
     servers[0].restart_at = 1
-    pool = Pool([engine_at(server) for server in servers])
-    try:
+    with closing(Pool([engine_at(server) for server in servers])) as pool:
         run = run_on(pool, tmp_path)
-    finally:
-        pool.close()
-        for server in servers:
-            server.close()
     check_trained(run)
     assert run.error is None and len(run.trained) == ROLLOUTS
     assert all(place == 0 and "restarted" in reason for place, reason in pool.lost.items())
@@ -687,27 +669,22 @@ def test_in_a_pool_a_server_that_restarted_costs_nothing(dialect: str, server_lo
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_server_that_always_fails_ends_the_run(
-    dialect: str, server_loop: ServerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, servers_of: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_streams, "FEWEST_FAULTS", 12)
-    server = NastyServer(dialect, server_loop.loop)
+    (server,) = servers_of(dialect)
     altered(lambda server, lines: [b"[]"], nth=1)(server)
-    engine = engine_at(server)
-    try:
+    with closing(engine_at(server)) as engine:
         run = run_on(engine, tmp_path)
-    finally:
-        engine.close()
-        server.close()
     assert isinstance(run.error, EngineDied) and "requests all failed" in str(run.error) and "JSON" in str(run.error)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_server_that_restarts_while_nothing_runs_gets_the_next_weights(
-    dialect: str, server_loop: ServerLoop, tmp_path: Path
+    dialect: str, servers_of: Servers, tmp_path: Path
 ) -> None:
-    server = NastyServer(dialect, server_loop.loop)
-    engine = engine_at(server)
-    try:
+    (server,) = servers_of(dialect)
+    with closing(engine_at(server)) as engine:
         engine.update_weights(tmp_path, 1)
         server.restart()
         engine.update_weights(tmp_path, 2)
@@ -715,6 +692,3 @@ def test_a_server_that_restarts_while_nothing_runs_gets_the_next_weights(
         server.restart()
         with pytest.raises(EngineDied, match="a different server"):
             engine.update_weights(None, 3)
-    finally:
-        engine.close()
-        server.close()
