@@ -20,11 +20,7 @@ from sortedrl.studies.workload import Workload, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
-    check_context_fits,
-    check_lengths,
-    check_seeds,
-    check_streaming,
-    check_turns,
+    check_simulated,
     simulated_schedule,
 )
 
@@ -66,11 +62,7 @@ class PlanSettings(SimulatedSettings):
 
     def check(self) -> None:
         simulated_schedule(self)
-        check_seeds(self)
-        check_lengths(self)
-        check_turns(self)
-        check_context_fits(self)
-        check_streaming(self)
+        check_simulated(self)
 
 
 def allowed_by(settings: PlanSettings) -> Allowed:

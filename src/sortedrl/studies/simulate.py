@@ -26,11 +26,7 @@ from sortedrl.studies.workload import OwnLimit, Workload, limit, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
-    check_context_fits,
-    check_lengths,
-    check_seeds,
-    check_streaming,
-    check_turns,
+    check_simulated,
     simulated_schedule,
 )
 
@@ -80,11 +76,7 @@ class SimulateSettings(SimulatedSettings):
             raise ConfigurationError("modes", self.modes, "--all has every mode", "Leave out --all or --modes.")
         for mode in self.modes_and_expectations()[0]:
             strategy_named(mode).check(with_mode(simulated_schedule(self), mode))
-        check_seeds(self)
-        check_lengths(self)
-        check_turns(self)
-        check_context_fits(self)
-        check_streaming(self)
+        check_simulated(self)
 
 
 def _modes_that_run(schedule: Schedule) -> tuple[str, ...]:

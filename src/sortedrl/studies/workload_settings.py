@@ -300,6 +300,11 @@ def kv_tokens_of(settings: StepTimeSettings) -> int | None:
     return profile.kv_tokens if settings.kv_tokens is None and profile is not None else settings.kv_tokens
 
 
+def check_simulated(settings: SimulatedSettings) -> None:
+    for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_streaming):
+        check(settings)
+
+
 def check_context_fits(settings: WorkloadSettings) -> None:
     parts = [settings.prompt_tokens, settings.response_limit(), settings.most_observed()]
     longest, kv_tokens = sum(parts), kv_tokens_of(settings)
