@@ -91,10 +91,10 @@ def test_a_cut_turn_and_a_slow_end_are_recorded(tmp_path: Path) -> None:
                 {"event": "Observed", "at": 4.0, "rollout": 0, "tokens": 3, "length": 8},
                 {"event": "Aborted", "at": 5.0, "rollout": 0, "made": 2, "length": 10, "dropped": 0},
                 {"event": "Finished", "at": 6.0, "rollout": 0, "made": 4, "length": 14, "truncated": True},
-                {"event": "TurnEnded", "at": 2.0, "rollout": 1, "made": 7, "length": 7},
-                {"event": "Regenerated", "at": 2.5, "rollout": 1, "dropped": 7, "reason": "lost"},
-                {"event": "TurnEnded", "at": 3.0, "rollout": 1, "made": 9, "length": 9},
-                {"event": "Finished", "at": 3.5, "rollout": 1, "made": 0, "length": 9, "truncated": False},
+                {"event": "TurnEnded", "at": 7.0, "rollout": 1, "made": 7, "length": 7},
+                {"event": "Regenerated", "at": 7.5, "rollout": 1, "dropped": 7, "reason": "lost"},
+                {"event": "TurnEnded", "at": 8.0, "rollout": 1, "made": 9, "length": 9},
+                {"event": "Finished", "at": 8.5, "rollout": 1, "made": 0, "length": 9, "truncated": False},
             ]
         )
         + "\n"

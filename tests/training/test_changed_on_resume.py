@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.learner.learner import Learner
 from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.slot_totals import slot_counts
+from sortedrl.observe.timeline import slot_counts
 from sortedrl.settings.base import as_json
 from sortedrl.training.build import OutOfMemory
 from sortedrl.training.run_dir import RunFolder
@@ -176,14 +177,15 @@ def test_the_report_has_what_each_resume_changed(tmp_path: Path, capsys: pytest.
 
     assert main(["train", *words, "--slots", "8", "--updates", "2", "--out", str(run)]) == 0
     assert changes() == []
-    assert "Changed on resume" not in page.read_text()
+    assert "changed on resume" not in page.read_text()
     assert main(["train", "--resume", str(run), "--updates", "3", "--slots", "3", "--dtype", "float32"]) == 0
     first = [(2, "slots", 8, 3), (2, "dtype", "auto", "float32"), (2, "updates", 2, 3)]
     assert sorted(changes()) == sorted(first)
     assert main(["train", "--resume", str(run), "--updates", "4"]) == 0
     assert sorted(changes()) == sorted([*first, (3, "updates", 3, 4)])
     text = page.read_text()
-    assert "Changed on resume" in text and '<th scope="row">dtype</th><td>2</td><td class="text">auto</td>' in text
+    assert "changed on resume" in text
+    assert re.search(r'<th scope="row">dtype</th>\s*<td[^>]*>2</td>\s*<td[^>]*>auto</td>', text)
     shutil.rmtree(run / "checkpoints" / "update-000004")
     assert main(["train", "--resume", str(run), "--dtype", "auto", "--slots", "8"]) == 0
     again = [(3, "slots", 3, 8), (3, "dtype", "float32", "auto"), (3, "updates", 3, 4)]
