@@ -21,8 +21,8 @@ default="baseline:4 partial+elevator@oracle:6"
 
 case $engine in
   sglang)
-    server=(python3 -m sglang.launch_server --model-path "$model" --load-format dummy --skip-tokenizer-init
-      --host 127.0.0.1 --port $port --attention-backend "${BACKEND:-fa3}" --sampling-backend pytorch
+    server=(python3 -m sglang.launch_server --host 127.0.0.1 --model-path "$model" --load-format dummy --skip-tokenizer-init
+      --port $port --attention-backend "${BACKEND:-fa3}" --sampling-backend pytorch
       --max-running-requests 128 --incremental-streaming-output --mem-fraction-static 0.7)
     flags=(--engine sglang --engine-urls http://127.0.0.1:$port)
     ;;
