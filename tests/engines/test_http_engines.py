@@ -463,11 +463,11 @@ def test_a_pool_takes_a_folder_as_a_single_server_does(tmp_path: Path) -> None:
 
 def test_several_servers_share_all_slots() -> None:
     urls = tuple(stand_in().url for _ in range(3))
-    pool, _ = bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=8), max_length=64)
+    pool, _ = bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=8), "built-in", max_length=64)
     assert pool.slots == 8
     pool.close()
     with pytest.raises(ConfigurationError, match="there are 3 servers"):
-        bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=2), max_length=64)
+        bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=2), "built-in", max_length=64)
 
 
 def test_tied_weights_are_written_under_both_names(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _killed_in_replacement(folder: Path, operation: int) -> bool:
 
 def test_leftovers_of_killed_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    for leftover in (".writing-update-000002", ".update-000002.4711", ".replaced-update-000001"):
+    for leftover in (".writing-update-000002", ".replaced-update-000001"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "learner.pt").write_bytes(b"x")
     (tmp_path / "notes-of-mine").mkdir()

@@ -178,9 +178,7 @@ def test_other_parts_and_orders_are_equal_to_rounding(name: str) -> None:
 def _gradients_of(learner: Learner) -> dict[str, Tensor]:
     """The normalized gradients of policy and critic in the latest update, instead of an optimizer step."""
     found: dict[str, Tensor] = {}
-    for name, optimizer in (("policy", learner._optimizer), ("critic", learner._critic_optimizer)):
-        if optimizer is None:
-            continue
+    for name, (_, optimizer) in learner._trained.items():
 
         def keep(learning_rate: float, scale: float = 1.0, name: str = name, optimizer: Any = optimizer) -> None:
             for place, parameter in enumerate(optimizer.parameters):

@@ -61,4 +61,4 @@ def test_any_other_damage_is_one_line(name: str, content: str, model: Path) -> N
     assert raised.value.key == "model" and "\n" not in str(raised.value)
     if not name.startswith("token"):
         with pytest.raises(ConfigurationError, match="no causal language model can be read there"):
-            bare_engine(BenchSettings(model=str(model)), max_length=64)
+            bare_engine(BenchSettings(), str(model), max_length=64)

@@ -124,11 +124,11 @@ class CohortStatistics:
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> CohortStatistics:
         seen, references, initial = (
-            {int(key): Moments(*values) for key, values in state.get(name, {}).items()}
-            for name in ("seen", "references", "initial")  # older versions did not save the last
+            {int(key): Moments(*values) for key, values in state[name].items()}
+            for name in ("seen", "references", "initial")
         )
-        complete = state.get("complete", max(seen, default=0))  # nor this
-        return CohortStatistics(seen, references, initial.get(0, Moments()), complete)
+        complete = state.get("complete", max(seen, default=0))  # sortedrl 0.2 did not save it
+        return CohortStatistics(seen, references, initial[0], complete)
 
 
 def normalized(

@@ -34,7 +34,6 @@ _MANIFEST = "manifest.json"
 _PREFIX = "update-"
 _WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", "damaged-"
 _FILES = ("learner.pt", "state.json")
-_TEMPORARY_OF_OLDER_VERSIONS = f".{_PREFIX}*.*"
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -53,32 +52,32 @@ class Checkpoint:
 def save(folder: Path, update: int, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> Path:
     """Write the checkpoint after `update` updates. A failure leaves nothing behind, and older checkpoints stay."""
     target = folder / f"{_PREFIX}{update:06d}"
-    temporary = temporary_of(target)
     try:
         folder.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        _write_files(temporary, learner, controller, notes)
-        put_in_place(temporary, target)
+        replace_folder(target, lambda temporary: _write_files(temporary, learner, controller, notes))
     except (OSError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         reason, fix = _reason_and_fix(error)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {reason}. Older checkpoints are intact. "
             f"{fix}, then continue with --resume {folder.parent}"
         ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return target
 
 
-def temporary_of(target: Path) -> Path:
-    """Where a folder is written before it is renamed."""
-    return target.with_name(f"{_WRITING}{target.name}")
+def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Replace a folder in one step by what `write` writes to a temporary one. A failure leaves the old one."""
+    temporary = target.with_name(f"{_WRITING}{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        write(temporary)
+        _put_in_place(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
+def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename a complete folder to `target`; an old one is removed only after that."""
     aside = target.with_name(f"{_REPLACED}{target.name}")
     if target.exists():
@@ -102,9 +101,8 @@ def clean_up(folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.rename(target)
-    for pattern in (f"{_WRITING}*", _TEMPORARY_OF_OLDER_VERSIONS):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.glob(f"{_WRITING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def load_newest_intact(folder: Path, log: Callable[[str], None]) -> Checkpoint:

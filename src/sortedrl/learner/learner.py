@@ -46,20 +46,8 @@ from sortedrl.learner.advantages import (
     reward_advantages,
     zero_variance,
 )
-from sortedrl.learner.batching import (
-    UpdateBatch,
-    balanced_parts,
-    overhead_tokens,
-    sorted_micro_batches,
-    update_batch,
-)
-from sortedrl.learner.losses import (
-    effective_sample_fraction,
-    kl_k3,
-    loss_normalizer,
-    policy_loss,
-    token_weights,
-)
+from sortedrl.learner.batching import UpdateBatch, balanced_parts, overhead_tokens, sorted_micro_batches, update_batch
+from sortedrl.learner.losses import effective_sample_fraction, kl_k3, loss_normalizer, policy_loss, token_weights
 from sortedrl.learner.models import (
     COMPILED_WIDTH_MULTIPLE,
     TokenScorer,
@@ -82,6 +70,7 @@ from sortedrl.learner.update_metrics import GradientCosine, Tally, padding, summ
 from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
 from sortedrl.models.merged_weights import merged_weights
 
+_OPTIMIZERS = {"policy": "optimizer", "critic": "critic_optimizer"}  # their names in a state
 _STREAMED_IN_VAIN = (
     "the gradient of streamed rollouts was computed again: later rollouts of the update changed what they train with. "
     "Streaming gains nothing then: set whole_groups, use one rollout per prompt, or leave stream_to out"
@@ -124,8 +113,10 @@ class Learner:
                 checkpoint_layers(trained, settings.recompute_above_tokens)
             if settings.compile_layers:
                 compile_layers(trained)
-        self._optimizer = self._optimizer_of(model)
-        self._critic_optimizer = self._optimizer_of(self.critic) if self.critic is not None else None
+        self._trained: dict[str, tuple[nn.Module, AdamW]] = {"policy": (model, self._optimizer_of(model))}
+        if self.critic is not None:
+            self._trained["critic"] = (self.critic, self._optimizer_of(self.critic))
+        self._optimizer = self._trained["policy"][1]
         self._gradient_cosine = GradientCosine(self._optimizer.parameters) if settings.gradient_cosine else None
 
     def _optimizer_of(self, trained: nn.Module) -> AdamW:
@@ -208,26 +199,21 @@ class Learner:
             "initial_model": self._initial_model,
             "normalizer_tokens": self._normalizer_tokens,
             "statistics": self._statistics.state_dict(),
-            "policy": {name: weight.detach() for name, weight in trainable(self.model).items()},
-            "optimizer": self._optimizer.state_dict(),
         }
-        if self.critic is not None and self._critic_optimizer is not None:
-            state["critic"] = {name: weight.detach() for name, weight in trainable(self.critic).items()}
-            state["critic_optimizer"] = self._critic_optimizer.state_dict()
+        for part, (module, optimizer) in self._trained.items():
+            state[part] = {name: weight.detach() for name, weight in trainable(module).items()}
+            state[_OPTIMIZERS[part]] = optimizer.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, in a learner built from the same initial model with the same settings."""
-        require_same_model(str(self.model.name_or_path), self._initial_model, state.get("initial_model"))
+        require_same_model(str(self.model.name_or_path), self._initial_model, state["initial_model"])
         self._drop_gradient()
-        copy_into(trainable(self.model), state["policy"], "policy")
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self.critic is not None and self._critic_optimizer is not None:
-            copy_into(trainable(self.critic), state["critic"], "critic")
-            self._critic_optimizer.load_state_dict(state["critic_optimizer"])
+        for part, (module, optimizer) in self._trained.items():
+            copy_into(trainable(module), state[part], part)
+            optimizer.load_state_dict(state[_OPTIMIZERS[part]])
         self._statistics = CohortStatistics.from_state_dict(state["statistics"])
-        # A run continues with the constant that its optimizer has seen. Older versions saved None at update 0.
-        self._normalizer_tokens = state["normalizer_tokens"] or self.settings.normalizer_tokens
+        self._normalizer_tokens = state["normalizer_tokens"]  # the constant that the optimizer has seen
         self.updates = int(state["updates"])
 
     @cached_property
@@ -240,12 +226,8 @@ class Learner:
     def _drop_gradient(self) -> None:
         """Forget the rollouts that were accumulated and their gradient."""
         self._so_far = None
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        self._optimizer.forget_gradients()
-        if self._critic_optimizer is not None:
-            self._critic_optimizer.forget_gradients()
+        for _, optimizer in self._trained.values():
+            optimizer.forget_gradients()
 
     def _add(self, rollouts: Sequence[Rollout], version: int) -> UpdateSoFar:
         """The update so far with these rollouts and, unless that needs the whole update, with their gradient."""
@@ -274,18 +256,17 @@ class Learner:
         trains_b = self._may_train(batch, truncated_b)
         if self.settings.drop_zero_variance_groups:
             trains_b &= ~flat_b
+        baseline = self.settings.resolved_advantage_baseline
         if self.critic is None:
             advantages_b, statistics = reward_advantages(
-                rewards_b,
-                group_b,
-                cohort_b,
-                self.settings.algorithm,
-                self.settings.resolved_advantage_baseline,
-                self._statistics,
+                rewards_b, group_b, cohort_b, self.settings.algorithm, baseline, self._statistics
             )
             advantages_br = advantages_b.float()[:, None] * batch.mask_br
         else:
-            advantages_br, statistics = self._scaled_gae(batch, cohort_b, trains_b)
+            mask_br = batch.mask_br & trains_b[:, None]
+            cohort_n = cohort_b[:, None].expand_as(mask_br)[mask_br]
+            gae_n, statistics = normalized(batch.gae_br[mask_br], cohort_n, baseline, self._statistics)
+            advantages_br = scattered(gae_n, mask_br)
         metrics = {
             "rollouts": float(len(batch)),
             "rollouts_trained": float(trains_b.sum()),
@@ -321,28 +302,13 @@ class Learner:
             return batch
         rewards_b, truncated_b = self._rewards(rollouts)
         mask_br = batch.mask_br & self._may_train(batch, truncated_b)[:, None]
-        values_br = torch.zeros_like(batch.behavior_br)
-        with torch.no_grad():
-            for rows in self._plan(batch, mask_br.any(1).nonzero()[:, 0].tolist()):
-                with self.micro_batch_scope():
-                    part = self._micro_batch(batch, rows)
-                    values_br[rows, : part.mask_br.shape[1]] = self.critic(part).cpu()
+        values_br = self._per_token(batch, mask_br.any(1).nonzero()[:, 0].tolist(), self.critic)
         last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
         rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b.float()[:, None])
         gae_br, returns_br = generalized_advantages(
             rewards_br, values_br, mask_br, self.settings.gamma, self.settings.gae_lambda
         )
         return replace(batch, gae_br=gae_br, returns_br=returns_br)
-
-    def _scaled_gae(self, batch: UpdateBatch, cohort_b: Tensor, trains_b: Tensor) -> tuple[Tensor, CohortStatistics]:
-        mask_br = batch.mask_br & trains_b[:, None]
-        normalized_n, statistics = normalized(
-            batch.gae_br[mask_br],
-            cohort_b[:, None].expand_as(mask_br)[mask_br],
-            self.settings.resolved_advantage_baseline,
-            self._statistics,
-        )
-        return scattered(normalized_n, mask_br), statistics
 
     def _plan(self, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
         budget = self.settings.tokens_per_micro_batch
@@ -384,7 +350,9 @@ class Learner:
     def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> None:
         """Several optimizer steps: each of them needs a mix of all rollouts."""
         if self.settings.off_policy_correction == "decoupled":
-            batch = replace(batch, proximal_br=self._proximal(batch))
+            # A single step needs no extra pass: it computes the log-probabilities before the update anyway.
+            proximal_br = self._per_token(batch, range(len(batch)), lambda part: self._policy_scorer(part)[0])
+            batch = replace(batch, proximal_br=proximal_br)
         for index, rows in enumerate(balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)):
             part = batch.select(rows)
             self._add_gradient(part, tally, first_step=index == 0)
@@ -401,14 +369,14 @@ class Learner:
                 self._add_micro_batch(part, tally, first_step=first_step)
 
     @torch.no_grad()
-    def _proximal(self, batch: UpdateBatch) -> Tensor:
-        """Log-probabilities under the weights before the update. A single step needs no extra pass: it computes them
-        anyway."""
-        proximal_br = torch.zeros_like(batch.behavior_br)
-        for rows in self._plan(batch, range(len(batch))):
-            part = self._micro_batch(batch, rows)
-            proximal_br[rows, : part.mask_br.shape[1]] = self._policy_scorer(part)[0].cpu()
-        return proximal_br
+    def _per_token(self, batch: UpdateBatch, rows: Sequence[int], score: Callable[[UpdateBatch], Tensor]) -> Tensor:
+        """What `score` gives for each trained token of these rows, by micro-batches; 0 elsewhere."""
+        found_br = torch.zeros_like(batch.behavior_br)
+        for part_rows in self._plan(batch, rows):
+            with self.micro_batch_scope():
+                part = self._micro_batch(batch, part_rows)
+                found_br[part_rows, : part.mask_br.shape[1]] = score(part).cpu()
+        return found_br
 
     def _add_micro_batch(self, batch: UpdateBatch, tally: Tally, *, first_step: bool) -> None:
         """Add the gradient of a micro-batch to those of the policy and the critic."""
@@ -467,12 +435,10 @@ class Learner:
         tally.close_step(normalizer, ess, learning_rate)
         if self._gradient_cosine is not None:
             tally.gradient_cosines += self._gradient_cosine.with_previous()
-        norms = [self._step_of(self._optimizer, learning_rate, normalizer)]
+        rates = {"policy": learning_rate, "critic": warm * self.settings.critic_learning_rate}
+        norms = [self._step_of(optimizer, rates[part], normalizer) for part, (_, optimizer) in self._trained.items()]
         tally.grad_norms.append(norms[0])
-        if self._critic_optimizer is not None:
-            of_critic = warm * self.settings.critic_learning_rate
-            norms.append(self._step_of(self._critic_optimizer, of_critic, normalizer))
-            tally.critic_grad_norms.append(norms[1])
+        tally.critic_grad_norms += norms[1:]
         tally.skipped_steps += not all(map(math.isfinite, norms))
 
     def _step_of(self, optimizer: AdamW, learning_rate: float, normalizer: float) -> float:

@@ -202,10 +202,8 @@ def checksum(weights: Iterable[Tensor]) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
-def require_same_model(name: str, own: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
+def require_same_model(name: str, own: Mapping[str, str], saved: Mapping[str, str]) -> None:
     """Refuse a state that belongs to another initial model: `dtype`, and `frozen`, a checksum of its frozen weights."""
-    if saved is None:  # older versions did not save it
-        return
     if own["dtype"] != saved["dtype"]:
         raise ConfigurationError(
             "dtype",

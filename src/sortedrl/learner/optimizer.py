@@ -138,12 +138,7 @@ class AdamW:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "first": self._first,
-            "second": self._second,
-            "remainder": self._remainder,
-        }
+        return {"steps": self.steps, "first": self._first, "second": self._second, "remainder": self._remainder}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

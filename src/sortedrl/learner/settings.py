@@ -77,8 +77,7 @@ class LearnerFlags(BaseModel):
     # None: group for GRPO and RLOO, otherwise previous_cohorts. With PPO, the critic is the baseline, and this selects
     # the statistics that scale its advantages.
     advantage_baseline: Annotated[
-        AdvantageBaseline | None,
-        Field(description="what is subtracted from a reward; default: the algorithm's own"),
+        AdvantageBaseline | None, Field(description="what is subtracted from a reward; default: the algorithm's own")
     ] = None
     off_policy_correction: Annotated[
         OffPolicyCorrection | None,
@@ -169,8 +168,7 @@ class LearnerSettings(LearnerFlags):
     # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
     # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
     normalizer_tokens: Annotated[
-        float,
-        _between(1, math.inf, "the loss is divided by it", "Use rollouts_per_update x max_response_tokens."),
+        float, _between(1, math.inf, "the loss is divided by it", "Use rollouts_per_update x max_response_tokens.")
     ] = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
     # Of the engine's sampling.
     temperature: Annotated[

@@ -177,7 +177,7 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
     runs = f"{counted(progress.total, 'update')} in {counted(len(cases), 'mode')}"
     log(f"{runs}; loading engine {settings.engine}, model {settings.model}")
-    engine, vocabulary = bare_engine(settings, max_length)
+    engine, vocabulary = bare_engine(settings, settings.model, max_length)
     log(f"{counted(engine.slots, 'slot')} on {machine()}; warming up")
     rate = warm_up(engine, vocabulary, max_length)
     seconds = progress.total * schedule.rollouts_needed * mean_length(workload, schedule) / rate

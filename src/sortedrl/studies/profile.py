@@ -79,7 +79,7 @@ class ProfileSettings(Settings, EngineSettings):
 
 def run_profile(settings: ProfileSettings, log: Log) -> Profile:
     make_folder("out", settings.out.parent)
-    engine, vocabulary = bare_engine(settings, settings.max_context_tokens)
+    engine, vocabulary = bare_engine(settings, settings.model, settings.max_context_tokens)
     log(f"engine {settings.engine} of {counted(engine.slots, 'slot')} on {machine()}, model {settings.model}")
     warm_up(engine, vocabulary, settings.max_context_tokens)
     kv_tokens = engine.info().kv_tokens

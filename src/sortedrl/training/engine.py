@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, EngineSpec, ForwardingEngine
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights, LogprobsOf
 from sortedrl.engines.registry import ENGINES, make_engine
-from sortedrl.models import model_named, unreadable_model
+from sortedrl.engines.settings import EngineSettings
+from sortedrl.models import model_named
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.training.settings import ModelSettings, TrainSettings
 
@@ -76,32 +77,13 @@ def checked_engine(
     return CheckedWeights(engine, logprobs_of, probes, tokens_per_probe=tokens)
 
 
-class MeasuredEngine(Protocol):
-    """The settings that a measurement needs for its engine."""
-
-    @property
-    def engine(self) -> str: ...
-
-    @property
-    def engine_urls(self) -> tuple[str, ...]: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def slots(self) -> int: ...
-
-    def resolved_engine_options(self) -> dict[str, Any]: ...
-
-
-def bare_engine(settings: MeasuredEngine, max_length: int) -> tuple[EngineBase, int]:
+def bare_engine(settings: EngineSettings, model: str, max_length: int) -> tuple[EngineBase, int]:
     """An engine for measurements, with the size of its vocabulary: no task, no tokenizer, no end tokens."""
-    model = model_named(settings.model)
     spec = EngineSpec(
-        model=model,
+        model=model_named(model),
         slots=settings.slots,
         max_length=max_length,
-        module=_read_module(settings.model, model) if settings.engine == "embedded" else None,
+        module=_read_module(model) if settings.engine == "embedded" else None,
         urls=settings.engine_urls,
         options=settings.resolved_engine_options(),
     )
@@ -109,18 +91,10 @@ def bare_engine(settings: MeasuredEngine, max_length: int) -> tuple[EngineBase, 
     return engine, engine.info().vocabulary or COMMON_VOCABULARY
 
 
-def _read_module(name: str, model: str) -> Any:
+def _read_module(name: str) -> Any:
     try:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+        from sortedrl.training.resources import read_module
     except ImportError as error:
         reason = f"{error.name} is not installed"
         raise ConfigurationError("engine", "embedded", reason, f"{install_hint('train')}.") from None
-    disable_progress_bar()
-    on_gpu = torch.cuda.is_available()
-    try:
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
-        raise unreadable_model(name, error) from None
-    return module.to("cuda" if on_gpu else "cpu").eval()
+    return read_module(name, model_named(name), ModelSettings())

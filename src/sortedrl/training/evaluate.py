@@ -19,11 +19,12 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.turns import fault_of
 from sortedrl.engines.registry import SERVERS
 from sortedrl.learner.models import response_logprobs
+from sortedrl.observe.console import Log
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
 from sortedrl.tasks.task import Reward
 from sortedrl.training.build import dtype_of, set_threads
 from sortedrl.training.engine import checked_engine, engine_of
-from sortedrl.training.resources import Log, read_resources
+from sortedrl.training.resources import read_resources
 from sortedrl.training.rewards import Rewards
 from sortedrl.training.settings import EvalSettings, limits_of
 

@@ -9,14 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sortedrl.core.configuration import ConfigurationError
@@ -25,6 +20,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.models import model_named, unreadable_model
+from sortedrl.observe.console import Log
 from sortedrl.tasks.datasets import Distinct
 from sortedrl.tasks.encode import Encoded, encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask, reset_of
@@ -38,7 +34,6 @@ from sortedrl.tasks.workers import WorkerPool
 from sortedrl.training.build import device_of, dtype_of
 from sortedrl.training.settings import ModelSettings, TrainSettings, cannot_be_sent, task_error
 
-Log = Callable[[str], None]
 MAX_PROMPT_BYTES = 64 * 1024 * 1024
 PARTS = ("training", "held-out")
 
@@ -190,19 +185,29 @@ def _resetting(task: EnvironmentTask, settings: ModelSettings) -> Iterator[Calla
 
 
 def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype_of(settings))
-    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
-        raise unreadable_model(settings.model, error) from None
+    model = read_module(settings.model, path, settings)
+    tokenizer = _read(settings.model, partial(AutoTokenizer.from_pretrained, path))
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             "model", settings.model, "its tokenizer has no EOS token, so no response could end",
             "Set eos_token in its tokenizer_config.json.",
         )  # fmt: skip
     make_savable(model)
-    return tokenizer, model.to(device_of(settings)).eval()
+    return tokenizer, model
+
+
+def read_module(name: str, path: str, settings: ModelSettings) -> PreTrainedModel:
+    disable_progress_bar()
+    read = partial(AutoModelForCausalLM.from_pretrained, path, dtype=dtype_of(settings))
+    model: PreTrainedModel = _read(name, read).to(device_of(settings)).eval()
+    return model
+
+
+def _read(name: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
+        raise unreadable_model(name, error) from None
 
 
 def make_savable(model: PreTrainedModel) -> None:
@@ -244,9 +249,7 @@ def why_other_problems(saved: Checkpoint, train: Sequence[Prompt], held_out: Seq
         return f"the task has {counted(len(train), 'problem')} to train on, but had {before} when the run started"
     if [prompt.id for prompt in held_out] != saved.notes["before_ids"]:
         return "the task's held-out problems are not those of the run's first evaluation"
-    saved_digests = saved.notes.get("problems")  # older versions did not save them
-    if saved_digests is None:
-        return None
+    saved_digests = saved.notes["problems"]
     return _changed(train, saved_digests["train"], "problems to train on") or _changed(
         held_out, saved_digests["held_out"], "held-out problems"
     )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +33,10 @@ from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.file import copy_of_damaged, cut_torn_line
+from sortedrl.observe.console import Log
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 from sortedrl.training.settings import TrainSettings, changed_on_resume, saved_settings
-
-Log = Callable[[str], None]
 
 
 class RunFolderError(UserError, RuntimeError):
@@ -245,13 +243,9 @@ class _LogBytes(io.FileIO):
 
 def replace_folder(target: Path, save: Callable[[Path], None]) -> None:
     """Replace a folder in one step by what `save` writes."""
-    temporary = checkpoint.temporary_of(target)
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        save(temporary)
-        checkpoint.put_in_place(temporary, target)
+        checkpoint.replace_folder(target, save)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(target, error) from error
 
 

@@ -175,8 +175,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         ),
     ] = None
     max_rejected_fraction: Annotated[
-        float,
-        Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was rejected"),
+        float, Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was rejected")
     ] = 0.5
     shuffle_rewards: Annotated[
         bool, Field(description="control experiment: rewards are shuffled, so the score must not rise")

@@ -25,7 +25,7 @@ from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
-from sortedrl.observe.console import PlainConsole, RunConsole
+from sortedrl.observe.console import Log, PlainConsole, RunConsole
 from sortedrl.observe.prometheus import Endpoint
 from sortedrl.observe.trackers import open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
@@ -44,7 +44,7 @@ from sortedrl.training.build import (
 )
 from sortedrl.training.engine import checked_engine, engine_of, require_own_device
 from sortedrl.training.evaluate import evaluate, unscored_notice
-from sortedrl.training.resources import Log, Resources, problem_digests, read_resources, why_other_problems
+from sortedrl.training.resources import Resources, problem_digests, read_resources, why_other_problems
 from sortedrl.training.rewards import RewardPool, Rewards, RewardSource, shuffled
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.run_record import RunRecord
@@ -59,12 +59,7 @@ class TrainingRun:
     """What it opens is closed by `to_close`, so that also a run that cannot start leaves no worker and no server."""
 
     def __init__(
-        self,
-        settings: TrainSettings,
-        folder: RunFolder,
-        resources: Resources,
-        console: RunConsole,
-        to_close: ExitStack,
+        self, settings: TrainSettings, folder: RunFolder, resources: Resources, console: RunConsole, to_close: ExitStack
     ) -> None:
         self.settings = settings
         self.folder = folder
@@ -165,15 +160,14 @@ class TrainingRun:
             self.controller.mark_settings_changed(changes)
         self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
         self.best = tuple(notes["best"]) if notes["best"] else None
-        self.reward_pool.recent = notes.get("recent_rewards", [])  # older versions did not save them
+        self.reward_pool.recent = notes["recent_rewards"]
         self.saved = self._progress()
         checkpoint.restore_random(saved.random)
 
     def _changes_since(self, notes: dict[str, Any]) -> dict[str, Any]:
         """The settings that were others when the checkpoint was saved. Those of config.json are too new for that: the
         log of what came after the checkpoint does not count."""
-        saved = notes.get("settings")  # older versions did not save them
-        changes = changes_of(self.settings, saved) if isinstance(saved, dict) else {}
+        changes = changes_of(self.settings, notes["settings"])
         return {key: change for key, change in changes.items() if key not in ("out", "resume", "slots")}
 
     def run(self) -> dict[str, Any]:
@@ -298,10 +292,7 @@ class TrainingRun:
         if notice := unscored_notice(watch):
             self.console.log(notice)
         self.record.evaluation(
-            done,
-            found,
-            samples=self.settings.eval_samples,
-            has_turns=self.evaluation_rewards.environments is not None,
+            done, found, samples=self.settings.eval_samples, has_turns=self.evaluation_rewards.environments is not None
         )
         self.evaluated = (done, found)
         return found
@@ -366,7 +357,7 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
         for place in (folder.path, folder.checkpoints):
             checkpoint.clean_up(place)
         resumed = checkpoint.load_newest_intact(folder.checkpoints, log)
-        if other := changes_refused(settings, resumed.notes.get("settings", {})):  # older versions did not save them
+        if other := changes_refused(settings, resumed.notes["settings"]):
             raise checkpoint.unusable(resumed.path, f"it is that of another run ({listed(other)})")
     resources = read_resources(settings, log)
     set_threads(settings, resources.model)
