@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +276,8 @@ def test_a_log_that_grows_byte_by_byte_and_is_rolled_back_gives_the_view_of_the_
 
 def rows_of(console: PlainConsole) -> list[str]:
     """Without the time of day in them."""
-    view = replace(console.state.view(0.0), ends_at=None)
-    return [row.plain for row in panel_rows(view, view.seen_at, 80)]
+    view = console.state.view(0.0)._replace(ends_at=None)
+    return list(panel_rows(view, view.seen_at).values())
 
 
 def test_a_run_that_is_resumed_after_its_end_has_not_ended(resumed: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from sortedrl.observe.metrics import Metrics, Snapshot
 REWARDS_SHOWN = 60  # updates
 _NUMBERS = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")  # of every update
 _COUNTS = ("updates_in_all", "rejected", "scoring_backlog", "mismatch_kl")  # that a display shows if they are there
-ROUNDING_NATS = 1e-6  # a smaller KL is rounding, as between engine and learner of one model on a CPU: not shown
 
 WAITING, RESUMABLE, QUEUED, RUNNING = "waiting", "resumable", "queued", "running"
 ENVIRONMENT, FINISHED, READY = "environment", "finished", "ready"
@@ -50,8 +49,7 @@ class Places(NamedTuple):
     ready: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunView:
+class RunView(NamedTuple):
     """What a display shows; its texts have no control characters. Times are on the clock of the process that feeds the
     state; the latest event was at `began_at + snapshot.wall_seconds`."""
 
@@ -85,7 +83,12 @@ class RunState:
         self._handed_out = self._done = 0
         self._rewards: deque[float] = deque(maxlen=REWARDS_SHOWN)
         self._lengths: Lengths | None = None
-        self._lines = LineHistory()
+        self._newest: dict[str, Any] = {}  # line of the latest update
+        self._held_out: list[float] = []
+        self._resumed_after = 0  # updates
+        self._first: tuple[int, float] | None = None  # (update, seconds) of the first line since then
+        self._last = (0, 0.0)
+        self._line_seen_at = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             **self._places.handlers,
             events.Phase: self._on_phase,
@@ -113,20 +116,31 @@ class RunState:
 
     def add_line(self, line: dict[str, Any], seen_at: float) -> None:
         """A line of metrics.jsonl: an update or an evaluation."""
-        self._lines.add(line, seen_at)
+        self._line_seen_at = seen_at
+        self._last = (line["update"], line["seconds"])
+        if self._first is None or line["update"] <= self._resumed_after:
+            self._first = self._last
+        if is_update(line):
+            self._newest = line
+        else:
+            self._held_out.append(line["held_out"]["value"])
         self.updates_in_all = line.get("updates_in_all", self.updates_in_all)
 
     def resumed(self, updates: int) -> None:
         """The run was resumed after this many updates. Call it before their lines are added."""
-        self._lines.resumed_after = updates
+        self._resumed_after = updates
 
     def remaining_seconds(self) -> float | None:
-        """Time until the last update, as of the latest line."""
-        return self._lines.remaining_seconds(self.updates_in_all)
+        """Time until the last update, as of the latest line: at the mean pace of all updates so far, including
+        evaluations and checkpoints; of a resumed run, since then: it may be on another machine."""
+        if self._first is None or self.updates_in_all is None:
+            return None
+        done, seconds = self._last
+        updates, span = done - self._first[0], seconds - self._first[1]
+        return span / updates * max(0, self.updates_in_all - done) if updates else None
 
     def view(self, seen_at: float) -> RunView:
-        snapshot = self.metrics.snapshot()
-        lines, remaining = self._lines, self.remaining_seconds()
+        snapshot, remaining = self.metrics.snapshot(), self.remaining_seconds()
         return RunView(
             name=printable(self.name),
             mode=printable(self.metrics.mode),
@@ -134,49 +148,18 @@ class RunState:
             updates=self._done,
             updates_in_all=self.updates_in_all,
             began_at=seen_at - snapshot.wall_seconds,
-            ends_at=None if remaining is None else lines.seen_at + remaining,
+            ends_at=None if remaining is None else self._line_seen_at + remaining,
             seen_at=seen_at,
             snapshot=replace(snapshot, rejected_most=printable(snapshot.rejected_most)),
             rewards=tuple(self._rewards),
-            correct=lines.newest.get("correct"),
-            mismatch=lines.newest.get("mismatch_kl"),
+            correct=self._newest.get("correct"),
+            mismatch=self._newest.get("mismatch_kl"),
             lengths=self._lengths,
-            held_out=tuple(lines.held_out),
+            held_out=tuple(self._held_out),
             evaluated=self.evaluated,
             slots=self.metrics.slots,
             places=self._places.counts(),
         )
-
-
-class LineHistory:
-    """The relevant content of metrics.jsonl."""
-
-    def __init__(self) -> None:
-        self.newest: dict[str, Any] = {}  # line of the latest update
-        self.held_out: list[float] = []
-        self.seen_at = 0.0
-        self.resumed_after = 0  # updates
-        self._first: tuple[int, float] | None = None  # (update, seconds)
-        self._last = (0, 0.0)
-
-    def add(self, line: dict[str, Any], seen_at: float) -> None:
-        self.seen_at = seen_at
-        self._last = (line["update"], line["seconds"])
-        if self._first is None or line["update"] <= self.resumed_after:
-            self._first = self._last
-        if is_update(line):
-            self.newest = line
-        else:
-            self.held_out.append(line["held_out"]["value"])
-
-    def remaining_seconds(self, updates_in_all: int | None) -> float | None:
-        """At the mean pace of all updates so far, including evaluations and checkpoints; of a resumed run, since then:
-        it may be on another machine."""
-        if self._first is None or updates_in_all is None:
-            return None
-        done, seconds = self._last
-        updates, span = done - self._first[0], seconds - self._first[1]
-        return span / updates * max(0, updates_in_all - done) if updates else None
 
 
 def is_update(line: dict[str, Any]) -> bool:
@@ -213,8 +196,8 @@ class RolloutPlaces:
             events.TurnEnded: lambda event: self._move(event.rollout, ENVIRONMENT),
             events.Observed: lambda event: self._move(event.rollout, RESUMABLE),
             events.Finished: lambda event: self._move(event.rollout, FINISHED),
-            events.Aborted: lambda event: self._put_back(event.rollout, 0 if event.dropped else event.length),
-            events.Failed: self._on_failed,
+            events.Aborted: lambda event: self._put_back(event, event.length),
+            events.Failed: lambda event: self._put_back(event, self._kept.get(event.rollout, 0) + event.made),
             events.Regenerated: lambda event: self._move(event.rollout, WAITING),
             events.Scored: lambda event: self._move(event.rollout, READY),
             events.Rejected: lambda event: self.forget((event.rollout,)),
@@ -233,11 +216,8 @@ class RolloutPlaces:
         self._kept[event.rollout] = event.prefix
         self._move(event.rollout, QUEUED)
 
-    def _on_failed(self, event: events.Failed) -> None:
-        self._put_back(event.rollout, 0 if event.dropped else self._kept.get(event.rollout, 0) + event.made)
-
-    def _put_back(self, rollout: int, kept: int) -> None:
-        self._move(rollout, RESUMABLE if kept else WAITING)
+    def _put_back(self, event: events.Aborted | events.Failed, tokens: int) -> None:
+        self._move(event.rollout, RESUMABLE if tokens and not event.dropped else WAITING)
 
     def _move(self, rollout: int, place: str) -> None:
         if rollout in self._place:

@@ -1,6 +1,6 @@
 """Follows a run from another process by reading events.jsonl and metrics.jsonl as they grow.
 
-    run --kept_readable--> files --Follower.catch_up--> RunConsole
+    run --kept_readable--> files --Follower.catch_up--> console
 
 The log shows how a run ended. The phase `end` is followed by an evaluation, unless the last update was evaluated
 already, and by a summary. If the run was interrupted, only a checkpoint follows, and updates are left. If its data
@@ -22,8 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from sortedrl.core import events
-from sortedrl.core.events import Event, Lost, RolledBack, RunBegan, Sink
+from sortedrl.core.events import Event, Lost, Phase, RolledBack, RunBegan, Sink, Updated
 from sortedrl.log.decoder import decoded_text
 from sortedrl.log.lines import Damage
 from sortedrl.log.paused_gc import paused_gc
@@ -49,7 +48,7 @@ def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
 
     def sink(event: Event) -> None:
         nonlocal due
-        if event.at >= due or type(event) is events.Phase:
+        if event.at >= due or type(event) is Phase:
             stream.flush()
             due = event.at + seconds
 
@@ -72,7 +71,7 @@ def is_run(folder: Path) -> bool:
 def newest_run(runs: Path) -> Path | None:
     """The most recently written run folder in `runs`."""
     folders = [folder for folder in runs.iterdir() if is_run(folder)] if runs.is_dir() else []
-    return max(folders, key=lambda folder: -_silence_of(folder), default=None)
+    return min(folders, key=_silence_of, default=None)
 
 
 def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -> Watched:
@@ -81,10 +80,9 @@ def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -
     while True:
         follower.catch_up()
         watched = follower.watched(stopped_after_seconds)
-        silent = watched.silent_seconds
-        console.note = f"no event for {silent:.0f} s" if silent >= NOTED_SILENCE_SECONDS else ""
+        is_silent = watched.outcome == RUNS and watched.silent_seconds >= NOTED_SILENCE_SECONDS
+        console.note = f"no event for {watched.silent_seconds:.0f} s" if is_silent else ""
         if watched.outcome != RUNS:
-            console.note = ""
             return watched
         time.sleep(POLL_SECONDS)
 
@@ -94,9 +92,10 @@ def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
     console = PlainConsole(lambda line: None)
     watched = Follower(folder, console).watched(stopped_after_seconds)
     view = console.state.view(0.0)
-    plain = asdict(view) | {"places": view.places._asdict(), "lengths": view.lengths and view.lengths._asdict()}
+    plain = view._asdict() | {"places": view.places._asdict(), "lengths": view.lengths and view.lengths._asdict()}
     for moment in ("began_at", "ends_at", "seen_at"):  # only meaningful to a display
         del plain[moment]
+    plain["snapshot"] = asdict(view.snapshot)
     return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
 
 
@@ -173,22 +172,22 @@ class Follower:
     def _begin(self, *, announce_newest: bool) -> None:
         require_known_format(self._event_file.path)
         self._metrics = Metrics()
-        self._sink = self._console.begin(self._metrics, str(self._folder), _updates_in_settings(self._folder))
+        updates_in_all = _read(self._folder / "config.json").get("updates")
+        self._sink = self._console.begin(self._metrics, str(self._folder), updates_in_all)
         self._phases = ["start"]  # since the latest harvest started or the run was resumed
         self._updates = 0
         self._updates_in_all: int | None = None
         self._last_at: float | None = None
         self._longest_silence = 0.0
         log = self._of_last_run(self._decoded(self._event_file.all(), 1))
-        resumed = max((place + 1 for place, event in enumerate(log) if isinstance(event, RolledBack)), default=0)
+        marks = [(place, event) for place, event in enumerate(log) if isinstance(event, RolledBack)]
+        resumed = marks[-1][0] + 1 if marks else 0
         self._void_time = VoidTime()  # of the latest roll-back
         self._feed(counted := without_rolled_back(log[:resumed]))
-        if resumed:
+        if marks:
             self._phases = ["start"]
-            mark = log[resumed - 1]
-            assert isinstance(mark, RolledBack)
-            self._void_time = VoidTime.between(counted, mark)
-            self._console.resumed(sum(isinstance(event, events.Updated) for event in counted))
+            self._void_time = VoidTime.between(counted, marks[-1][1])
+            self._console.resumed(sum(isinstance(event, Updated) for event in counted))
         self._feed(log[resumed:])
         lines = _parsed(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
@@ -200,8 +199,7 @@ class Follower:
         """Other loops may append a run to the log of another one, whose events do not count."""
         _, earlier_runs = last_run(log)
         if earlier_runs > self._earlier_runs:
-            notice = IntactLog([], [], earlier_runs).notice
-            self._console.log(f"{self._event_file.path}: {notice}")
+            self._console.log(f"{self._event_file.path}: {IntactLog([], [], earlier_runs).notice}")
         self._earlier_runs = earlier_runs
         return log[max((place for place, event in enumerate(log) if isinstance(event, RunBegan)), default=0) :]
 
@@ -212,9 +210,9 @@ class Follower:
             if self._last_at is not None:
                 self._longest_silence = max(self._longest_silence, event.at - self._last_at)
             self._last_at = event.at
-            if isinstance(event, events.Phase):
+            if isinstance(event, Phase):
                 self._phases = [event.phase] if event.phase == "harvest" else [*self._phases, event.phase]
-            elif isinstance(event, events.Updated):
+            elif isinstance(event, Updated):
                 self._updates = event.update + 1
 
     def _decoded(self, lines: Sequence[str], first_line: int) -> list[Event]:
@@ -236,22 +234,20 @@ class Follower:
             return REMOVED
         if "end" in self._phases:
             after = self._phases[self._phases.index("end") + 1 :]
-            if after and (not _is_of_train(self._folder) or _updates_in_summary(self._folder) == self._updates):
+            summarized = _read(self._folder / "summary.json").get("updates") == self._updates
+            if (after and (summarized or not _is_of_train(self._folder))) or (
+                not after and silent > END_SILENCE_SECONDS
+            ):
                 return ENDED
-            if not after and silent > END_SILENCE_SECONDS:
-                return ENDED
-            if after and not self._has_a_summary_to_come(after, process_is_there):
+            # A summary is to come if it evaluates at its end or has made all updates. If its data ended before, its
+            # process is still there after the checkpoint.
+            all_done = self._updates_in_all is not None and self._updates >= self._updates_in_all
+            if after and not ("evaluation" in after or all_done or process_is_there):
                 return INTERRUPTED
         too_long = max(stopped_after_seconds, UNUSUAL_SILENCE * self._longest_silence)
         if process_is_there is False:
             too_long = END_SILENCE_SECONDS  # by now its last lines have been read
         return STOPPED if silent > too_long else RUNS
-
-    def _has_a_summary_to_come(self, after: Sequence[str], process_is_there: bool | None) -> bool:
-        """Whether the run may not have been interrupted: it evaluates at its end, has made all updates, or its data
-        ended before, in which case its process is still there after the checkpoint."""
-        all_done = self._updates_in_all is not None and self._updates >= self._updates_in_all
-        return "evaluation" in after or all_done or bool(process_is_there)
 
     def _show(self, line: dict[str, Any], *, old: bool = False) -> None:
         self._updates_in_all = line.get("updates_in_all", self._updates_in_all)
@@ -270,7 +266,6 @@ class GrowingFile:
     def all(self) -> list[str]:
         """The lines from the beginning."""
         self._position = self.lines_read = 0
-        self._identity = None
         return self.new() or []
 
     def new(self) -> list[str] | None:
@@ -295,15 +290,14 @@ class GrowingFile:
 
 def _parsed(lines: Sequence[str]) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl. A line torn by a crash is skipped: the event log has the same content."""
-    found = []
-    for text in lines:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if is_metrics_line(line):
-            found.append(line)
-    return found
+    return [line for line in map(_from_json, lines) if is_metrics_line(line)]
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _silence_of(folder: Path) -> float:
@@ -327,17 +321,9 @@ def _is_of_train(folder: Path) -> bool:
     return "updates" in _read(folder / "config.json")
 
 
-def _updates_in_settings(folder: Path) -> int | None:
-    return _read(folder / "config.json").get("updates")
-
-
-def _updates_in_summary(folder: Path) -> int | None:
-    return _read(folder / "summary.json").get("updates")
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+        content = _from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        content = None
     return content if isinstance(content, dict) else {}
