@@ -18,7 +18,7 @@ from svg_style import TEXT, style
 from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.observe.metrics import RunMetrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.workload import Workload, run
 
 UPDATES = 12

@@ -48,7 +48,8 @@ from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies import profile, profile_file
 from sortedrl.studies import workload as simulated
 from sortedrl.studies.measurements import machine, random_prompts, warm_up

@@ -34,8 +34,9 @@ from sortedrl.core.events import (
 )
 from sortedrl.engines.step_time import linear
 from sortedrl.log.reading import SeveralRuns, without_rolled_back
-from sortedrl.observe.metrics import Metrics, RunMetrics
-from sortedrl.observe.sortedness import rank_correlation
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
+from sortedrl.observe.tallies import rank_correlation
 
 
 def run_metrics(*log: Event, slots: int = 2) -> RunMetrics:

@@ -20,8 +20,9 @@ from sortedrl.core.events import Updated
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.log.lines import JsonLines
 from sortedrl.log.reading import read_events
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.folds import quantile
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.observe.timeline import Slice, slices
 from sortedrl.studies.workload import Workload, run
 

@@ -9,7 +9,7 @@ import pytest
 
 from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import Schedule
-from sortedrl.observe.metrics import RunMetrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload import run, with_mode
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload

@@ -13,7 +13,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated_loop import SharedDevice, speed_at
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.observe.metrics import RunMetrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.plan import Allowed, is_faster, plan
 from sortedrl.studies.workload import Workload, run
 

@@ -12,7 +12,8 @@ from scenarios import Run, Scenario
 from schedule_rules import check_tokens
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
 from sortedrl.log.lines import JsonLines, decode
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
 
 MODES = sorted(STRATEGIES)
 EPSILON = 1e-9

@@ -30,7 +30,8 @@ from sortedrl.engines.episodes import place_of
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedEnvironments, SimulatedLearner, SimulatedScorer, Step
 from sortedrl.engines.step_time import StepTime, linear
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
 
 ONE_SECOND_STEPS = linear(1.0, 0.0)
 STEP_TIMES = (

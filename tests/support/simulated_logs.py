@@ -11,7 +11,8 @@ from sortedrl.core import Schedule
 from sortedrl.core.events import Event
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.log.lines import JsonLines
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.workload import Workload
 from sortedrl.studies.workload import run as simulate
 

@@ -19,7 +19,8 @@ from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.core.wording import printable
 from sortedrl.log.lines import is_number
-from sortedrl.observe.metrics import Metrics, Snapshot
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import Snapshot
 
 REWARDS_SHOWN = 60  # updates
 _NUMBERS = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")  # of every update

@@ -20,7 +20,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Updated
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
-from sortedrl.observe.metrics import RunMetrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
 from sortedrl.studies.workload import OwnLimit, Workload, limit, run, with_mode
 from sortedrl.studies.workload_settings import (

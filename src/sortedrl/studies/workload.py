@@ -32,7 +32,8 @@ from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_loop import SharedDevice, SimulatedLearner, SimulatedScorer, simulated_environments
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.log.paused_gc import paused_gc
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.steady_state import SteadyState
 
 EXPECTATIONS = ("cold", "warm", "oracle")

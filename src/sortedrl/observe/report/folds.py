@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
 from sortedrl.core.rollout import ENVIRONMENT
-from sortedrl.observe.metrics import Metrics, RunMetrics
+from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.observe.timeline import Slice
 
 BINS = 240  # time bins of the occupancy chart

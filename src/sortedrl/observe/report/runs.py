@@ -19,8 +19,8 @@ from sortedrl.core.wording import counted
 from sortedrl.log.lines import is_number
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import IntactLog, read_intact
-from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report import folds
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.observe.run_state import is_metrics_line, is_update
 from sortedrl.observe.timeline import Slice, slices, slot_counts
 

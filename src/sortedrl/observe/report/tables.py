@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.core.wording import counted
-from sortedrl.observe.metrics import RunMetrics
 from sortedrl.observe.report.charts import part_name
 from sortedrl.observe.report.runs import Run
 from sortedrl.observe.report.series import Series
+from sortedrl.observe.run_metrics import RunMetrics
 
 MOST_REASONS = 20  # of rejections
 MOST_CHARACTERS = 20_000  # of a response shown on the page

@@ -1,0 +1,158 @@
+"""What `Metrics` tallies besides its counts: slot-time across resumes, rollouts of several turns, and the order of
+lengths: how well updates are sorted, and how well expected lengths predict real ones."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+from sortedrl.core import events
+from sortedrl.core.rollout import ENVIRONMENT
+
+
+@dataclass(slots=True)
+class SlotTotal:
+    """A total since the start of the run, times a factor that changes with the slots: seconds to slot-seconds, or back.
+
+    Invariant: it is exactly `factor * total` until the first change.
+    """
+
+    _before: float = 0.0  # up to the last change
+    _changed_at: float = 0.0  # the total then
+
+    def of(self, total: float, factor: float) -> float:
+        return self._before + factor * (total - self._changed_at)
+
+    def change_factor(self, total: float, factor: float) -> None:
+        """`factor` ends at this total, another one follows."""
+        self._before, self._changed_at = self.of(total, factor), total
+
+
+class TurnTally:
+    """Counts for `Metrics`. A rollout of one turn without an environment leaves no trace here."""
+
+    def __init__(self) -> None:
+        self.in_use = False  # a turn has ended in this log
+        self.seconds = 0.0  # of all rollouts in their environments, added up; of those still there, up to `now`
+        self.failures = 0
+        self.trained_tokens = 0  # of environments, in rollouts that were trained on
+        self.trained_turns = 0  # of the policy, in rollouts that were trained on
+        self._since: dict[int, float] = {}  # by rollout in its environment
+        self._tokens: dict[int, int] = {}  # of the environment, by rollout
+        self._unseen: dict[int, int] = {}  # of them, those that the engine has not prefilled yet
+
+    @property
+    def in_environment(self) -> int:
+        return len(self._since)
+
+    def seconds_at(self, now: float) -> float:
+        return self.seconds + sum(now - since for since in self._since.values())
+
+    def tokens_of(self, rollout: int) -> int:
+        """Tokens of the environment that it has."""
+        return self._tokens.get(rollout, 0)
+
+    def end_turn(self, event: events.TurnEnded) -> None:
+        self.in_use = True
+        self._since[event.rollout] = event.at
+
+    def observe(self, event: events.Observed) -> None:
+        self.leave(event.rollout, event.at)
+        self._tokens[event.rollout] = self.tokens_of(event.rollout) + event.tokens
+        self._unseen[event.rollout] = self._unseen.get(event.rollout, 0) + event.tokens
+
+    def submit(self, rollout: int, at: float) -> int:
+        """How many of its tokens the engine prefills for the first time."""
+        self.leave(rollout, at)
+        return self._unseen.pop(rollout, 0)
+
+    def leave(self, rollout: int, at: float) -> bool:
+        """Whether it was in its environment, which it leaves now."""
+        since = self._since.pop(rollout, None)
+        if since is not None:
+            self.seconds += at - since
+        return since is not None
+
+    def drop(self, rollout: int, at: float) -> None:
+        """Its tokens are discarded."""
+        self._tokens.pop(rollout, None)
+        self._unseen.pop(rollout, None)
+        self.leave(rollout, at)
+
+    def train(self, event: events.Updated) -> Sequence[int]:
+        """The policy tokens of each rollout of an update."""
+        if not self.in_use:
+            self.trained_turns += len(event.rollouts)
+            return event.lengths
+        lengths = []
+        for rollout, length, segments in zip(event.rollouts, event.lengths, event.segments, strict=True):
+            observed = [tokens for version, tokens in segments if version == ENVIRONMENT]
+            self.trained_turns += 1 + len(observed)
+            self.trained_tokens += sum(observed)
+            lengths.append(length - sum(observed))
+            self._tokens.pop(rollout, None)
+        return lengths
+
+
+def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float | None:
+    """Spearman's rank correlation, ties at their mean rank; None if one side is constant."""
+    a, b = _ranks(list(first)), _ranks(list(second))
+    if len(a) < 2:
+        return None
+    covariance = sum(map(mul, a, b))
+    spread = math.sqrt(sum(map(mul, a, a)) * sum(map(mul, b, b)))
+    return covariance / spread if spread else None
+
+
+def _ranks(values: list[float]) -> list[float]:
+    """The rank of each value, minus the mean rank."""
+    rank_of: dict[float, float] = {}
+    below = 0
+    for value, count in sorted(Counter(values).items()):
+        rank_of[value] = below + (count - 1) / 2 - (len(values) - 1) / 2
+        below += count
+    return [rank_of[value] for value in values]
+
+
+class UpdateLengths(NamedTuple):
+    """Sums over the log lengths of one update. A unit is trained on as a whole: a rollout, or a group."""
+
+    rollouts: int
+    units: int
+    total: float
+    squares: float
+    unit_squares: float  # sum over units of size x mean squared
+
+    @classmethod
+    def of(cls, units: Iterable[Sequence[int]]) -> UpdateLengths:
+        logs = [[math.log(max(1, length)) for length in unit] for unit in units]
+        return cls(
+            rollouts=sum(map(len, logs)),
+            units=len(logs),
+            total=sum(map(sum, logs)),
+            squares=sum(x * x for unit in logs for x in unit),
+            unit_squares=sum(sum(unit) ** 2 / len(unit) for unit in logs),
+        )
+
+
+def sortedness(updates: Sequence[UpdateLengths]) -> float | None:
+    """1 minus the ratio of the variance of log length within updates to its expected value with random updates.
+
+    Randomly assigning units to updates of the same sizes leaves (units - updates) / (units - 1) of the variance between
+    units within the updates; the variance within units stays. So random updates score 0 on average for any update size
+    (units of one size), and a single result may be below 0. None if each update is one unit: every order would score
+    the same.
+    """
+    units = sum(u.units for u in updates)
+    if units < 2 or units == len(updates):
+        return None
+    rollouts, total = sum(u.rollouts for u in updates), sum(u.total for u in updates)
+    squares, unit_squares = sum(u.squares for u in updates), sum(u.unit_squares for u in updates)
+    within = sum(u.squares - u.total * u.total / u.rollouts for u in updates)
+    between_units = unit_squares - total * total / rollouts
+    at_random = squares - unit_squares + between_units * (units - len(updates)) / (units - 1)
+    return 1 - within / at_random if at_random > 1e-9 else 0.0
