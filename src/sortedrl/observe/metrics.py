@@ -1,6 +1,6 @@
 """All metrics of a run, as one fold over its event log. The same fold serves simulated and real runs.
 
-Feed `Metrics` every event, then ask for `metrics()` at any time. Definitions are in docs/design.md; the invariants
+Feed `Metrics` every event, then ask for `run_metrics()` at any time. Definitions are in docs/design.md; the invariants
 here: 0 <= bubble <= idle <= 1, and the parts of bubble and idle add up to them. They hold for a log that lacks events,
 too: an event of a rollout that is not where the event says, or of an update that was counted, is ignored.
 """
@@ -43,8 +43,7 @@ class Metrics:
         self.slots = 0
         self._began = self._time = 0.0
         self._moment: Moment | None = None  # of `_time`, once it is needed
-        self._phase = ""
-        self._gate = "open"
+        self._phase, self._gate = "", "open"
         self._live: set[int] = set()  # submitted to the engine, in a slot or in its queue
         self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
@@ -61,12 +60,10 @@ class Metrics:
         self._segments: Counter[int] = Counter()
         self._loaded = self._next_update = 0  # rollouts and updates before these were seen, or are lost
         self._updates: list[UpdateLengths] = []
-        self._reward_sum = 0.0
+        self._reward_sum = self._streamed_seconds = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
-        self._streamed_seconds = 0.0
         self._longest_wait = 0
-        self._expected_lengths = array("d")
-        self._real_lengths = array("d")
+        self._expected_lengths, self._real_lengths = array("d"), array("d")
         self._attempts = Attempts() if estimates_uncut_length else None
         self._reasons = Reasons()  # of rejections
         self._wall_clock = WallClock()
@@ -90,11 +87,11 @@ class Metrics:
             events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
             events.Regenerated: self._on_regenerated,
-            events.Scored: self._on_scored,
+            events.Scored: lambda event: self._wall_clock.score(event.rollout, self._now()),
             events.Rejected: self._on_rejected,
             events.Streamed: self._on_streamed,
             events.Updated: self._on_updated,
-            events.Published: self._on_published,
+            events.Published: lambda event: self._wall_clock.publish(self._now()),
         }
 
     def __call__(self, event: Event) -> None:
@@ -130,9 +127,6 @@ class Metrics:
     def _harvest_capacity(self) -> float:
         """Slot-seconds of all harvests."""
         return self._harvest_total.of(self._harvest_seconds, self.slots)
-
-    def _wall_capacity(self) -> float:
-        return self._wall_total.of(self._time - self._began, self.slots)
 
     def _other_phases(self) -> dict[str, float]:
         """Slot-seconds of other phases than harvest."""
@@ -199,9 +193,6 @@ class Metrics:
             self._in_slot.clear()
         self._wall_clock.phase(event.phase, self._now())
 
-    def _on_published(self, event: events.Published) -> None:
-        self._wall_clock.publish(self._now())
-
     def _on_gate(self, event: events.Gate) -> None:
         self._gate = event.why
 
@@ -255,9 +246,6 @@ class Metrics:
             sampled = event.length - self._turns.tokens_of(rollout)
             self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
         self._wall_clock.finish(rollout, self._now())
-
-    def _on_scored(self, event: events.Scored) -> None:
-        self._wall_clock.score(event.rollout, self._now())
 
     def _on_aborted(self, event: events.Aborted) -> None:
         if self._leave_engine(event.rollout, event.made):
@@ -375,7 +363,7 @@ class Metrics:
         )
 
     def _idle_parts(self) -> dict[str, float]:
-        capacity = self._wall_capacity()
+        capacity = self._wall_total.of(self._time - self._began, self.slots)
         return {part: _ratio(value, capacity) for part, value in (self._empty | self._other_phases()).items()}
 
     def run_metrics(self, uncut_mean_length: float | None = None) -> RunMetrics:
