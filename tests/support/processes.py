@@ -35,8 +35,8 @@ def descendants_of(process: int) -> list[int]:
     return [*children, *(one for child in children for one in descendants_of(child))]
 
 
-def wait_for_end(*process_ids: int) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+def wait_for_end(*process_ids: int, seconds: float = PATIENCE_SECONDS) -> None:
+    until = time.monotonic() + seconds
     while any(map(is_running, process_ids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not [one for one in process_ids if is_running(one)]
