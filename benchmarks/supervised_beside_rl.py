@@ -31,7 +31,6 @@ from sortedrl.core.engine import Sampling
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
 from sortedrl.tasks.scoring import DirectScorer, reward_function
-from sortedrl.tasks.worked_reasoning import NO_FLAWS, worked_response
 from sortedrl.training.engine import engine_of
 from sortedrl.training.evaluate import evaluate
 from sortedrl.training.resources import Resources, read_resources
@@ -39,6 +38,7 @@ from sortedrl.training.settings import TrainSettings, limits_of
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from warm_start import END, PAD, Example, padded, vocabulary_number
+from worked_reasoning import NO_FLAWS, worked_response
 
 TOKENS_PER_STEP = 2048  # including padding
 WARMUP_SHARE = 0.05  # of the time

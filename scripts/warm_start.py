@@ -2,7 +2,7 @@
 
     python scripts/warm_start.py        # 4 to 6 minutes on 2 cores; writes src/sortedrl/models/knights-tiny
 
-It is trained on solver-written responses, some of them flawed on purpose (sortedrl.tasks.worked_reasoning), to puzzles
+It is trained on solver-written responses, some of them flawed on purpose (worked_reasoning), to puzzles
 that no task uses. Metrics on held-out puzzles at temperature 1 are written to recipe.json next to the model, together
 with the recipe itself.
 """
@@ -28,6 +28,7 @@ from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from worked_reasoning import Flaws, phrases, worked_response
 
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.tasks.knights_and_knaves import (
@@ -38,7 +39,6 @@ from sortedrl.tasks.knights_and_knaves import (
     warm_start_puzzle,
 )
 from sortedrl.tasks.task import Problem, Reward, Task
-from sortedrl.tasks.worked_reasoning import Flaws, phrases, worked_response
 
 PAD, UNKNOWN, END, SYSTEM, USER, ASSISTANT = (
     "<pad>",

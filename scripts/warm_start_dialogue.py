@@ -3,7 +3,7 @@
     python scripts/warm_start_dialogue.py     # about 2 minutes on 2 cores; writes src/sortedrl/models/knights-dialogue
 
 It starts from the weights of the first one (scripts/warm_start.py), which can search through the cases, and is trained
-in the same way, on dialogues that a solver wrote (sortedrl.tasks.worked_dialogue); the environment's tokens are masked.
+in the same way, on dialogues that a solver wrote (worked_dialogue); the environment's tokens are masked.
 Metrics on held-out puzzles at temperature 1 are written to recipe.json.
 """
 
@@ -37,6 +37,7 @@ from warm_start import (
     vocabulary_number,
     write_report,
 )
+from worked_dialogue import DialogueFlaws, dialogue_phrases, worked_dialogue
 
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, WARM_START_SHARE
@@ -47,7 +48,6 @@ from sortedrl.tasks.knights_dialogue import (
     asked,
     random_dialogue,
 )
-from sortedrl.tasks.worked_dialogue import DialogueFlaws, dialogue_phrases, worked_dialogue
 
 TOKEN_LIMIT = 320  # per response, in the evaluation
 MOST_TURNS = 4

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from worked_reasoning import SEARCH_TOO_FAR, Flaws, worked_response
 
 from sortedrl.learner.models import TokenScorer
 from sortedrl.tasks.encode import prompt_tokens
 from sortedrl.tasks.knights_and_knaves import SMALL_CHARACTERS, compact_text, warm_start_puzzle
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.worked_reasoning import SEARCH_TOO_FAR, Flaws, worked_response
 
 Example = tuple[list[int], list[int]]  # prompt and response
 

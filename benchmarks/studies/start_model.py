@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -35,7 +36,10 @@ from sortedrl.models import BUILT_IN_MODEL, model_named
 from sortedrl.tasks.encode import encode
 from sortedrl.tasks.knights_and_knaves import MIXED_CHARACTERS, compact_text, warm_start_puzzle
 from sortedrl.tasks.registry import task_by_name
-from sortedrl.tasks.worked_reasoning import SEARCH_TOO_FAR, worked_response
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+from worked_reasoning import SEARCH_TOO_FAR, worked_response
 
 MODEL = Path(__file__).parent / "models" / "knights-search"
 STEPS, ROWS, LEARNING_RATE, POOL = 150, 16, 1e-3, 8

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from worked_reasoning import Flaws, phrases, worked_response
 
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, KnightsAndKnaves, random_puzzle
-from sortedrl.tasks.worked_reasoning import Flaws, phrases, worked_response
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

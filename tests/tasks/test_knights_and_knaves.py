@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worked_reasoning import NO_FLAWS, Flaws, phrases, worked_response
 
 from sortedrl.tasks.knights_and_knaves import (
     COMPACT_NAMES,
@@ -29,7 +30,6 @@ from sortedrl.tasks.knights_and_knaves import (
 )
 from sortedrl.tasks.knights_answers import reward_function
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.worked_reasoning import NO_FLAWS, Flaws, phrases, worked_response
 
 ANSWER = {"Ann": True, "Bob": False, "Cid": True}
 RIGHT = "<think> because </think> <answer> (1) Ann is a knight\n(2) Bob is a knave\n(3) Cid is a knight </answer>"

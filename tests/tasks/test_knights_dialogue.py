@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+from worked_dialogue import DialogueFlaws, Turn, dialogue_phrases, worked_dialogue
 
 from sortedrl.tasks.environment import require_environment
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, WARM_START_SHARE, fingerprint, solutions
@@ -20,7 +21,6 @@ from sortedrl.tasks.knights_dialogue import (
 )
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.task import Problem, Reward
-from sortedrl.tasks.worked_dialogue import DialogueFlaws, Turn, dialogue_phrases, worked_dialogue
 
 NO_DIALOGUE_FLAWS = DialogueFlaws()
 

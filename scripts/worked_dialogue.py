@@ -11,9 +11,10 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from worked_reasoning import Flaws, phrases, worked_answer
+
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES
 from sortedrl.tasks.knights_dialogue import DialoguePuzzle, question, silence
-from sortedrl.tasks.worked_reasoning import Flaws, phrases, worked_answer
 
 
 @dataclass(frozen=True, slots=True)
