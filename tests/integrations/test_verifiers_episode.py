@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.integrations.verifiers.endpoint import SESSION, Endpoint
+from sortedrl.integrations.verifiers.env_server import server_environment
 from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
 from sortedrl.tasks.turns import Turn
 
@@ -192,3 +193,8 @@ def test_the_endpoint_refuses_prompts_that_are_not_token_ids(body: bytes, reason
         assert status == 200 and found["choices"][0]["token_ids"] == [7, 8] and len(prompts) == 1
     else:
         assert status == 400 and reason in found["error"]["message"] and not prompts
+
+
+def test_an_environment_server_does_not_get_the_key_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SORTEDRL_API_KEY", "secret")
+    assert "secret" not in server_environment("mark").values()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sortedrl.core.scoring import one_line
-from sortedrl.tasks.worker_process import WorkerError
+from sortedrl.tasks.worker_process import WorkerError, worker_environment
 
 START_SECONDS = 300.0  # imports can be slow on a busy machine
 EXIT_SECONDS = 10.0  # for episodes to end their programs, before all are killed
@@ -46,7 +46,7 @@ class EnvServerProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", __name__,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output,
-            process_group=0, env=_environment(mark),
+            process_group=0, env=server_environment(mark),
         )  # fmt: skip
         server = cls(process, mark, output)
         assert process.stdin is not None and process.stdout is not None
@@ -94,10 +94,9 @@ class EnvServerProcess:
         return f"verifiers' environment server died with {how}{last}"
 
 
-def _environment(mark: str) -> dict[str, str]:
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+def server_environment(mark: str) -> dict[str, str]:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # for `uv`
-    return os.environ | {_MARK: mark, "PYTHONPATH": paths, "PATH": programs}
+    return worker_environment() | {_MARK: mark, "PATH": programs}
 
 
 def _kill_marked(mark: str) -> None:
