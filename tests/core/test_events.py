@@ -12,8 +12,8 @@ import pytest
 from scenarios import Run, run, scenario
 from sortedrl.core import Event, EventLog, events
 from sortedrl.core.events import FORMAT, RunBegan
-from sortedrl.log import JsonLines, read_events
-from sortedrl.log.lines import decode
+from sortedrl.log import read_events
+from sortedrl.log.lines import JsonLines, decode
 from sortedrl.log.reading import SeveralRuns, UnknownFormat, counting_lines, read_intact, without_rolled_back
 
 ONE_OF_EACH: list[Event] = [

@@ -109,13 +109,6 @@ def test_another_order_is_another_reason_than_an_edit() -> None:
     assert reason == "1 of 3 problems to train on changed since the run started, the first is '5'"
 
 
-def test_a_checkpoint_of_an_older_version_has_no_digests() -> None:
-    train, held_out = prompts_of(1, 2, 3), prompts_of(4)
-    checkpoint = saved(train, held_out)
-    del checkpoint.notes["problems"]
-    assert why_other_problems(checkpoint, prompts_of(1, 2, 5), held_out) is None
-
-
 def test_numbers_of_numpy_count_by_value() -> None:
     numpy = pytest.importorskip("numpy")
     assert digest(numpy.array([1, 2])) == digest([1, 2]) != digest(numpy.array([1, 3]))
