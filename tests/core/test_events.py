@@ -126,9 +126,9 @@ def test_a_roll_back_over_a_damaged_line_keeps_the_time(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [phase % 1.0, "#", phase % 9.0, '{"event":"RolledBack","at":9.0,"events":1}', phase % 10.0]
     path.write_text("\n".join(lines) + "\n")
-    intact, damage, _ = read_intact(path)
-    assert [event.at for event in intact] == [1.0, 2.0]
-    assert len(damage) == 1
+    read = read_intact(path)
+    assert [event.at for event in read.events] == [1.0, 2.0]
+    assert len(read.damage) == 1
 
 
 def test_a_second_roll_back_may_reach_behind_the_first() -> None:
@@ -160,7 +160,7 @@ def test_a_run_that_was_rolled_back_as_a_whole_is_no_second_run(tmp_path: Path) 
     path = tmp_path / "events.jsonl"
     path.write_text(written([*run_of(5), events.RolledBack(5.0, 6), *run_of(3)]))
     assert without_rolled_back(read_events(path)) == run_of(3)
-    assert read_intact(path) == (run_of(3), [], 0)
+    assert read_intact(path) == (run_of(3), [], 0, 0)
 
 
 def test_the_first_event_behind_lines_of_damage_starts_no_second_run(tmp_path: Path) -> None:
