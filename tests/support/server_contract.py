@@ -151,7 +151,8 @@ class ServerTests(OnServer):
             while len(scored) == before and time.monotonic() < until:
                 time.sleep(0.01)
 
-        controller = Controller(self.engine_at(server, slots=8), Prompts(prompts), ScoreAtOnce(score), schedule)
+        engine = self.engine_at(server, slots=8, eos=[END])
+        controller = Controller(engine, Prompts(prompts), ScoreAtOnce(score), schedule)
         for batch in controller:
             trained += [rollout.id for rollout in batch]
             assert all(len(r.tokens) == len(r.logprobs) == len(r.versions) <= 48 for r in batch)
