@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import groupby, pairwise
+from operator import attrgetter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -51,7 +52,9 @@ def assert_adds_up(log: list[Event]) -> None:
         assert s.outcome in OUTCOMES and s.start <= s.end and s.made >= 0
         by_slot[s.slot].append(s)
     for stays in by_slot.values():
-        assert all(before.end <= after.start for before, after in pairwise(sorted(stays, key=lambda s: s[1:3])))
+        assert all(
+            before.end <= after.start for before, after in pairwise(sorted(stays, key=attrgetter("start", "end")))
+        )
     assert len(found) == sum(isinstance(event, Started) for event in log)
 
 

@@ -25,9 +25,9 @@ from sortedrl.observe.wall_clock import Moment, WallClock
 
 HARVEST = "harvest"
 BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back", "environment")
-_COUNTS = (
-    *("loaded", "trained", "rejected", "failures", "regenerated", "truncated", "preemptions", "streamed"),  # rollouts
-    *("generated", "trained_tokens", "dropped", "prefill", "re_prefill"),  # tokens
+_COUNTS = (  # metrics of these names: of rollouts, then of tokens
+    *("loaded", "trained", "rejected", "failures", "regenerated", "truncated", "preemptions"),
+    *("generated_tokens", "trained_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
 )
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
@@ -62,6 +62,7 @@ class Metrics:
         self._updates: list[UpdateLengths] = []
         self._reward_sum = self._streamed_seconds = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
+        self._trained_streamed = 0
         self._longest_wait = 0
         self._expected_lengths, self._real_lengths = array("d"), array("d")
         self._attempts = Attempts() if estimates_uncut_length else None
@@ -210,11 +211,11 @@ class Metrics:
         rollout = event.rollout
         self._live.add(rollout)
         prefilled_before = event.prefix or event.attempt or rollout in self._first_expected
-        self._count["re_prefill" if prefilled_before else "prefill"] += event.prompt_tokens + event.prefix
+        self._count["re_prefill_tokens" if prefilled_before else "prefill_tokens"] += event.prompt_tokens + event.prefix
         if self._turns.in_use:
             new = self._turns.submit(rollout, event.at)
-            self._count["prefill"] += new
-            self._count["re_prefill"] -= new
+            self._count["prefill_tokens"] += new
+            self._count["re_prefill_tokens"] -= new
         if not prefilled_before:
             self._first_expected[rollout] = event.expected
 
@@ -228,7 +229,7 @@ class Metrics:
         self._in_slot.discard(event.rollout)
         self._memory_is_short |= event.recompute > 0  # 0: it had not started
         self._count["preemptions"] += 1
-        self._count["re_prefill"] += event.recompute
+        self._count["re_prefill_tokens"] += event.recompute
 
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
         if self._leave_engine(event.rollout, event.made):
@@ -263,7 +264,7 @@ class Metrics:
 
     def _on_rejected(self, event: events.Rejected) -> None:
         self._count["rejected"] += 1
-        self._count["dropped"] += event.dropped
+        self._count["dropped_tokens"] += event.dropped
         self._reasons.add(event.reason)
         self._wall_clock.forget(event.rollout)
         self._turns.drop(event.rollout, event.at)
@@ -273,7 +274,7 @@ class Metrics:
 
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
-            self._count["dropped"] += dropped
+            self._count["dropped_tokens"] += dropped
             self._turns.drop(rollout, self._time)
             if self._attempts is not None:
                 self._attempts.dropped(rollout, self._group_of(rollout), dropped)
@@ -286,7 +287,7 @@ class Metrics:
         self._in_slot.discard(rollout)
         if self._memory_is_short:
             self._note_room()
-        self._count["generated"] += made
+        self._count["generated_tokens"] += made
         return True
 
     def _note_room(self) -> None:
@@ -302,7 +303,7 @@ class Metrics:
         self._next_update = event.update + 1
         self._live.difference_update(event.rollouts)
         self._in_slot.difference_update(event.rollouts)
-        self._count["streamed"] += len(self._streamed.intersection(event.rollouts))
+        self._trained_streamed += len(self._streamed.intersection(event.rollouts))
         self._streamed.clear()
         self._wall_clock.update(self._now())
         self._updates.append(UpdateLengths.of(self._units(event)))
@@ -355,7 +356,7 @@ class Metrics:
             bubble_now=_ratio(empty - empty_before, capacity - capacity_before),
             idle=sum(self._idle_parts().values()),
             goodput=_ratio(count["trained_tokens"], self._harvest_seconds),
-            waste=_ratio(count["dropped"], count["generated"]),
+            waste=_ratio(count["dropped_tokens"], count["generated_tokens"]),
             rejected=count["rejected"],
             rejected_most=self._reasons.most_frequent() if count["rejected"] else "",
             staleness_mean=_ratio(sum(age * n for age, n in self._staleness.items()), count["trained_tokens"]),
@@ -372,13 +373,14 @@ class Metrics:
         now = self.snapshot()
         wall = now.wall_seconds
         capacity = self._harvest_capacity()
-        cached = count["generated"] - count["dropped"] - count["trained_tokens"]
+        cached = count["generated_tokens"] - count["dropped_tokens"] - count["trained_tokens"]
         updates = len(self._updates)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
         uncut = self._uncut_mean_length() if uncut_mean_length is None else uncut_mean_length
         return RunMetrics(
             mode=self.mode,
             slots=self.slots,
+            **count,
             seconds=self._harvest_seconds,
             wall_seconds=wall,
             bubble=now.bubble,
@@ -390,20 +392,8 @@ class Metrics:
             goodput=now.goodput,
             kept=_ratio(count["trained_tokens"] + cached, self._harvest_seconds),
             waste=now.waste,
-            generated_tokens=count["generated"],
-            trained_tokens=count["trained_tokens"],
-            dropped_tokens=count["dropped"],
             cached_tokens=cached,
-            prefill_tokens=count["prefill"],
-            re_prefill_tokens=count["re_prefill"],
-            preemptions=count["preemptions"],
-            loaded=count["loaded"],
-            trained=count["trained"],
-            rejected=now.rejected,
             rejected_reasons=self._reasons.counts(),
-            failures=count["failures"],
-            regenerated=count["regenerated"],
-            truncated=count["truncated"],
             updates=updates,
             harvests=len(self._harvest_marks),
             rollouts_per_update_mean=_ratio(count["trained"], updates),
@@ -421,7 +411,7 @@ class Metrics:
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
             mean_reward=_ratio(self._reward_sum, count["trained"]),
-            streamed_fraction=_ratio(count["streamed"], count["trained"]),
+            streamed_fraction=_ratio(self._trained_streamed, count["trained"]),
             streamed_seconds=self._streamed_seconds,
             turns_mean=_ratio(self._turns.trained_turns, count["trained"]),
             environment_seconds=self._turns.seconds_at(self._time),

@@ -26,10 +26,11 @@ for every outcome (a kept slice has one once its rollout was trained on), or Non
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sortedrl.core import events
@@ -42,19 +43,21 @@ LOOKAHEAD, KEPT, STEPPED, TRAINED = "lookahead", "kept", "stepped", "trained"
 OUTCOMES = (TRAINED, STEPPED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
 
 
-class Slice(NamedTuple):
+@dataclass(slots=True)
+class Slice:
     """Times in seconds on the engine's clock. `version` and `harvest` are those at its start."""
 
     slot: int
     start: float
-    end: float
     rollout: int
     attempt: int
-    outcome: str
-    made: int  # tokens
     version: int
     harvest: int
-    update: int | None
+    is_ahead: bool  # of the current cohort
+    end: float = math.inf  # while it is in the slot
+    outcome: str = RUNNING
+    made: int = 0  # tokens
+    update: int | None = None
 
 
 def slot_counts(log: Iterable[Event]) -> tuple[int, ...]:
@@ -114,37 +117,13 @@ def slices(log: Iterable[Event]) -> list[Slice]:
     return _Timeline().fold(without_rolled_back(log))
 
 
-@dataclass(slots=True)
-class _Stay:
-    """A slice under construction."""
-
-    slot: int
-    start: float
-    rollout: int
-    attempt: int
-    version: int
-    harvest: int
-    is_ahead: bool
-    end: float | None = None  # None: still in the slot
-    outcome: str = RUNNING
-    made: int = 0
-    update: int | None = None
-
-    def slice(self, ended: float) -> Slice:
-        end = ended if self.end is None else self.end
-        return Slice(
-            self.slot, self.start, end, self.rollout, self.attempt, self.outcome, self.made, self.version, self.harvest,
-            self.update,
-        )  # fmt: skip
-
-
 class _Timeline:
     def __init__(self) -> None:
-        self._stays: list[_Stay] = []
-        self._holder: list[_Stay | None] = []  # by slot: the latest one
-        self._in_slot: dict[int, _Stay] = {}  # by rollout, like all below
-        self._untrained: dict[int, list[_Stay]] = {}  # slices whose tokens are neither trained nor dropped yet
-        self._since_submit: dict[int, list[_Stay]] = {}
+        self._slices: list[Slice] = []
+        self._holder: list[Slice | None] = []  # by slot: the latest one
+        self._in_slot: dict[int, Slice] = {}  # by rollout, like all below
+        self._untrained: dict[int, list[Slice]] = {}  # slices whose tokens are neither trained nor dropped yet
+        self._since_submit: dict[int, list[Slice]] = {}
         self._submitted: dict[int, events.Submitted] = {}  # the last time
         self._in_environment: set[int] = set()
         self._cohort: dict[int, int] = {}  # in modes with a cohort gate
@@ -168,7 +147,7 @@ class _Timeline:
             events.Finished: self._on_finished,
             events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
-            events.Regenerated: self._on_regenerated,
+            events.Regenerated: lambda event: self._drop(event.rollout),
             events.Rejected: self._on_rejected,
             events.Updated: self._on_updated,
         }
@@ -176,9 +155,9 @@ class _Timeline:
             handler = handlers.get(type(event))
             if handler is not None:
                 handler(event)
-        ended = log[-1].at if log else 0.0
-        found = [stay.slice(ended) for stay in self._stays]
-        return sorted(found, key=itemgetter(1, 0, 2))  # start, slot and end
+        for stay in self._in_slot.values():
+            stay.end = log[-1].at
+        return sorted(self._slices, key=attrgetter("start", "slot", "end"))
 
     # The run
 
@@ -221,11 +200,11 @@ class _Timeline:
         if submitted is None or rollout in self._in_slot or not 0 <= slot < len(self._holder):
             return
         before = self._holder[slot]
-        if before is not None and before.end is None:
+        if before is not None and before.end == math.inf:
             self._leave_slot(before.rollout, event.at, KEPT)
         is_ahead = cohort is not None and cohort > min(self._open)
-        stay = _Stay(slot, event.at, rollout, submitted.attempt, self._version, self._harvest, is_ahead)
-        self._stays.append(stay)
+        stay = Slice(slot, event.at, rollout, submitted.attempt, self._version, self._harvest, is_ahead)
+        self._slices.append(stay)
         self._holder[slot] = self._in_slot[rollout] = stay
         self._since_submit[rollout].append(stay)
         self._untrained.setdefault(rollout, []).append(stay)
@@ -245,8 +224,7 @@ class _Timeline:
             self._leave_engine(event, KEPT)
             return
         self._in_environment.discard(event.rollout)
-        last = self._untrained.get(event.rollout, [])[-1:]
-        for stay in last:
+        for stay in self._untrained.get(event.rollout, [])[-1:]:
             stay.outcome = KEPT if stay.outcome == STEPPED else stay.outcome  # no other turn follows
 
     def _on_aborted(self, event: events.Aborted) -> None:
@@ -278,9 +256,6 @@ class _Timeline:
             stays[-1].made += since_submit - sum([stay.made for stay in stays])
 
     # Outcomes of the tokens
-
-    def _on_regenerated(self, event: events.Regenerated) -> None:
-        self._drop(event.rollout)
 
     def _on_rejected(self, event: events.Rejected) -> None:
         self._drop(event.rollout)
