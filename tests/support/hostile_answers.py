@@ -199,13 +199,10 @@ BOMBS = {
     "factorial": "99999999!",
     "factorials of factorials": "((9!)!)!",
     "factorial of a power": "(9^9)!",
-    "power of a factorial": "(999!)^{5000}",
     "binomial": r"\binom{99999999}{50000000}",
     "nested binomials": r"\binom{\binom{99}{40}}{9}",
     "exponent": "2^{99999999999}",
     "negative exponent": "2^{-99999999999}",
-    "power of a power": "(2^{4999})^{4999}",
-    "power of a floor": r"\lfloor 9^{4999}\rfloor^{4999}",
     "power of a fraction": r"\left(\frac{9}{7}\right)^{99999999}",
     "digits": "9" * 1900,
     "decimals": "0." + "0" * 400 + "1",
@@ -225,4 +222,9 @@ BOMBS = {
     "sum of factorials": r"\sum_{k=1}^{99999999} k!",
     "integral": r"\int_0^{99999} e^{-x^{x}} dx",
     "large matrix": r"\begin{pmatrix}" + r"\\".join("&".join("9" * 10) for _ in range(20)) + r"\end{pmatrix}",
+}
+LATE_BOMBS = {  # no rule finds them: the worker process answers, or is killed
+    "power of a factorial": "(999!)^{5000}",
+    "power of a power": "(2^{4999})^{4999}",
+    "power of a floor": r"\lfloor 9^{4999}\rfloor^{4999}",
 }

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from hostile_answers import BOMBS, HOSTILE
+from hostile_answers import BOMBS, HOSTILE, LATE_BOMBS
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.tasks.math import Math, last_boxed, normalized, reference_answer
 from sortedrl.tasks.math_limits import is_affordable
@@ -157,6 +157,12 @@ def test_bombs_are_wrong_without_the_parser(task: Math, bomb: str, reference: st
         before = time.thread_time()
         assert not judged(task, reference, BOMBS[bomb]).correct
         assert time.thread_time() - before < 0.1  # 5 ms
+
+
+@pytest.mark.parametrize("bomb", LATE_BOMBS)
+def test_bombs_that_reach_the_parser_are_wrong_in_time(bomb: str, tmp_path: Path) -> None:
+    task = Math(held_out_data=write(tmp_path, ROWS["plain"]), limit_seconds=2.0)
+    assert not judged(task, r"\sqrt{2}x", LATE_BOMBS[bomb]).correct
 
 
 def test_a_complex_reference_allows_answers_as_complex_as_itself() -> None:
