@@ -19,13 +19,13 @@ from sortedrl.core.import_path import import_object
 from sortedrl.core.wording import kind_of
 from sortedrl.tasks.datasets import Columns, Distinct, Source, read_problems, split_off
 from sortedrl.tasks.environment import AnyTask, require_environment
-from sortedrl.tasks.task import Problem, Reward, checked_reward
+from sortedrl.tasks.task import Problem, Reward, SplitTask, checked_reward
 
 T = TypeVar("T")
 TASK_MEMBERS = ("train", "held_out")  # and score, or environment
 
 
-class CustomReward:
+class CustomReward(SplitTask):
     """Prompts from a file or the hub, scored by your function.
 
     The function receives the problem with its `question` and, as `answer`, the value of `answer_column`; if that is not
@@ -45,7 +45,7 @@ class CustomReward:
         seed: int = 0,
     ) -> None:
         self.name = reward
-        self._reward = _two_argument_function(import_object(reward), reward)
+        _ = self._reward  # an invalid one is refused now
         self._data = Source(os.fspath(data))
         self._held_out_data = Source(os.fspath(held_out_data)) if held_out_data else None
         self._columns = Columns((question_column,), (answer_column or "answer",), answer_is_optional=not answer_column)
@@ -53,22 +53,13 @@ class CustomReward:
         self._held_out_fraction = held_out_fraction
         self._seed = seed
 
-    def train(self) -> Sequence[Problem]:
-        return self._problems[0]
-
-    def held_out(self) -> Sequence[Problem]:
-        return self._problems[1]
+    @cached_property
+    def _reward(self) -> Callable[[Problem, str], Any]:
+        """A worker process imports it by its path, so it may be a lambda."""
+        return _two_argument_function(import_object(self.name), self.name)
 
     def score(self, problem: Problem, response: str) -> Reward:
         return checked_reward(self._reward(problem, response), f"the result of {self.name}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A worker process imports the reward by path, so it may be a lambda, and prompts are not sent."""
-        return {key: value for key, value in vars(self).items() if key not in ("_reward", "_problems")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reward = import_object(self.name)
 
     @cached_property
     def _problems(self) -> tuple[Distinct, Distinct]:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from sortedrl.tasks.datasets import Source, read_rows
 from sortedrl.tasks.knights_answers import reward_function
-from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.task import Problem, Reward, SplitTask
 
 # --- claims ----------------------------------------------------------------------------------------------
 
@@ -202,36 +202,30 @@ def warm_start_puzzle(characters: int, rng: random.Random) -> Puzzle:
             return puzzle
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    train: list[Puzzle]
-    held_out: list[Puzzle]
-
-
-def _distinct_puzzles(characters: int, train: int, held_out: int, rng: random.Random) -> _Split:
+def _distinct_puzzles(characters: int, train: int, held_out: int, rng: random.Random) -> tuple[list[Puzzle], ...]:
     """This many distinct puzzles per set; the sets share no fingerprint."""
     held_out_from = 1 - (1 - WARM_START_SHARE) * held_out / (train + held_out)
-    split = _Split([], [])
+    found: tuple[list[Puzzle], list[Puzzle]] = ([], [])
     seen: set[Puzzle] = set()
     fruitless = 0
-    while len(split.train) < train or len(split.held_out) < held_out:
+    while len(found[0]) < train or len(found[1]) < held_out:
         puzzle = random_puzzle(characters, rng)
         place = fingerprint(puzzle)
-        side, wanted = (split.held_out, held_out) if place >= held_out_from else (split.train, train)
+        side, wanted = (found[1], held_out) if place >= held_out_from else (found[0], train)
         if puzzle in seen or place < WARM_START_SHARE or len(side) == wanted:
             fruitless += 1
             if fruitless == _DRAWS_WITHOUT_A_NEW_PUZZLE:
                 raise ValueError(
                     f"{train + held_out} puzzles with {characters} characters were requested, but"
-                    f" {fruitless} draws in a row gave no new one, with {len(split.train)} of {train} found"
-                    f" for training and {len(split.held_out)} of {held_out} held out. Lower `count` or use"
+                    f" {fruitless} draws in a row gave no new one, with {len(found[0])} of {train} found"
+                    f" for training and {len(found[1])} of {held_out} held out. Lower `count` or use"
                     f" more characters."
                 )
             continue
         fruitless = 0
         seen.add(puzzle)
         side.append(puzzle)
-    return split
+    return found
 
 
 # --- wording ---------------------------------------------------------------------------------------------
@@ -328,7 +322,7 @@ SMALL_CHARACTERS = (2, 3, 3, 4)
 MIXED_CHARACTERS = (2, 3, 3, 4, 4, 4)
 
 
-class KnightsAndKnaves:
+class KnightsAndKnaves(SplitTask):
     """`count` puzzles, distributed evenly over the entries of `characters`; a fraction of each size is held out.
 
     A size that is listed twice gets twice as many. With `data`, a folder of Logic-RL's
@@ -346,10 +340,7 @@ class KnightsAndKnaves:
         data: Path | str | None = None,
         wording: Wording = Wording.STORY,
     ) -> None:
-        check_sizes(characters, count, held_out_fraction, wording)
-        self._characters = tuple(characters)
-        self._count = count
-        self._held_out_fraction = held_out_fraction
+        self._counts = counts_by_size(characters, count, held_out_fraction, wording)
         self._seed = seed
         self._data = None if data is None else Path(data)
         self._wording = Wording(wording)
@@ -364,12 +355,6 @@ class KnightsAndKnaves:
         """A mixture of sizes in compact wording, half of them with 4 characters; 2100 of 4200 are held out."""
         return cls(MIXED_CHARACTERS, count, held_out_fraction, seed, wording=Wording.COMPACT)
 
-    def train(self) -> Sequence[Problem]:
-        return self._problems[0]
-
-    def held_out(self) -> Sequence[Problem]:
-        return self._problems[1]
-
     def score(self, problem: Problem, response: str) -> Reward:
         return reward_function(response, problem.answer)
 
@@ -378,16 +363,15 @@ class KnightsAndKnaves:
         rng = random.Random(self._seed)
         train: list[Problem] = []
         held_out: list[Problem] = []
-        for size in sorted(set(self._characters)):
-            wanted = self._count * self._characters.count(size) // len(self._characters)
-            held_out_wanted = round(wanted * self._held_out_fraction)
+        for size, to_train_on, to_hold_out in self._counts:
             if self._data is None:
-                split = _distinct_puzzles(size, wanted - held_out_wanted, held_out_wanted, rng)
-                train += [self._problem(puzzle, rng) for puzzle in split.train]
-                held_out += [self._problem(puzzle, rng) for puzzle in split.held_out]
+                for puzzles, part in zip(
+                    _distinct_puzzles(size, to_train_on, to_hold_out, rng), (train, held_out), strict=True
+                ):
+                    part += [self._problem(puzzle, rng) for puzzle in puzzles]
             else:
-                train += _read_problems(self._data / f"{size}ppl-train.parquet", wanted - held_out_wanted)
-                held_out += _read_problems(self._data / f"{size}ppl-test.parquet", held_out_wanted)
+                train += _read_problems(self._data / f"{size}ppl-train.parquet", to_train_on)
+                held_out += _read_problems(self._data / f"{size}ppl-test.parquet", to_hold_out)
         # Shuffled, so that the first part of either list has every size in it.
         rng.shuffle(train)
         rng.shuffle(held_out)
@@ -404,7 +388,10 @@ class KnightsAndKnaves:
         return Problem(f"{puzzle.characters}ppl-{_digest(_content(puzzle))}", question, answer, system)
 
 
-def check_sizes(characters: Sequence[int], count: int, held_out_fraction: float, wording: Wording) -> None:
+def counts_by_size(
+    characters: Sequence[int], count: int, held_out_fraction: float, wording: Wording
+) -> list[tuple[int, int, int]]:
+    """Each size, with how many puzzles of it are for training and how many are held out. Raises ValueError."""
     most = len(COMPACT_NAMES) if wording is Wording.COMPACT else MOST_CHARACTERS
     if not characters or min(characters) < 2 or max(characters) > most:
         raise ValueError(
@@ -420,6 +407,9 @@ def check_sizes(characters: Sequence[int], count: int, held_out_fraction: float,
             f" some and to hold out a fraction of {held_out_fraction}. Use a count of at least"
             f" {len(characters) * ceil(1 / min(held_out_fraction, 1 - held_out_fraction))}."
         )
+    wanted = {size: count * list(characters).count(size) // len(characters) for size in sorted(set(characters))}
+    held_out = {size: round(puzzles * held_out_fraction) for size, puzzles in wanted.items()}
+    return [(size, wanted[size] - held_out[size], held_out[size]) for size in wanted]
 
 
 def _read_problems(path: Path, count: int) -> list[Problem]:

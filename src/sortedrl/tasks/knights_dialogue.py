@@ -31,14 +31,14 @@ from sortedrl.tasks.knights_and_knaves import (
     Joined,
     Puzzle,
     Wording,
-    check_sizes,
     claim_text,
+    counts_by_size,
     fingerprint,
     random_claim,
     solutions,
 )
 from sortedrl.tasks.knights_answers import reward_function
-from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.task import Problem, Reward, SplitTask
 
 DIALOGUE_CHARACTERS = (3, 3, 4)
 MOST_SILENT = 2
@@ -140,7 +140,7 @@ def _text(claim: Claim) -> str:
 # --- task ------------------------------------------------------------------------------------------------
 
 
-class KnightsDialogue:
+class KnightsDialogue(SplitTask):
     """`count` puzzles, distributed evenly over the entries of `characters`; a fraction of each size is held out.
 
     With `muted`, a silent character stays silent when it is asked: a control experiment, in which no policy can score
@@ -156,23 +156,15 @@ class KnightsDialogue:
         seed: int = 0,
         muted: bool = False,
     ) -> None:
-        check_sizes(characters, count, held_out_fraction, Wording.COMPACT)
+        self._counts = counts_by_size(characters, count, held_out_fraction, Wording.COMPACT)
         if min(characters) <= MOST_SILENT:
             raise ValueError(
                 f"characters = {tuple(characters)}: up to {MOST_SILENT} are silent, and one must speak. Use"
                 f" {MOST_SILENT + 1} to {len(COMPACT_NAMES)}."
             )
-        self._characters = tuple(characters)
-        self._count = count
         self._held_out_fraction = held_out_fraction
         self._seed = seed
         self._muted = muted
-
-    def train(self) -> Sequence[Problem]:
-        return self._problems[0]
-
-    def held_out(self) -> Sequence[Problem]:
-        return self._problems[1]
 
     def environment(self) -> Islanders:
         return Islanders(self._muted)
@@ -183,11 +175,9 @@ class KnightsDialogue:
         train: list[Problem] = []
         held_out: list[Problem] = []
         held_out_from = 1 - (1 - WARM_START_SHARE) * self._held_out_fraction
-        for size in sorted(set(self._characters)):
-            wanted = self._count * self._characters.count(size) // len(self._characters)
-            held_out_wanted = round(wanted * self._held_out_fraction)
-            train += _distinct(size, wanted - held_out_wanted, rng, WARM_START_SHARE, held_out_from)
-            held_out += _distinct(size, held_out_wanted, rng, held_out_from, 1.0)
+        for size, to_train_on, to_hold_out in self._counts:
+            train += _distinct(size, to_train_on, rng, WARM_START_SHARE, held_out_from)
+            held_out += _distinct(size, to_hold_out, rng, held_out_from, 1.0)
         rng.shuffle(train)
         rng.shuffle(held_out)
         return train, held_out

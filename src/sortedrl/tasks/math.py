@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.datasets import Columns, Distinct, Source, read_problems, split_off
 from sortedrl.tasks.math_limits import is_affordable, is_short
-from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.task import Problem, Reward, SplitTask
 from sortedrl.tasks.units import quantity
 from sortedrl.tasks.workers import WorkerPool
 
@@ -73,7 +73,7 @@ PRESETS = {
 }
 
 
-class Math:
+class Math(SplitTask):
     """Mathematical problems from files or the hub, by the columns of a preset or your own column names.
 
     `data` is for training, `held_out_data` for evaluation. By default both come from the preset on the hub; with only
@@ -117,26 +117,12 @@ class Math:
         self._held_out_fraction = held_out_fraction
         self._seed = seed
         self._limit_seconds = limit_seconds
-        self._verify = self._verifying_workers()
 
-    def _verifying_workers(self) -> WorkerPool:
+    @cached_property
+    def _verify(self) -> WorkerPool:
         """No process starts before the first call."""
         workers = max((os.cpu_count() or 1) // 2, 1)
         return WorkerPool(load_math_verify, workers=workers, limit_seconds=self._limit_seconds)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """With tools of your own, a worker process scores: it has no use for the problems, and starts its own pool."""
-        return {key: value for key, value in vars(self).items() if key not in ("_verify", "_problems")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._verify = self._verifying_workers()
-
-    def train(self) -> Sequence[Problem]:
-        return self._problems[0]
-
-    def held_out(self) -> Sequence[Problem]:
-        return self._problems[1]
 
     def score(self, problem: Problem, response: str) -> Reward:
         answer = last_boxed(response)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.datasets import Distinct
-from sortedrl.tasks.task import Problem, Reward
+from sortedrl.tasks.task import Problem, Reward, SplitTask
 from sortedrl.tasks.workers import WorkerPool
 
 INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
@@ -24,7 +24,7 @@ INSTRUCTION = "Think step by step, then give only the final answer between <answ
 HELD_OUT_SEED_OFFSET = 10_000_000
 
 
-class ReasoningGym:
+class ReasoningGym(SplitTask):
     """`count` training puzzles, `held_out_count` from other seeds; further options go to the generator.
 
     `limit_seconds` is the time limit of a score.
@@ -46,21 +46,12 @@ class ReasoningGym:
         self._held_out_options = options | {"seed": seed + HELD_OUT_SEED_OFFSET, "size": held_out_count}
         self._limit_seconds = limit_seconds
         _create(dataset, self._train_options)  # an unknown name or option is an error now
-        self._library_score = self._scoring_workers()
 
-    def _scoring_workers(self) -> WorkerPool:
+    @cached_property
+    def _library_score(self) -> WorkerPool:
         """No process starts before the first call."""
         load = partial(load_scorer, self._dataset, self._train_options)
         return WorkerPool(load, workers=max((os.cpu_count() or 1) // 2, 1), limit_seconds=self._limit_seconds)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """With tools of your own, a worker process scores: it has no use for the problems, and starts its own pool."""
-        left_out = ("_library_score", "_train_problems", "_held_out_problems")
-        return {key: value for key, value in vars(self).items() if key not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._library_score = self._scoring_workers()
 
     def train(self) -> Sequence[Problem]:
         return self._train_problems
@@ -85,15 +76,15 @@ class ReasoningGym:
 
     @cached_property
     def _held_out_problems(self) -> Distinct:
-        return Distinct(self._problems(_create(self._dataset, self._held_out_options), "held-out"))
+        return Distinct(self._generated(_create(self._dataset, self._held_out_options), "held-out"))
 
     @cached_property
     def _train_problems(self) -> Distinct:
         """Small generators repeat themselves, so held-out puzzles are removed from training."""
-        train = self._problems(_create(self._dataset, self._train_options), "train")
+        train = self._generated(_create(self._dataset, self._train_options), "train")
         return Distinct(train, self._held_out_problems)
 
-    def _problems(self, dataset: Any, part: str) -> Iterator[Problem]:
+    def _generated(self, dataset: Any, part: str) -> Iterator[Problem]:
         for index in range(len(dataset)):
             entry = dataset[index]
             yield Problem(f"{self.name}/{part}/{index}", entry["question"], entry, INSTRUCTION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from sortedrl.core.scoring import as_reward, shown
@@ -39,6 +40,29 @@ class Task(Protocol):
 
     def score(self, problem: Problem, response: str) -> Reward:
         """Score the text of a response, without special tokens."""
+
+
+class SplitTask:
+    """What built-in tasks share: both parts of the problems are made or read once, when they are first needed.
+
+    A worker process gets a copy without its cached properties. It makes again what it needs, which is never the
+    problems.
+    """
+
+    @cached_property
+    def _problems(self) -> tuple[Sequence[Problem], Sequence[Problem]]:
+        """To train on, and held out."""
+        raise NotImplementedError
+
+    def train(self) -> Sequence[Problem]:
+        return self._problems[0]
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._problems[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        members = {name: member for kind in type(self).__mro__ for name, member in vars(kind).items()}
+        return {key: value for key, value in vars(self).items() if not isinstance(members.get(key), cached_property)}
 
 
 def checked_problems(result: Any, name: str) -> tuple[Problem, ...]:

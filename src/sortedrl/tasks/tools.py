@@ -22,13 +22,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sortedrl.core.import_path import import_object
 from sortedrl.core.scoring import one_line, reason_of
 from sortedrl.core.wording import kind_of
 from sortedrl.tasks.environment import Message, Response
-from sortedrl.tasks.task import Problem, Reward, Task
+from sortedrl.tasks.task import Problem, Reward, SplitTask, Task
 
 Tool = Callable[..., Any]
 BUILT_IN_TOOLS = {"calculator": "sortedrl.tasks.calculator:calculator"}
@@ -110,14 +111,19 @@ class ToolEnvironment:
             return f"error: {reason_of(error)}"
 
 
-class WithTools:
+class WithTools(SplitTask):
     """A task whose responses may call tools. A tool that waits should be `async def`; others run one at a time."""
 
     def __init__(self, task: Task, tools: Sequence[str]) -> None:
         self.name = task.name
         self._task = task
         self._tools = tuple(tools)
-        self._functions = [function_of(path) for path in tools]
+        _ = self._functions  # an invalid one is refused now
+
+    @cached_property
+    def _functions(self) -> list[Tool]:
+        """A worker process imports them by their paths."""
+        return [function_of(path) for path in self._tools]
 
     def train(self) -> Sequence[Problem]:
         return self._task.train()
@@ -127,14 +133,6 @@ class WithTools:
 
     def environment(self) -> ToolEnvironment:
         return ToolEnvironment(self._task, self._functions)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A worker process imports the functions by path."""
-        return {key: value for key, value in vars(self).items() if key != "_functions"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._functions = [function_of(path) for path in self._tools]
 
 
 def function_of(path: str) -> Tool:
