@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sortedrl.integrations.verifiers.endpoint import SESSION, Endpoint
 from sortedrl.integrations.verifiers.env_server import server_environment
 from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
-from sortedrl.tasks.turns import Turn
+from sortedrl.tasks.environment_calls import Turn
 
 PROMPT = [1, 2, 3]
 Tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)

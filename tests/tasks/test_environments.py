@@ -20,12 +20,12 @@ from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.scoring import Scored
 from sortedrl.tasks.calculator import calculator
+from sortedrl.tasks.environment_calls import turns_of
 from sortedrl.tasks.environment_host import Host, LocalHost
 from sortedrl.tasks.environment_workers import WorkerHosts, _Process
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment
-from sortedrl.tasks.turns import turns_of
 from sortedrl.tasks.worker_process import WorkerError
 
 TOKENIZER = chat_tokenizer()

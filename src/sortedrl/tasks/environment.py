@@ -24,12 +24,12 @@ An instance sees each turn of its rollout once. If it is lost (a killed worker p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from sortedrl.core.environment import Environments
 from sortedrl.core.import_path import fault_in_your_code
-from sortedrl.core.scoring import shown
-from sortedrl.tasks.served import ServedTask
+from sortedrl.core.scoring import Scorer, shown
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 
 Message = Mapping[str, Any]  # of a chat: role and content
@@ -79,6 +79,38 @@ class EnvironmentTask(Protocol):
 
     def environment(self) -> Environment:
         """A new instance, for one rollout."""
+
+
+class ServedEnvironments(Protocol):
+    """The processes of a run of a `ServedTask`."""
+
+    def wait_until_ready(self) -> None:
+        """Wait until an episode can start. Raises WorkerError (worker_process.py)."""
+
+    def source(self) -> tuple[Scorer, Environments]:
+        """For training, then for evaluation: they share nothing. The scorer gets rollouts that a limit ended."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class ServedTask(Protocol):
+    """A task whose environments another library plays (integrations/verifiers): it makes their prompts, observations
+    and rewards, in processes of its own."""
+
+    name: str
+
+    def train(self) -> Sequence[Problem]: ...
+
+    def held_out(self) -> Sequence[Problem]: ...
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> Sequence[int]:
+        """The tokens that an episode of this problem starts with."""
+
+    def serve(
+        self, tokenizer: Any, *, eos_token_ids: Collection[int], workers: int, limit_seconds: float
+    ) -> ServedEnvironments:
+        """Start to play, without waiting. `eos_token_ids` end a turn. `limit_seconds`: for one turn."""
 
 
 AnyTask = Task | EnvironmentTask | ServedTask

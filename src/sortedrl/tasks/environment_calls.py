@@ -1,4 +1,4 @@
-"""Calls to environments that are pending, and what the scheduler gets from them.
+"""What all environments of a run share: the turns of a rollout, the calls that are pending, and their results.
 
 A call is a turn of a rollout, whose result is an answer for the scheduler (core/environment.py), or the end of a
 rollout by a limit, whose result is a score (core/scoring.py).
@@ -6,13 +6,68 @@ rollout by a limit, whose result is a score (core/scoring.py).
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy, and the observation that followed: None if there is none yet, or if a limit ended the
+    rollout there. `is_cut`: the limit cut the turn itself."""
+
+    response: Sequence[int]
+    logprobs: Sequence[float]
+    observation: Sequence[int] | None = None
+    is_cut: bool = False
+
+
+def turns_of(rollout: Rollout, eos_token_ids: Collection[int] | None = None) -> list[Turn]:
+    """With EOS tokens, a last turn that ends with none of them counts as cut."""
+    turns: list[Turn] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for segment in rollout.segments:
+        if segment.is_environment:
+            turns.append(Turn(tokens, logprobs, list(segment.tokens)))
+            tokens, logprobs = [], []
+        else:
+            tokens = [*tokens, *segment.tokens]
+            logprobs = [*logprobs, *segment.logprobs]
+    if tokens:
+        turns.append(Turn(tokens, logprobs, None, eos_token_ids is not None and tokens[-1] not in eos_token_ids))
+    return turns
+
+
+class Inbox(Generic[T]):
+    """Results in the order in which they came, each collected once."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._items: list[T] = []
+
+    def add(self, items: Iterable[T]) -> None:
+        with self._changed:
+            self._items += items
+            self._changed.notify_all()
+
+    def collect(self) -> list[T]:
+        with self._changed:
+            items, self._items = self._items, []
+        return items
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Until there is something to collect."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items), timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

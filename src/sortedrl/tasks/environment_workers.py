@@ -32,6 +32,7 @@ from functools import partial
 
 from sortedrl.core.scoring import reason_of
 from sortedrl.tasks.environment import EnvironmentTask
+from sortedrl.tasks.environment_calls import Inbox
 from sortedrl.tasks.environment_host import Call, Result
 from sortedrl.tasks.environment_server import (
     GRACE_SECONDS,
@@ -42,7 +43,6 @@ from sortedrl.tasks.environment_server import (
     instances_of,
     problem_of,
 )
-from sortedrl.tasks.inbox import Inbox
 from sortedrl.tasks.worker_process import Answer, WorkerError, WorkerProcess, checked_limit, memory_per_worker, pickled
 
 CLOSE_SECONDS = 5.0

@@ -14,9 +14,8 @@ from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout, State
 from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
 from sortedrl.tasks.environment import Message, Response
-from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending
+from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending, Turn, turns_of
 from sortedrl.tasks.environment_host import Call, Host, Result
-from sortedrl.tasks.turns import Turn, turns_of
 
 
 @dataclass(slots=True)

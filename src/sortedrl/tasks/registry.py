@@ -15,8 +15,7 @@ from typing import Any
 from sortedrl.core.import_path import import_object
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.custom import custom_task, is_task, make
-from sortedrl.tasks.environment import AnyTask, EnvironmentTask
-from sortedrl.tasks.served import ServedTask
+from sortedrl.tasks.environment import AnyTask, EnvironmentTask, ServedTask
 from sortedrl.tasks.task import Task
 
 _VERIFIERS = "sortedrl.integrations.verifiers.task:VerifiersTask"

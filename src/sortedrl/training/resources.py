@@ -23,11 +23,10 @@ from sortedrl.models import model_named, unreadable_model
 from sortedrl.observe.console import Log
 from sortedrl.tasks.datasets import Distinct
 from sortedrl.tasks.encode import Encoded, encode, environment_prompt
-from sortedrl.tasks.environment import AnyTask, EnvironmentTask, reset_of
+from sortedrl.tasks.environment import AnyTask, EnvironmentTask, ServedTask, reset_of
 from sortedrl.tasks.environment import Prompt as EnvironmentPrompt
 from sortedrl.tasks.problem_digests import digests, why_changed
 from sortedrl.tasks.registry import is_built_in, task_by_name
-from sortedrl.tasks.served import ServedTask
 from sortedrl.tasks.task import Problem, checked_problems
 from sortedrl.tasks.worker_process import WorkerError
 from sortedrl.tasks.workers import WorkerPool

@@ -13,13 +13,12 @@ from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.seeds import derive_seed
-from sortedrl.tasks.environment import EnvironmentTask
+from sortedrl.tasks.environment import EnvironmentTask, ServedEnvironments, ServedTask
 from sortedrl.tasks.environment_host import Host, LocalHost
 from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.registry import is_built_in
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
-from sortedrl.tasks.served import ServedEnvironments, ServedTask
 from sortedrl.tasks.task import Task
 from sortedrl.tasks.tools import BUILT_IN_TOOLS
 from sortedrl.tasks.worker_process import WorkerError
@@ -150,11 +149,8 @@ POOL = 256  # recent rewards to draw from
 
 
 def shuffled(source: RewardSource, rewards: RewardPool) -> RewardSource:
-    environments = source.environments
-    return RewardSource(
-        ShuffledRewards(source.scorer, rewards),
-        None if environments is None else _ShuffledAnswers(environments, rewards),
-    )
+    parts: list[Any] = [part if part is None else _Shuffled(part, rewards) for part in source]
+    return RewardSource(*parts)
 
 
 class RewardPool:
@@ -170,64 +166,30 @@ class RewardPool:
         return self.recent[derive_seed(self._seed, rollout_id, attempt) % len(self.recent)]
 
 
-class ShuffledRewards:
-    def __init__(self, scorer: Scorer, rewards: RewardPool) -> None:
-        self._scorer = scorer
-        self._rewards = rewards
+class _Shuffled:
+    """A scorer or environments whose rewards are shuffled."""
 
-    @property
-    def pending(self) -> int:
-        return self._scorer.pending
-
-    def submit(self, rollout: Rollout) -> None:
-        self._scorer.submit(rollout)
-
-    def collect(self) -> list[Scored]:
-        return [self._shuffled(scored) for scored in self._scorer.collect()]
-
-    def wait(self, timeout_seconds: float) -> None:
-        self._scorer.wait(timeout_seconds)
-
-    def _shuffled(self, scored: Scored) -> Scored:
-        if scored.reward is None:
-            return scored
-        return scored._replace(reward=self._rewards.other(scored.rollout_id, scored.attempt, scored.reward))
-
-
-class _ShuffledAnswers:
-    """Environments whose final rewards are shuffled."""
-
-    def __init__(self, environments: Environments, rewards: RewardPool) -> None:
-        self._environments = environments
+    def __init__(self, inner: Any, rewards: RewardPool) -> None:
+        self._inner = inner
         self._rewards = rewards
         self._attempts: dict[int, int] = {}  # by rollout id: numbers of calls start again when a run is resumed
 
-    @property
-    def pending(self) -> int:
-        return self._environments.pending
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
-    def submit(self, rollout: Rollout, call: int) -> None:
+    def submit(self, rollout: Rollout, *call: int) -> None:
         self._attempts[rollout.id] = rollout.attempt
-        self._environments.submit(rollout, call)
+        self._inner.submit(rollout, *call)
 
-    def collect(self) -> list[Answer]:
-        return [self._shuffled(answer) for answer in self._environments.collect()]
-
-    def _shuffled(self, answer: Answer) -> Answer:
-        if answer.reward is None:
-            return answer
-        attempt = self._attempts.get(answer.rollout_id, 0)  # none if it was canceled: then the answer does not count
-        return answer._replace(reward=self._rewards.other(answer.rollout_id, attempt, answer.reward))
-
-    def wait(self, timeout_seconds: float) -> None:
-        self._environments.wait(timeout_seconds)
+    def collect(self) -> list[Any]:
+        return [self._shuffled(found) for found in self._inner.collect()]
 
     def cancel(self, rollout_id: int) -> None:
         self._attempts.pop(rollout_id, None)
-        self._environments.cancel(rollout_id)
+        self._inner.cancel(rollout_id)
 
-    def state(self, rollout_id: int) -> Any:
-        return self._environments.state(rollout_id)
-
-    def restore(self, rollout: Rollout, state: Any) -> bool:
-        return self._environments.restore(rollout, state)
+    def _shuffled(self, found: Scored | Answer) -> Scored | Answer:
+        if found.reward is None:
+            return found
+        attempt = self._attempts.get(found.rollout_id, 0)  # none if it was canceled: then the answer does not count
+        return found._replace(reward=self._rewards.other(found.rollout_id, attempt, found.reward))

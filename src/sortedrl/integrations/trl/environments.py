@@ -19,10 +19,9 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.integrations.trl.tools import Example, ParsedResponse, StatelessEpisode, ToolBox
 from sortedrl.tasks.chat_turns import TemplateRefused
 from sortedrl.tasks.environment import Environment, Message, Response
+from sortedrl.tasks.environment_calls import Inbox, Turn, turns_of
 from sortedrl.tasks.environment_host import Call, Host, Instances, LocalHost, Result
 from sortedrl.tasks.environments import TaskEnvironments
-from sortedrl.tasks.inbox import Inbox
-from sortedrl.tasks.turns import Turn, turns_of
 
 CLOSE_SECONDS = 5.0
 

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from sortedrl.integrations.verifiers.episode import Refused
-from sortedrl.tasks.turns import Turn
+from sortedrl.tasks.environment_calls import Turn
 
 SESSION = "X-Session-ID"
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024

@@ -14,9 +14,7 @@ from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
 from sortedrl.integrations.verifiers.episode import Ask, Report
 from sortedrl.integrations.verifiers.service import EPISODES, Service
-from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending
-from sortedrl.tasks.inbox import Inbox
-from sortedrl.tasks.turns import turns_of
+from sortedrl.tasks.environment_calls import EnvironmentCalls, Inbox, Pending, turns_of
 
 
 @dataclass(frozen=True, slots=True)

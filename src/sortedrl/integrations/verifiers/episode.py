@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sortedrl.core.scoring import reason_of
-from sortedrl.tasks.turns import Turn
+from sortedrl.tasks.environment_calls import Turn
 
 
 @dataclass(frozen=True, slots=True)

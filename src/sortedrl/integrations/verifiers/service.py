@@ -24,7 +24,7 @@ from sortedrl.core.scoring import one_line
 from sortedrl.integrations.verifiers.endpoint import Endpoint
 from sortedrl.integrations.verifiers.env_server import EXIT_SECONDS, START_SECONDS, EnvServerProcess
 from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
-from sortedrl.tasks.turns import Turn
+from sortedrl.tasks.environment_calls import Turn
 from sortedrl.tasks.worker_process import WorkerError
 
 T = TypeVar("T")

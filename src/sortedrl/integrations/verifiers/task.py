@@ -121,8 +121,8 @@ class VerifiersTask:
 
 
 class Served:
-    """The episodes of a run (tasks/served.py). Training and evaluation have processes of their own: an evaluation must
-    not wait for the episodes of training."""
+    """The `ServedEnvironments` of a run. Training and evaluation have processes of their own: an evaluation must not
+    wait for the episodes of training."""
 
     def __init__(self, services: Sequence[Service], eos_token_ids: Collection[int]) -> None:
         self._services = services
