@@ -72,38 +72,24 @@ def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> s
         "staleness": [charts.staleness(series)] if any(one.mean("staleness_max") for one in series) else [],
         "learning": charts.learning(series, unit),
     }
-    responses = [(one, tables.responses(one)) for one in series if any(run.responses for run in one.runs)]
     sentence, asides = text.conclusion(series, runs)
+    timelines = [charts.timeline(one.measured[0], one.label, unit) for one in series]
     content = {
-        "title": f"SortedRL: {', '.join(one.label for one in series)}",
-        "subtitle": text.subtitle(runs),
         "sentence": sentence,
         "asides": asides,
-        "notices": [(run.name, run.notices) for run in runs if run.notices],
+        "runs": runs,
         "series": series,
         "names": names,
+        "of_each_run": list(zip(names, runs, commands, strict=True)),
         "has_several_runs": any(len(one.runs) > 1 for one in series),
-        "headline": tables.headline(series),
-        "all_metrics": tables.all_metrics(runs),
-        "rejected": text.rejected(runs),
-        "rejections": tables.rejections(runs),
-        "glossary": text.GLOSSARY,
+        "text": text,
+        "tables": tables,
         "legend": charts.legend(runs),
         "outcomes": [one for one in charts.WORK.items() if any(one[0] in run.occupancy.parts for run in runs)],
-        "timelines": [charts.timeline(one.measured[0], one.label, unit) for one in series],
-        "lengths_lead": text.lengths_lead(series),
-        "responses": responses,
-        "differences": tables.differences(runs),
-        "changes": [(name, tables.changes(run)) for name, run in zip(names, runs, strict=True) if run.changes],
-        "reproduction": [
-            (name, command, [(key, tables.shown(value)) for key, value in run.settings.items()])
-            for name, run, command in zip(names, runs, commands, strict=True)
-        ],
+        "timelines": timelines,
         "charts": drawn,
     }
-    data = {
-        "timelines": content["timelines"],
-        "outcomes": {outcome[0]: [outcome, color] for outcome, color in charts.WORK.items()},
-    }
+    outcomes = {outcome[0]: [outcome, color] for outcome, color in charts.WORK.items()}
+    data = {"timelines": timelines, "outcomes": outcomes}
     every_chart = [chart for of_section in drawn.values() for chart in of_section]
     return render("report.html.j2", content, every_chart, version, data=data, scripts=["timeline.js"])

@@ -252,18 +252,29 @@ def curve(one: Series, curves: Iterable[Sequence[Dot]], *, marks: bool = False) 
     columns = [[dots[place] for dots in by_place] for place in shared]
     x = [rounded(fmean(dot.x for dot in column)) for column in columns]
     low, mean, high = ([rounded(pick(dot.y for dot in column)) for column in columns] for pick in (min, fmean, max))
-    line = {
-        "type": "scatter", "mode": "lines+markers" if marks or len(x) <= FEW_POINTS else "lines", "name": one.label,
-        "legendgroup": one.label, "x": x, "y": mean, "line": {"color": one.color, "width": 2},
-        "marker": {"size": 7 if marks else 5},
-    }  # fmt: skip
+    line = line_through(one.label, one.color, x, mean, size=7 if marks else 5)
+    line["mode"] = "lines+markers" if marks or len(x) <= FEW_POINTS else "lines"
     if len(by_place) == 1:
         return [line]
+    return [*band(line, "min", low, "max", high), line | {"name": f"{one.label}, mean of {len(by_place)}"}]
+
+
+def line_through(name: str, color: str, x: Sequence[float], y: Sequence[float], size: int = 5) -> Trace:
+    return {
+        "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name, "x": x, "y": y,
+        "line": {"color": color, "width": 2}, "marker": {"size": size},
+    }  # fmt: skip
+
+
+def band(line: Trace, low_name: str, low: Sequence[float], high_name: str, high: Sequence[float]) -> list[Trace]:
+    """The edges of a translucent band around a line."""
+    name, color = line["name"], line["line"]["color"]
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     edge = line | {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+    filled = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.2)"}
     return [
-        edge | {"name": f"{one.label}, min", "y": low},
-        edge | {"name": f"{one.label}, max", "y": high, "fill": "tonexty", "fillcolor": translucent(one.color)},
-        line | {"name": f"{one.label}, mean of {len(by_place)}"},
+        edge | {"name": f"{name}, {low_name}", "y": low},
+        edge | {"name": f"{name}, {high_name}", "y": high} | filled,
     ]
 
 
@@ -274,11 +285,6 @@ def _layout(x: str, y: str, **more: Any) -> dict[str, Any]:
 
 def _view(data: list[Trace], layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"": {"data": data, "layout": layout}}
-
-
-def translucent(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.2)"
 
 
 def rounded(value: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from sortedrl.observe.report.runs import Run
 
@@ -34,6 +35,16 @@ class Series:
     @property
     def has_updates(self) -> bool:
         return any(run.run_metrics.updates for run in self.runs)
+
+    @property
+    def pooled(self) -> int:
+        """Updates per point of its curves."""
+        return max((point.pooled for point in self.measured[0].points), default=1)
+
+    @property
+    def responses(self) -> list[dict[str, Any]]:
+        """All that were recorded."""
+        return [line for run in self.runs for line in run.responses]
 
     def mean(self, field: str) -> float:
         """The mean over the measured runs of a metric that every run has."""

@@ -143,7 +143,7 @@ def shown(value: Any) -> str:
 
 def responses(one: Series) -> list[dict[str, Any]]:
     """The best, worst, longest and most often resumed response on record, each once; of equal ones, the latest."""
-    lines = sorted((line for run in one.runs for line in run.responses), key=lambda line: -line["update"])
+    lines = sorted(one.responses, key=lambda line: -line["update"])
     kinds = {
         "Best": lambda line: line["reward"],
         "Worst": lambda line: -line["reward"],

@@ -1,4 +1,4 @@
-"""The text of the report: its conclusion, the glossary, and introductions that depend on the runs."""
+"""The sentences of the report that depend on the runs. The others are in page/report.html.j2."""
 
 from __future__ import annotations
 
@@ -14,26 +14,6 @@ from sortedrl.observe.report.series import Series
 from sortedrl.observe.report.tables import differing_keys, percent, shown
 
 WORKLOAD = ("task", "task_options", "data", "model")  # the settings of one workload, which schedules share
-GLOSSARY = (
-    ("slot", "one place in the engine's running batch (vLLM max_num_seqs, SGLang max_running_requests)"),
-    ("bubble", "empty slot-time / (slots x T), where T is the total time of all harvests, including prefill"),
-    ("drain", "part of the bubble: no rollouts are left to start in this cohort"),
-    ("held back", "part of the bubble: the schedule starts no more rollouts in this harvest"),
-    ("environment", "part of the bubble: rollouts are in their environments, and nothing else may start"),
-    ("refill", "part of the bubble: a freed slot waits for the controller"),
-    ("queued", "part of the bubble: requests are queued in the engine, waiting for prefill"),
-    ("KV-limited", "part of the bubble: requests wait for KV cache memory, as preemptions show"),
-    ("idle", "like bubble, but over wall-clock time: learner, weights, scores, evaluation and checkpoints count too"),
-    ("bottleneck", "what the run waited for most: generation, environments, the learner, scoring or weight updates"),
-    ("goodput", "tokens trained on / T"),
-    ("waste", "fraction of generated tokens that were discarded"),
-    ("staleness", "the learner's version at the update minus the version that sampled the token"),
-    ("segment", "consecutive tokens sampled by one weight version; an aborted and resumed response has several"),
-    ("sortedness", "how much sorting reduces the variance of log length within updates: 0 random, 1 sorted"),
-    ("length bias", "mean trained length relative to uncut responses, estimated from all attempts"),
-    ("trained, kept, dropped", "what happened to the tokens: trained on; aborted and kept for resume; discarded"),
-    ("stepped", "a turn ended, and the rollout went to its environment; it holds no slot there"),
-)  # fmt: skip
 
 
 def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> tuple[str, list[str]]:
@@ -135,18 +115,6 @@ def subtitle(runs: Sequence[Run]) -> str:
     return f"{what} · {of_slots} · {counted(trained, 'rollout')} trained on"
 
 
-def rejected(runs: Sequence[Run]) -> str:
-    rejected, loaded = (sum(getattr(run.run_metrics, name) for run in runs) for name in ("rejected", "loaded"))
-    why = "no update trained on them. Reasons that differ only in numbers count as one"
-    return f"{rejected:,} of {loaded:,} rollouts were rejected: {why}."
-
-
-def lengths_lead(series: Sequence[Series]) -> str:
+def sortedness(series: Sequence[Series]) -> str:
     means = [(one.label, one.mean_sortedness()) for one in series]
-    sortedness = ", ".join(f"{label} {'unknown' if mean is None else format(mean, 'z.2f')}" for label, mean in means)
-    pooled = max((point.pooled for one in series for point in one.measured[0].points), default=1)
-    note = f" Aggregated: each point pools {pooled} updates." if pooled > 1 else ""
-    return (
-        "The line is the median; the bands cover the middle 50 % and 90 % of an update's responses. A sawtooth is the "
-        f"micro-curriculum: short responses first in every cohort. Sortedness: {sortedness}.{note}"
-    )
+    return ", ".join(f"{label} {'unknown' if mean is None else format(mean, 'z.2f')}" for label, mean in means)

@@ -10,11 +10,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sortedrl.core.wording import counted
-from sortedrl.observe.report.charts import Chart, rounded, translucent
+from sortedrl.observe.report.charts import Chart, Trace, band, line_through, rounded
 from sortedrl.observe.report.self_contained import render
 from sortedrl.observe.report.series import MODE_COLORS, OTHER_COLORS
 from sortedrl.studies.compare import text
-from sortedrl.studies.compare.comparison import Comparison, Finished
+from sortedrl.studies.compare.comparison import Comparison
 from sortedrl.studies.compare.outcomes import OUTCOMES, Point
 from sortedrl.studies.compare.paired import CONFIDENCE, t_quantile
 
@@ -34,23 +34,12 @@ def page(comparison: Comparison, version: str) -> str:
     devices = sorted({run.device for run in comparison.finished})
     versions = sorted({f"torch {run.versions['torch']}" for run in comparison.finished if "torch" in run.versions})
     content = {
-        "title": f"SortedRL: {study.name}",
         "subtitle": ", ".join((f"study {study.name}", *sizes, *([*devices, *versions] or ["no finished run"]))),
-        "question": study.question,
-        "answer": text.answer(comparison.primary),
-        "caveats": list(text.caveats(comparison)),
-        "contrasts": [text.contrast_row(compared) for compared in comparison.contrasts],
-        "censoring": [text.censoring(compared) for compared in comparison.contrasts if compared.censoring],
+        "comparison": comparison,
+        "colors": colors,
         "charts": charts,
-        "outcomes": study.outcomes,
-        "meanings": [
-            (name, getattr(OUTCOMES.get(name), "meaning", "mean over the updates")) for name in study.outcomes
-        ],
-        "arms": [_arm(comparison, arm, colors[arm]) for arm in study.arms],
-        "exploratory": [text.contrast_row(compared) for compared in comparison.exploratory],
-        "runs": [_run(run, study.outcomes) for run in comparison.finished],
-        "failures": comparison.failures,
-        "study_text": study.text,
+        "meanings": {name: outcome.meaning for name, outcome in OUTCOMES.items()},
+        "text": text,
     }
     return render("compare.html.j2", content, charts, version, folder=FOLDER)
 
@@ -72,29 +61,25 @@ def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
     for name, (axis, title) in AXES.items():
         layout: dict[str, Any] = {"xaxis": {"title": {"text": title}, "rangemode": "tozero"}}
         layout |= {"yaxis": {"title": {"text": "held-out score"}}} | ({} if at is None else {"shapes": [line]})
-        bands = (band(arm, colors[arm], [run.curve for run in comparison.of_arm(arm)], axis) for arm in arms)
+        bands = (arm_curve(arm, colors[arm], [run.curve for run in comparison.of_arm(arm)], axis) for arm in arms)
         views[name] = {"data": list(chain.from_iterable(bands)), "layout": layout}
     return Chart("learning", "Held-out score", views, height=380)
 
 
-def band(arm: str, color: str, curves: Sequence[Sequence[Point]], axis: str) -> list[dict[str, Any]]:
+def arm_curve(arm: str, color: str, curves: Sequence[Sequence[Point]], axis: str) -> list[Trace]:
     """The mean over curves, as far as all of them go, with the t interval of the mean if there are several."""
     columns = list(zip(*curves, strict=False))
     if not columns:
         return []
     x = [rounded(fmean(getattr(point, axis) for point in column)) for column in columns]
     means = [fmean(point.score for point in column) for column in columns]
-    line: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": arm, "legendgroup": arm, "x": x}
-    line |= {"y": [rounded(mean) for mean in means], "line": {"color": color, "width": 2}, "marker": {"size": 5}}
+    line = line_through(arm, color, x, [rounded(mean) for mean in means])
     if len(curves) < 2:
         return [line]
     t = t_quantile((1 + CONFIDENCE) / 2, len(curves) - 1) / math.sqrt(len(curves))
     halves = [t * stdev(point.score for point in column) for column in columns]
-    edge: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "legendgroup": arm}
-    edge |= {"showlegend": False, "hoverinfo": "skip"}
     low, high = ([rounded(mean + side * half) for mean, half in zip(means, halves, strict=True)] for side in (-1, 1))
-    filled = {"fill": "tonexty", "fillcolor": translucent(color)}
-    return [edge | {"name": f"{arm}, low", "y": low}, edge | {"name": f"{arm}, high", "y": high} | filled, line]
+    return [*band(line, "low", low, "high", high), line]
 
 
 def difference_charts(comparison: Comparison) -> list[Chart]:
@@ -121,22 +106,3 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
         view = {"data": [marks], "layout": axes | {"hovermode": "closest", "showlegend": False}}
         charts.append(Chart(f"difference-{outcome}", outcome, {"": view}, height=110 + 34 * len(found)))
     return charts
-
-
-def _arm(comparison: Comparison, arm: str, color: str) -> dict[str, Any]:
-    found = [(name, comparison.summaries[arm].get(name)) for name in comparison.study.outcomes]
-    cells = [
-        (text.summary_text(name, one), text.number(name, one.standard_deviation if one else None))
-        for name, one in found
-    ]
-    settings = ", ".join(f"{key} = {value}" for key, value in comparison.study.arms[arm].items())
-    return {"name": arm, "color": color, "runs": len(comparison.of_arm(arm)), "cells": cells, "settings": settings}
-
-
-def _run(run: Finished, outcomes: Sequence[str]) -> list[str]:
-    censored = {name for name, reached in run.reached.items() if reached.censored}
-    return [
-        run.arm,
-        str(run.seed),
-        *(f"{'> ' * (name in censored)}{text.number(name, run.outcomes[name])}" for name in outcomes),
-    ]
