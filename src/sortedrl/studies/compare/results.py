@@ -22,7 +22,7 @@ from sortedrl.settings.base import plain_reason
 from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
 from sortedrl.studies.compare.runs import Run
 from sortedrl.studies.compare.study import Study, digest_of
-from sortedrl.studies.doctor import gpus, version_of
+from sortedrl.studies.measurements import gpus, version_of
 from sortedrl.training.settings import TrainSettings
 
 Line = dict[str, Any]
