@@ -41,8 +41,8 @@ class Endpoint:
         try:
             self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
         except OSError as error:
-            why = f"{error.strerror}"
-            raise ConfigurationError("prometheus_port", port, why, "Use another port, or 0 for a free one.") from None
+            fix = "Use another port, or 0 for a free one."
+            raise ConfigurationError("prometheus_port", port, f"{error.strerror}", fix) from None
         self._values = values
         self.url = f"http://{LOOPBACK}:{self._server.server_port}/metrics"
         Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
@@ -57,7 +57,7 @@ class Endpoint:
 
 def exposition(values: Mapping[str, float]) -> str:
     """Metrics in the text format. Numbers are printed with full precision."""
-    helps = {STEP: "updates done"} | {metric.name: f"{metric.unit}, see docs/metrics.md" for metric in METRICS}
+    helps = {STEP: "updates done"} | {name: f"{unit}, see docs/metrics.md" for name, unit in METRICS.items()}
     return "".join(
         f"# HELP sortedrl_{name} {text}\n# TYPE sortedrl_{name} gauge\nsortedrl_{name} {_number(values[name])}\n"
         for name, text in helps.items()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.install_hint import install_hint
@@ -22,56 +22,43 @@ STEP = "update"  # counts from 1; an evaluation before the first update is at 0
 PROJECT = "sortedrl"
 
 
-class Metric(NamedTuple):
-    name: str
-    field: str  # of a line of metrics.jsonl; a dot denotes a nested field
-    unit: str
-    healthy: str
-
-
-METRICS = (
-    Metric("reward", "reward", "reward", "rises, then levels off"),
-    Metric("correct", "correct", "fraction", "rises; 0.1 to 0.9 is most informative"),
-    Metric("held_out_score", "held_out.value", "fraction", "rises with correct"),
-    Metric("length", "length", "tokens", "well below the limit"),
-    Metric("truncated_fraction", "truncated_fraction", "fraction", "below 0.05"),
-    Metric("rejected", "rejected", "rollouts", "0"),
-    Metric("scoring_backlog", "scoring_backlog", "rollouts", "no trend"),
-    Metric("bubble", "bubble", "fraction", "below 0.1 in partial modes"),
-    Metric("idle", "idle", "fraction", "bubble and the learner's part, little else"),
-    Metric("goodput", "goodput", "tokens/s", "steady, near the limit of sortedrl simulate"),
-    Metric("waste", "waste", "fraction", "0 in partial and planned modes"),
-    Metric("run_staleness_mean", "run_staleness_mean", "versions", "below 1; 0 on-policy"),
-    Metric("staleness_mean", "staleness_mean", "versions", "around run_staleness_mean"),
-    Metric("staleness_max", "staleness_max", "versions", "at most max_staleness"),
-    Metric("stale_fraction", "stale_fraction", "fraction", "0 on-policy"),
-    Metric("stale_kl", "stale_kl", "nats", "below 0.05"),
-    Metric("ess_token_fraction", "ess_token_fraction", "fraction", "above 0.9"),
-    Metric("ess_rollout_fraction", "ess_rollout_fraction", "fraction", "no sudden fall"),
-    Metric("mismatch_kl", "mismatch_kl", "nats", "below 1e-3, and flat"),
-    Metric("mismatch_max_abs", "mismatch_max_abs", "nats", "below 0.5 in bf16, 1e-3 in fp32"),
-    Metric("clipped_fraction", "clipped_fraction", "fraction", "below 0.05"),
-    Metric("importance_weight_mean", "importance_weight_mean", "ratio", "0.9 to 1.1"),
-    Metric("entropy", "entropy", "nats", "falls slowly, stays above 0"),
-    Metric("grad_norm", "grad_norm", "norm", "no trend, no jumps"),
-    Metric("zero_variance_groups", "zero_variance_groups", "groups", "below half of the update's groups"),
-    Metric("skipped_steps", "skipped_steps", "steps", "0"),
-    Metric("kl_reference", "kl_reference", "nats", "grows slowly"),
-    Metric("explained_variance", "explained_variance", "fraction", "rises above 0.3"),
-)
+METRICS = {  # and their units
+    "reward": "reward",
+    "correct": "fraction",
+    "held_out_score": "fraction",
+    "length": "tokens",
+    "truncated_fraction": "fraction",
+    "rejected": "rollouts",
+    "scoring_backlog": "rollouts",
+    "bubble": "fraction",
+    "idle": "fraction",
+    "goodput": "tokens/s",
+    "waste": "fraction",
+    "run_staleness_mean": "versions",
+    "staleness_mean": "versions",
+    "staleness_max": "versions",
+    "stale_fraction": "fraction",
+    "stale_kl": "nats",
+    "ess_token_fraction": "fraction",
+    "ess_rollout_fraction": "fraction",
+    "mismatch_kl": "nats",
+    "mismatch_max_abs": "nats",
+    "clipped_fraction": "fraction",
+    "importance_weight_mean": "ratio",
+    "entropy": "nats",
+    "grad_norm": "norm",
+    "zero_variance_groups": "groups",
+    "skipped_steps": "steps",
+    "kl_reference": "nats",
+    "explained_variance": "fraction",
+}
 
 
 def tracked(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line of metrics.jsonl, by name. Missing ones are left out."""
-    found = {metric.name: _reached(line, metric.field) for metric in METRICS}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _reached(line: Mapping[str, Any], field: str) -> Any:
-    value: Any = line
-    for key in field.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+    score = line.get("held_out", {}).get("value")
+    values = {**line, "held_out_score": score}
+    return {name: values[name] for name in METRICS if values.get(name) is not None}
 
 
 class Tracker(Protocol):
@@ -130,11 +117,6 @@ def require_login(names: Sequence[str]) -> None:
             raise ConfigurationError("tracker", "wandb", why, fix) from None
 
 
-def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
-    """`folder` is the run folder; its name is the run's name in the tracker."""
-    return OPENERS[name](folder, dict(settings))
-
-
 class TensorBoard:
     """View with `tensorboard --logdir RUN/tensorboard`. Values are 32-bit floats."""
 
@@ -173,24 +155,19 @@ class RunTracker:
             self._finish()
 
 
-def _open_wandb(folder: Path, settings: dict[str, Any]) -> Tracker:
-    import wandb
+def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    """`folder` is the run folder; its name is the run's name in the tracker."""
+    named: dict[str, Any] = {"project": PROJECT, "name": folder.name, "group": folder.name, "config": dict(settings)}
+    if name == "tensorboard":
+        return TensorBoard(folder)
+    if name == "wandb":
+        import wandb
 
-    run = wandb.init(project=PROJECT, name=folder.name, group=folder.name, dir=folder, config=settings)
-    run.define_metric("*", step_metric=STEP)
-    return RunTracker("wandb", run.log, run.finish)
-
-
-def _open_trackio(folder: Path, settings: dict[str, Any]) -> Tracker:
+        run = wandb.init(**named, dir=folder)
+        run.define_metric("*", step_metric=STEP)
+        return RunTracker(name, run.log, run.finish)
     import trackio
 
     with redirect_stdout(sys.stderr):  # stdout may carry the command's JSON
-        run = trackio.init(project=PROJECT, name=folder.name, group=folder.name, config=settings)
-    return RunTracker("trackio", run.log, trackio.finish)  # run.finish would be called again at exit
-
-
-OPENERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
-    "tensorboard": lambda folder, settings: TensorBoard(folder),
-    "wandb": _open_wandb,
-    "trackio": _open_trackio,
-}
+        run = trackio.init(**named)
+    return RunTracker(name, run.log, trackio.finish)  # run.finish would be called again at exit
