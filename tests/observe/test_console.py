@@ -29,8 +29,8 @@ from sortedrl.observe.console import (
     ROUNDING_NATS,
     PanelConsole,
     PlainConsole,
-    RunPanel,
     clock,
+    panel,
     panel_rows,
     run_console,
     shown,
@@ -181,7 +181,7 @@ def test_every_line_fits_every_width() -> None:
     view = state.view(0.0)
     for width in range(24, 140):
         printed = Terminal(width=width, file=io.StringIO(), record=True, force_terminal=True)
-        printed.print(RunPanel(view, 5.0, note="no event for 20 s"))
+        printed.print(panel(view, 5.0, printed.options, note="no event for 20 s"))
         lines = printed.export_text().splitlines()
         assert {cell_len(line) for line in lines} == {min(width, 84)}
         assert len(lines) == 14, "no line wraps"
@@ -284,7 +284,7 @@ def test_a_terminal_that_goes_away_stops_no_run() -> None:
         assert refused > 0, "the panel was drawn"
         console.log("a line")
         assert file.refused > refused
-    assert console.state.evaluated == (1, 2)
+    assert console.state.view(0.0).evaluated == (1, 2)
 
 
 def test_an_evaluation_shows_how_far_it_is() -> None:

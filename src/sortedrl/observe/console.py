@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self, TextIO
 
 from rich.console import Console as Terminal
-from rich.console import ConsoleOptions, Group, RenderableType
+from rich.console import ConsoleOptions
 from rich.live import Live
 from rich.panel import Panel
+from rich.table import Column, Table
 from rich.text import Text
 
 from sortedrl.core.events import Event, Phase, Sink
@@ -76,30 +77,17 @@ def _cut(text: str, characters: int) -> str:
 # The panel
 
 
-class RunPanel:
-    """Draws a view at the available width."""
-
-    def __init__(self, view: RunView, now: float, note: str = "") -> None:
-        self._view, self._now, self._note = view, now, note
-
-    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Lines never wrap: on a narrow terminal they are cut."""
-        phase = _PHASE_STYLES.get(self._view.phase, "yellow")
-        styles = {"update": "cyan", "phase": f"bold {phase}", "reward": "green", "slots": "green", "note": "yellow"}
-        width, rows = min(options.max_width, MOST_COLUMNS), []
-        for label, words in (panel_rows(self._view, self._now, self._note, ascii_only=options.ascii_only)).items():
-            row = Text.assemble((label.ljust(LABEL_COLUMNS), "dim"), (words, styles.get(label, "")))
-            row.truncate(width - 4)
-            rows.append(row)
-        yield Panel(
-            Group(*rows),
-            title=Text(f"sortedrl {self._view.mode}"[: width - 6], "bold"),
-            title_align="left",
-            subtitle=Text(self._view.name[: width - 6], "dim"),
-            subtitle_align="right",
-            border_style=phase,
-            width=width,
-        )
+def panel(view: RunView, now: float, options: ConsoleOptions, note: str = "") -> Panel:
+    """A view at the available width. Lines never wrap: on a narrow terminal they are cut."""
+    phase, width = _PHASE_STYLES.get(view.phase, "yellow"), min(options.max_width, MOST_COLUMNS)
+    styles = {"update": "cyan", "phase": f"bold {phase}", "reward": "green", "slots": "green", "note": "yellow"}
+    lines = Table.grid(Column(style="dim", width=LABEL_COLUMNS), Column(no_wrap=True, overflow="crop"))
+    for label, words in panel_rows(view, now, note, ascii_only=options.ascii_only).items():
+        lines.add_row(label, Text(words, styles.get(label, "")))
+    title, name = Text(f"sortedrl {view.mode}"[: width - 6], "bold"), Text(view.name[: width - 6], "dim")
+    return Panel(
+        lines, title=title, title_align="left", subtitle=name, subtitle_align="right", border_style=phase, width=width
+    )
 
 
 def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = False) -> dict[str, str]:
@@ -181,7 +169,7 @@ class PlainConsole:
             self.log(progress_line(line, self.state.remaining_seconds()))
 
     def evaluating(self, done: int, total: int) -> None:
-        self.state.evaluated = (done, total)
+        self.state.evaluating(done, total)
 
     def look(self, seen_at: float) -> None:
         """Show the current state of the run; its latest event was seen at `seen_at`."""
@@ -252,13 +240,14 @@ class PanelConsole(PlainConsole):
         with suppress(OSError):
             self._live.stop()
 
-    def _drawn(self) -> RunPanel:
+    def _drawn(self) -> Panel:
         view, columns = self._view, self._terminal.width
         if columns < min(self._drawn_columns, MOST_COLUMNS):
             # A narrower terminal has rewrapped the old drawing, so its row count is wrong: clear the screen.
             self._terminal.clear()
         self._drawn_columns = columns
-        return RunPanel(view, view.seen_at if self._is_over else time.monotonic(), self.note)
+        now = view.seen_at if self._is_over else time.monotonic()
+        return panel(view, now, self._terminal.options, self.note)
 
 
 class _Lasting(Live):

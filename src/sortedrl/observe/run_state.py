@@ -9,8 +9,7 @@ Invariant after every event: loaded = trained + rejected + the rollouts in all p
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,9 +24,6 @@ from sortedrl.observe.run_metrics import Snapshot
 REWARDS_SHOWN = 60  # updates
 _NUMBERS = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")  # of every update
 _COUNTS = ("updates_in_all", "rejected", "scoring_backlog", "mismatch_kl")  # that a display shows if they are there
-
-WAITING, RESUMABLE, QUEUED, RUNNING = "waiting", "resumable", "queued", "running"
-ENVIRONMENT, FINISHED, READY = "environment", "finished", "ready"
 
 
 class Lengths(NamedTuple):
@@ -55,65 +51,51 @@ class RunView(NamedTuple):
     state; the latest event was at `began_at + snapshot.wall_seconds`."""
 
     name: str
-    mode: str
-    phase: str
-    updates: int  # done by the learner
     updates_in_all: int | None
-    began_at: float
-    ends_at: float | None
-    seen_at: float  # when the latest event was seen
     snapshot: Snapshot
-    rewards: tuple[float, ...]  # means of the latest updates, latest last
-    correct: float | None  # of the latest update
-    mismatch: float | None
-    lengths: Lengths | None
-    held_out: tuple[float, ...]  # scores, latest last
-    evaluated: tuple[int, int] | None  # samples done and total, of the current evaluation
-    slots: int
-    places: Places
+    mode: str = ""
+    phase: str = "start"
+    updates: int = 0  # done by the learner
+    began_at: float = 0.0
+    ends_at: float | None = None
+    seen_at: float = 0.0  # when the latest event was seen
+    rewards: tuple[float, ...] = ()  # means of the latest updates, latest last
+    correct: float | None = None  # of the latest update
+    mismatch: float | None = None
+    lengths: Lengths | None = None
+    held_out: tuple[float, ...] = ()  # scores, latest last
+    evaluated: tuple[int, int] | None = None  # samples done and total, of the current evaluation
+    slots: int = 0
+    places: Places = Places()
 
 
 class RunState:
     def __init__(self, metrics: Metrics, name: str, updates_in_all: int | None) -> None:
         self.metrics = metrics
-        self.name = name
-        self.updates_in_all = updates_in_all
-        self.evaluated: tuple[int, int] | None = None
-        self.phase = "start"
+        self._view = RunView(printable(name), updates_in_all, metrics.snapshot())
         self._places = RolloutPlaces()
-        self._handed_out = self._done = 0
-        self._rewards: deque[float] = deque(maxlen=REWARDS_SHOWN)
-        self._lengths: Lengths | None = None
-        self._newest: dict[str, Any] = {}  # line of the latest update
-        self._held_out: list[float] = []
+        self._handed_out = 0  # updates
         self._resumed_after = 0  # updates
         self._first: tuple[int, float] | None = None  # (update, seconds) of the first line since then
         self._last = (0, 0.0)
         self._line_seen_at = 0.0
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            **self._places.handlers,
-            events.Phase: self._on_phase,
-            events.Updated: self._on_updated,
-            events.Published: self._on_published,
-        }
 
     def __call__(self, event: Event) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        self._places(event)
+        if isinstance(event, events.Phase):
+            self._change(phase=printable(event.phase), evaluated=None)
+        elif isinstance(event, events.Updated):
+            self._handed_out = event.update + 1
+            lengths = Lengths(fmean(event.lengths), min(event.lengths), max(event.lengths))
+            self._change(rewards=(*self._view.rewards, fmean(event.rewards))[-REWARDS_SHOWN:], lengths=lengths)
+        elif isinstance(event, events.Published):
+            self._change(updates=self._handed_out)
 
-    def _on_phase(self, event: events.Phase) -> None:
-        self.phase = event.phase
-        self.evaluated = None
+    def _change(self, **seen: Any) -> None:
+        self._view = self._view._replace(**seen)
 
-    def _on_updated(self, event: events.Updated) -> None:
-        self._places.forget(event.rollouts)
-        self._handed_out = event.update + 1
-        self._rewards.append(fmean(event.rewards))
-        self._lengths = Lengths(fmean(event.lengths), min(event.lengths), max(event.lengths))
-
-    def _on_published(self, event: events.Published) -> None:
-        self._done = self._handed_out
+    def evaluating(self, done: int, total: int) -> None:
+        self._change(evaluated=(done, total))
 
     def add_line(self, line: dict[str, Any], seen_at: float) -> None:
         """A line of metrics.jsonl: an update or an evaluation."""
@@ -122,10 +104,11 @@ class RunState:
         if self._first is None or line["update"] <= self._resumed_after:
             self._first = self._last
         if is_update(line):
-            self._newest = line
+            self._change(correct=line.get("correct"), mismatch=line.get("mismatch_kl"))
         else:
-            self._held_out.append(line["held_out"]["value"])
-        self.updates_in_all = line.get("updates_in_all", self.updates_in_all)
+            self._change(held_out=(*self._view.held_out, line["held_out"]["value"]))
+        if "updates_in_all" in line:
+            self._change(updates_in_all=line["updates_in_all"])
 
     def resumed(self, updates: int) -> None:
         """The run was resumed after this many updates. Call it before their lines are added."""
@@ -134,30 +117,20 @@ class RunState:
     def remaining_seconds(self) -> float | None:
         """Time until the last update, as of the latest line: at the mean pace of all updates so far, including
         evaluations and checkpoints; of a resumed run, since then: it may be on another machine."""
-        if self._first is None or self.updates_in_all is None:
+        if self._first is None or self._view.updates_in_all is None:
             return None
         done, seconds = self._last
         updates, span = done - self._first[0], seconds - self._first[1]
-        return span / updates * max(0, self.updates_in_all - done) if updates else None
+        return span / updates * max(0, self._view.updates_in_all - done) if updates else None
 
     def view(self, seen_at: float) -> RunView:
         snapshot, remaining = self.metrics.snapshot(), self.remaining_seconds()
-        return RunView(
-            name=printable(self.name),
+        return self._view._replace(
             mode=printable(self.metrics.mode),
-            phase=printable(self.phase),
-            updates=self._done,
-            updates_in_all=self.updates_in_all,
             began_at=seen_at - snapshot.wall_seconds,
             ends_at=None if remaining is None else self._line_seen_at + remaining,
             seen_at=seen_at,
             snapshot=replace(snapshot, rejected_most=printable(snapshot.rejected_most)),
-            rewards=tuple(self._rewards),
-            correct=self._newest.get("correct"),
-            mismatch=self._newest.get("mismatch_kl"),
-            lengths=self._lengths,
-            held_out=tuple(self._held_out),
-            evaluated=self.evaluated,
             slots=self.metrics.slots,
             places=self._places.counts(),
         )
@@ -180,6 +153,18 @@ def is_metrics_line(line: Any) -> bool:
     return all(map(is_number, (line["update"], line.get("seconds"), *needed)))
 
 
+_PLACE_AFTER = {
+    events.Submitted: "queued",
+    events.Started: "running",
+    events.Preempted: "queued",
+    events.TurnEnded: "environment",
+    events.Observed: "resumable",
+    events.Finished: "finished",
+    events.Regenerated: "waiting",
+    events.Scored: "ready",
+}
+
+
 class RolloutPlaces:
     """The place of every loaded rollout that is neither trained nor rejected. Events of others, whose `Loaded` line is
     lost, are ignored."""
@@ -189,36 +174,28 @@ class RolloutPlaces:
         self._loaded = 0  # rollouts before this one were seen, or are lost
         self._kept: dict[int, int] = {}  # prefix tokens of submitted rollouts
         self._count = dict.fromkeys(Places._fields, 0)
-        self.handlers: dict[type, Callable[[Any], None]] = {  # events that move a rollout
-            events.Loaded: self._on_loaded,
-            events.Submitted: self._on_submitted,
-            events.Started: lambda event: self._move(event.rollout, RUNNING),
-            events.Preempted: lambda event: self._move(event.rollout, QUEUED),
-            events.TurnEnded: lambda event: self._move(event.rollout, ENVIRONMENT),
-            events.Observed: lambda event: self._move(event.rollout, RESUMABLE),
-            events.Finished: lambda event: self._move(event.rollout, FINISHED),
-            events.Aborted: lambda event: self._put_back(event, event.length),
-            events.Failed: lambda event: self._put_back(event, self._kept.get(event.rollout, 0) + event.made),
-            events.Regenerated: lambda event: self._move(event.rollout, WAITING),
-            events.Scored: lambda event: self._move(event.rollout, READY),
-            events.Rejected: lambda event: self.forget((event.rollout,)),
-        }
 
     def counts(self) -> Places:
         return Places(**self._count)
 
-    def _on_loaded(self, event: events.Loaded) -> None:
-        new = range(max(event.first, self._loaded), event.first + event.rollouts)
-        self._place.update(dict.fromkeys(new, WAITING))
-        self._count[WAITING] += len(new)
-        self._loaded = max(self._loaded, new.stop)
-
-    def _on_submitted(self, event: events.Submitted) -> None:
-        self._kept[event.rollout] = event.prefix
-        self._move(event.rollout, QUEUED)
-
-    def _put_back(self, event: events.Aborted | events.Failed, tokens: int) -> None:
-        self._move(event.rollout, RESUMABLE if tokens and not event.dropped else WAITING)
+    def __call__(self, event: Any) -> None:
+        place = _PLACE_AFTER.get(type(event))
+        if place is not None:
+            self._move(event.rollout, place)
+            if isinstance(event, events.Submitted):
+                self._kept[event.rollout] = event.prefix
+        elif isinstance(event, events.Aborted | events.Failed):
+            made = event.length if isinstance(event, events.Aborted) else self._kept.get(event.rollout, 0) + event.made
+            self._move(event.rollout, "resumable" if made and not event.dropped else "waiting")
+        elif isinstance(event, events.Loaded):
+            new = range(max(event.first, self._loaded), event.first + event.rollouts)
+            self._place.update(dict.fromkeys(new, "waiting"))
+            self._count["waiting"] += len(new)
+            self._loaded = max(self._loaded, new.stop)
+        elif isinstance(event, events.Rejected):
+            self._forget((event.rollout,))
+        elif isinstance(event, events.Updated):
+            self._forget(event.rollouts)
 
     def _move(self, rollout: int, place: str) -> None:
         if rollout in self._place:
@@ -226,7 +203,7 @@ class RolloutPlaces:
             self._count[place] += 1
             self._place[rollout] = place
 
-    def forget(self, rollouts: Iterable[int]) -> None:
+    def _forget(self, rollouts: Iterable[int]) -> None:
         """Rollouts that were trained on or rejected."""
         for rollout in rollouts:
             if rollout in self._place:

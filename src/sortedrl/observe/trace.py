@@ -240,12 +240,10 @@ def _versions(log: Iterable[Event], began: float) -> Iterator[Json]:
 def _counters(log: Sequence[Event], began: float) -> Iterator[Json]:
     """A sample of each counter at every change; only the last of several changes at the same time."""
     places = RolloutPlaces()
-    moves = places.handlers | {events.Updated: lambda event: places.forget(event.rollouts)}
     shown: dict[str, int] = {}
     times = [_nanoseconds(event.at, began) for event in log]
     for event, time, following in zip_longest(log, times, times[1:]):
-        if type(event) in moves:
-            moves[type(event)](event)
+        places(event)
         if following == time:
             continue
         counts = places.counts()._asdict()
