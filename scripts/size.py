@@ -15,10 +15,10 @@ READ_FIRST = ("rollout", "schedule", "buffer", "ledger", "engine_reports", "cont
 READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
-    "lines of src": 38_600,
+    "lines of src": 38_800,
     "lines of core": 4_750,
     "lines of the reading path": 3_660,
-    "lines of tests": 36_950,
+    "lines of tests": 37_150,
     "lines of the longest file in src": 450,
     "words of docs": 51_500,
     "lines of README": 120,

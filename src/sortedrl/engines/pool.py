@@ -27,7 +27,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 from sortedrl.core.engine import (
@@ -48,6 +49,7 @@ from sortedrl.core.scoring import reason_of
 from sortedrl.core.wording import counted
 from sortedrl.engines.pool_members import Call, Entry, Member
 from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new
+from sortedrl.engines.weight_buckets import WeightBuckets
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
 _CLOSE_SECONDS = 5.0
@@ -132,15 +134,28 @@ class Pool(EngineBase):
             return self._report()
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """Update the weights of all members in parallel. A member whose update fails is lost."""
-        if isinstance(weights, Iterator):
-            weights = list(weights)  # an iterator would be exhausted by the first member
+        """Update the weights of all members in parallel. A member whose update fails is lost.
+
+        An iterator is read once, in this thread and to its end, and goes to all members in buckets.
+        """
         with self._lock:
             require_empty(len(self._entries), version)
             self._version, self._was_updated = version, True
             for member in self._members:
                 member.has_weights = True
-            self._call_all(lambda engine: engine.update_weights(weights, version), loses_on_any_error=True)
+            present = self._present()
+            buckets = WeightBuckets(weights, len(present)) if isinstance(weights, Iterator) else None
+
+            def update(place: int, engine: EngineBase) -> Sequence[Change]:
+                with nullcontext(weights) if buckets is None else buckets.reader(place) as its_weights:
+                    engine.update_weights(its_weights, version)
+                return ()
+
+            calls = [self._call(m, partial(update, i), loses_on_any_error=True) for i, m in enumerate(present)]
+        if buckets is not None:
+            buckets.send(lambda place: calls[place].done)
+        with self._lock:
+            self._wait_for(calls)
             self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
 
     def sleep(self) -> None:
@@ -374,15 +389,17 @@ class Pool(EngineBase):
         member.wake.notify_all()
         return call
 
-    def _call_all(self, do: Callable[[EngineBase], None], *, loses_on_any_error: bool = False) -> None:
+    def _present(self) -> list[Member]:
+        return [member for member in self._members if member.lost is None]
+
+    def _call_all(self, do: Callable[[EngineBase], None]) -> None:
         """Call all members that are not lost, in parallel."""
 
         def without_changes(engine: EngineBase) -> Sequence[Change]:
             do(engine)
             return ()
 
-        present = [member for member in self._members if member.lost is None]
-        self._wait_for([self._call(m, without_changes, loses_on_any_error=loses_on_any_error) for m in present])
+        self._wait_for([self._call(member, without_changes) for member in self._present()])
 
     def _wait_for(self, calls: Sequence[Call]) -> None:
         while not all(call.done for call in calls):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.registry import make_engine
-from sortedrl.models.merged_weights import merged_weights
+from sortedrl.integrations.trl.weights import whole_weights
 
 
 class TrainerEngine:
@@ -44,11 +44,9 @@ class TrainerEngine:
     def update_weights(self, version: int) -> None:
         self.ready().update_weights(self.weights(), version)
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """For the engine: None if it shares the trainer's module."""
-        if self._shares_weights:
-            return None
-        return dict(merged_weights(self._model.get_base_model() if is_peft_model(self._model) else self._model))
+    def weights(self) -> Iterator[tuple[str, Tensor]] | None:
+        """For the engine, before the next step: None if it shares the trainer's module."""
+        return None if self._shares_weights else whole_weights(self._model)
 
     def sampled(self, prompt_ids: Any, version: int, step: int) -> tuple[list[list[int]], list[list[float]]]:
         """One response, or turn, to each prompt of a batch of an evaluation after `step` optimizer steps."""

@@ -1,0 +1,84 @@
+"""Shards models over the processes and compares the gathered weights with those before. Run by torchrun; the
+arguments name the ways to shard."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from small_models import model_of
+from sortedrl.integrations.trl.weights import is_sharded, whole_weights
+
+ADAPTERS: dict[str, dict[str, Any] | None] = {
+    "full": None,
+    "lora": {"modules_to_save": ["lm_head"]},
+    "dora": {"use_dora": True},
+}
+
+
+def made(adapter: dict[str, Any] | None) -> Any:
+    model = model_of("Qwen2", tie_word_embeddings=adapter is None)
+    if adapter is None:
+        return model
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **adapter))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def sharded(model: Any, way: str) -> Any:
+    layers = model.get_submodule("base_model.model.model" if hasattr(model, "peft_config") else "model").layers
+    if way == "fsdp2":
+        for layer in layers:
+            fully_shard(layer)
+        return fully_shard(model)
+    if way == "fsdp1":
+        policy = ModuleWrapPolicy({type(layers[0])})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    import deepspeed
+
+    options = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)[0]
+
+
+def main(ways: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    if "zero3" in ways:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
+    for way in ways:
+        for name, adapter in ADAPTERS.items():
+            model = made(adapter)
+            before = {name: weight.clone() for name, weight in whole_weights(model)}
+            wrapped = sharded(model, way)
+            wrapped(input_ids=torch.arange(6)[None])  # a forward pass may leave units gathered
+            inner = wrapped.module if way == "zero3" else wrapped
+            assert is_sharded(inner) and not is_sharded(made(adapter))
+            for on_host in (False, True):
+                after = list(whole_weights(inner, on_host=on_host))  # tensors of their own: all are valid at the end
+                assert [name for name, _ in after] == list(before)
+                assert all(torch.equal(weight, before[name]) for name, weight in after)
+            print(f"equal: {way} {name}, {len(before)} weights")
+    dist.destroy_process_group()
+
+
+main(sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Scripts in several processes on this machine, which talk over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SUPPORT = Path(__file__).parent
+
+
+def start(script: str | Path, *arguments: str, processes: int = 2, **options: Any) -> subprocess.Popen[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    paths = os.pathsep.join([str(SUPPORT), *filter(None, sys.path)])
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths}
+    return subprocess.Popen(
+        [*launch, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+        **options,
+    )
+
+
+def run(script: str | Path, *arguments: str, processes: int = 2, seconds: float = 240) -> str:
+    """Its output. Fails if a process fails."""
+    started = start(script, *arguments, processes=processes)
+    try:
+        output, _ = started.communicate(timeout=seconds)
+    finally:
+        started.kill()
+    assert started.returncode == 0, output[-6000:]
+    return output
