@@ -71,6 +71,18 @@ def two_turns(engine: SimulatedEngine, *, update_between: bool = False) -> float
     return engine.now() - began
 
 
+def test_a_response_that_is_regenerated_after_its_end_does_not_turn_the_clock_back() -> None:
+    """The prefix cache still has its first attempt: more tokens than it has now."""
+    step_time = linear(1.0, 0.0, per_prefill_token=1.0)
+    engine = SimulatedEngine(slots=1, step_time=step_time, length_of=lambda request: 50, prefix_cache=True)
+    for _ in range(2):
+        began = engine.now()
+        engine.submit([Request(0, Prompt("p", range(10)), (), 100, seed=0)])
+        while not any(isinstance(change, Finished) for change in engine.poll()):
+            pass
+    assert engine.now() - began == 50.0
+
+
 @pytest.mark.parametrize(
     ("options", "update_between", "prefilled"),
     [

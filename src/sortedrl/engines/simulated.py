@@ -295,7 +295,7 @@ class SimulatedEngine(EngineBase):
             return 0 if self._reuse_kv_cache and run.first and not run.made else context  # made: it was preempted
         id = run.request.id
         was_evicted = id in self._turns.evicted
-        cached = self._turns.take(id)
+        cached = min(self._turns.take(id), context)  # a regenerated response has nothing beyond its prompt
         if run.made:  # it was preempted
             return context
         if self._reuse_kv_cache and run.first and not cached and not was_evicted:
