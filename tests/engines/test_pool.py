@@ -125,6 +125,19 @@ def test_a_stopped_request_goes_back_to_its_member() -> None:
         assert all(request.prefix for request in after)
 
 
+def test_the_next_turn_goes_back_to_the_member_of_the_turn_before() -> None:
+    """Where the prefix cache has it."""
+    members = paced(1, 1)
+    ledger = Ledger(pool_of(members))
+    for turn in range(3):
+        for id in (0, 1) if turn % 2 else (1, 0):
+            ledger.finished.pop(id, None)
+            ledger.submit([request._replace(id=id) for request in requests(3)])
+        ledger.run()
+    for member in members:
+        assert len({request.id for request in member.submitted}) == 1
+
+
 def test_a_freed_slot_is_refilled_without_the_caller() -> None:
     member = PacedEngine(slots=1)
     pool = pool_of([member])

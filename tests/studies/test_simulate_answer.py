@@ -124,6 +124,20 @@ def test_updates_that_cannot_fill_the_slots_are_noted() -> None:
     assert "rollouts_per_update = 16 is less than slots = 32: the baseline leaves at least 50% of the slots" in told
 
 
+def test_engines_share_the_slots_and_the_header_has_both() -> None:
+    done = sortedrl("simulate", "--modes", "baseline", "partial", *SMALL, "--engines", "3")
+    assert "slots 16 (3 engines of 6), updates of 16" in done.stdout and done.stderr == ""
+    refused = forked.run(("simulate", "--engines", "200"))
+    assert refused.returncode == 2 and "slots of all 200 engines together" in refused.stderr
+
+
+def test_slots_beyond_the_measured_step_times_are_noted() -> None:
+    flags = ["--modes", "baseline", "--slots", "256", "--rollouts-per-update", "256", "--cohorts", "1"]
+    told = sortedrl("simulate", *flags).stderr
+    assert "256 slots per engine, but h200-8b was measured with up to 128 running requests" in told
+    assert sortedrl("simulate", *flags, "--engines", "2").stderr == ""
+
+
 def test_groups_that_are_split_are_noted() -> None:
     groups = ["--modes", "baseline", *SMALL, "--rollouts-per-prompt", "4"]
     told = "rollouts_per_prompt = 4 without whole_groups"

@@ -14,7 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from scenarios import MODES, NEVER, STEP_TIMES, STREAMABLE, EnvironmentCall, Run, Scenario, WatchedEngine
+from scenarios import (
+    MODES,
+    NEVER,
+    STEP_TIMES,
+    STREAMABLE,
+    EnvironmentCall,
+    Run,
+    Scenario,
+    Watched,
+    WatchedEngine,
+    WatchedPool,
+)
 from sortedrl.core import STRATEGIES, Batch, Event, Schedule, events
 from sortedrl.core.engine import EngineDied
 
@@ -38,6 +49,7 @@ class Case:
     saves: tuple[bool, ...]  # after update i, read in turn
     endings: tuple[Ending, ...]  # of each life; the one after the last ending goes on to its end
     slots_of_later_lives: tuple[int, ...] = ()  # by turns; empty: those of the scenario
+    deaths_in_pool: tuple[int, ...] | None = None  # calls after which an engine of a pool dies; None: one engine
 
     @property
     def kinds(self) -> list[str]:
@@ -70,7 +82,7 @@ class Outcome:
     live: set[int] = field(default_factory=set)  # rollouts that are left at the end
 
 
-class MortalEngine(WatchedEngine):
+class Mortal(Watched):
     """Counts its calls, and ends the run as it was told to."""
 
     ending = Ending(NEVER, dies=True)
@@ -94,11 +106,28 @@ class MortalEngine(WatchedEngine):
 
     def abort(self, ids: Sequence[int]) -> Any:
         self._live()
-        return super().abort(ids)
+        return super().abort(ids)  # type: ignore[safe-super]
 
     def update_weights(self, weights: Any, version: int) -> None:
         self._live()
-        super().update_weights(weights, version)
+        super().update_weights(weights, version)  # type: ignore[safe-super]
+
+
+class MortalEngine(Mortal, WatchedEngine):
+    """One engine."""
+
+
+class MortalPool(Mortal, WatchedPool):
+    """Engines that die one by one, after so many calls; the last one stays."""
+
+    deaths: tuple[int, ...] = ()
+    died = 0
+
+    def _live(self) -> None:
+        super()._live()
+        if self.died < min(len(self.deaths), self.replicas - 1) and self.calls >= self.deaths[self.died]:
+            self.lose(self.died)
+            self.died += 1
 
 
 def case_of(seed: int, *, with_turns: bool = False) -> Case:
@@ -218,7 +247,9 @@ class Player:
     def play(self) -> Outcome:
         for place, ending in enumerate((*self.case.endings, Ending(NEVER, dies=True))):
             raw = self.outcome.raw
-            engine_type = type("EndingEngine", (MortalEngine,), {"ending": ending})
+            deaths = self.case.deaths_in_pool
+            kind, more = (MortalEngine, {}) if deaths is None else (MortalPool, {"deaths": deaths})
+            engine_type = type("EndingEngine", (kind,), {"ending": ending, **more})
             life = Run(
                 self._scenario(place), state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,9 +27,12 @@ from sortedrl.core import (
 )
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import place_of
+from sortedrl.engines.routing import even_split
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedEnvironments, SimulatedLearner, SimulatedScorer, Step
+from sortedrl.engines.simulated_pool import SimulatedPool
 from sortedrl.engines.step_time import StepTime, linear
+from sortedrl.engines.virtual_time import VirtualTimeEngine
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
 
@@ -138,20 +141,40 @@ class Scenario:
         return [Prompt(f"p{i}", range(sizes[i % len(sizes)]), i) for i in range(len(self.lengths))]
 
 
-class WatchedEngine(SimulatedEngine):
+class Watched(VirtualTimeEngine):
     """Remembers the requests that it got."""
 
     requests: list[Request]
 
     def submit(self, requests: Any) -> None:
         self.requests = [*getattr(self, "requests", []), *requests]
-        super().submit(requests)
+        super().submit(requests)  # type: ignore[safe-super]
+
+    def holds(self, id: int) -> bool: ...  # type: ignore[empty-body]
+
+
+class WatchedEngine(Watched, SimulatedEngine):
+    def holds(self, id: int) -> bool:
+        return id in self._running or any(id == run.request.id for run in self._queue)
+
+
+class WatchedPool(Watched, SimulatedPool):
+    """The slots of an engine, on several of them."""
+
+    engines = 3
+
+    def __init__(self, *, slots: int, **options: Any) -> None:
+        sizes = even_split(slots, min(slots, self.engines))
+        SimulatedPool.__init__(self, [SimulatedEngine(slots=size, **options) for size in sizes])
+
+    def holds(self, id: int) -> bool:
+        return id in self._replica_of or any(id == request.id for request in self._queue)
 
 
 class WatchedEnvironments(SimulatedEnvironments):
     """Instances that see each turn once, of rollouts that have no slot. An answer to a canceled call still arrives."""
 
-    def __init__(self, engine: SimulatedEngine, scenario: Scenario) -> None:
+    def __init__(self, engine: VirtualTimeEngine, scenario: Scenario) -> None:
         super().__init__(engine, self._step)
         self._scenario = scenario
         self.instances: dict[int, int] = {}  # turns that they have seen, by rollout id
@@ -159,7 +182,7 @@ class WatchedEnvironments(SimulatedEnvironments):
 
     def submit(self, rollout: Rollout, call: int) -> None:
         id, before = rollout.id, rollout.observations
-        assert id not in self._engine._running and all(id != run.request.id for run in self._engine._queue)
+        assert isinstance(self._engine, Watched) and not self._engine.holds(id)
         assert id not in self._call_of, "asked twice at a time"
         if id not in self.instances and before and self._scenario.bring_back != "replay":
             self._call_of[id] = call
@@ -225,7 +248,7 @@ class WatchedScorer(SimulatedScorer):
 class WatchedLearner(SimulatedLearner):
     """Checks what is streamed to it: whole groups, each once, all of them in the next batch, of its version."""
 
-    def __init__(self, engine: SimulatedEngine, scenario: Scenario) -> None:
+    def __init__(self, engine: VirtualTimeEngine, scenario: Scenario) -> None:
         super().__init__(engine, lambda rollouts: len(rollouts) * scenario.learner_seconds / 4)
         self._whole_groups = scenario.schedule.whole_groups
         self._streamed: dict[int, tuple[Rollout, int, int]] = {}  # with version and length
@@ -262,13 +285,14 @@ class Run:
         last_time: float = 0.0,
         expectation: Expectation | None = None,
         strategy: Strategy | None = None,
-        engine_type: type[WatchedEngine] = WatchedEngine,
+        engine_type: type[Watched] = WatchedEngine,
     ) -> None:
         self.scenario = scenario
         self.events: list[Event] = []
         self.batches: list[Batch] = []
         self.metrics = Metrics()
-        self.engine = engine_type(
+        make: Callable[..., Watched] = engine_type
+        self.engine = make(
             slots=scenario.slots,
             step_time=scenario.step_time,
             length_of=scenario.end_of_turn,

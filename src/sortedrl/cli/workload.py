@@ -16,6 +16,7 @@ from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
     drawn_lengths_cut,
+    extrapolated,
     few_lengths,
     late_answers,
     lengths_cut,
@@ -33,7 +34,7 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
         "rollouts_in_all": prompts * schedule.rollouts_per_prompt,
         "update_size_over_slots": schedule.rollouts_needed / settings.slots,
         "staleness_bound_versions": schedule.max_staleness,
-        "kv_tokens_if_all_slots_are_at_the_limit": settings.slots
+        "kv_tokens_if_all_slots_are_at_the_limit": settings.most_slots_per_engine()
         * (settings.prompt_tokens + settings.response_limit() + settings.most_observed()),
     }
     resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
@@ -43,9 +44,10 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
 
 def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
     """What a user should see before the answer: cut or few responses, late answers of environments, split groups,
-    updates that cannot fill slots, and what takes long."""
+    updates that cannot fill slots, slots beyond the measured step times, and what takes long."""
     responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings), late_answers(settings)
-    for notice in (*responses, _split_groups(settings), _small_updates(settings), _long_runs(settings), *more):
+    sizes = _split_groups(settings), _small_updates(settings), extrapolated(settings), _long_runs(settings)
+    for notice in (*responses, *sizes, *more):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
 
@@ -129,8 +131,10 @@ def workload_line(settings: SimulatedSettings) -> str:
         + ", learner streamed" * settings.stream
         + " on the engine's GPU" * settings.share_gpu
     )
+    share = f" ({settings.engines} engines of {settings.most_slots_per_engine()})" if settings.engines > 1 else ""
     return (
-        f"lengths: {lengths}\nslots {settings.slots}, updates of {simulated_schedule(settings).rollouts_needed}, "
+        f"lengths: {lengths}\nslots {settings.slots}{share}, "
+        f"updates of {simulated_schedule(settings).rollouts_needed}, "
         f"cohorts of {prompts_per_cohort(settings)} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
         f"seeds {' '.join(map(str, settings.seeds))}{more}"
     )

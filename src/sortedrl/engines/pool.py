@@ -1,5 +1,6 @@
 """Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot, in the
-order of submission. An aborted request returns to its member if that has room, for engines that keep the KV cache.
+order of submission. An aborted request, and the next turn of a rollout, return to their member if that has room,
+because it may have their KV cache (routing.py).
 
     submit -> the pool's queue -> a member's free slot -> its changes, merged on one clock -> poll
 
@@ -49,10 +50,12 @@ from sortedrl.core.scoring import reason_of
 from sortedrl.core.wording import counted
 from sortedrl.engines.pool_members import Call, Entry, Member
 from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new
+from sortedrl.engines.routing import route
 from sortedrl.engines.weight_buckets import WeightBuckets
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
 _CLOSE_SECONDS = 5.0
+_HOMES_PER_SLOT = 16
 _MEMBERS_TO_TRY = 3  # before a request counts as failed
 _MOST_BLAME = 8.0  # one for each request that a member failed and another completed
 _BLAME_PER_SUCCESS = 0.125  # less: up to one request in nine may fail
@@ -72,7 +75,7 @@ class Pool(EngineBase):
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, Entry] = {}  # all requests in the pool
         self._queue: deque[Entry] = deque()
-        self._home_of: dict[int, Member] = {}  # by id of an aborted request: the member that may have its KV
+        self._home_of: dict[int, Member] = {}  # by id of requests that ended: the member that may have their KV cache
         self._outbox: list[Change] = []
         self._submitted = 0
         self._version = 0
@@ -129,7 +132,7 @@ class Pool(EngineBase):
                 self._entries.pop(id, None)
                 for member in self._members:
                     if member.entries.pop(id, None) is not None:
-                        self._home_of[id] = member
+                        self._remember(id, member)
             self._dispatch()
             return self._report()
 
@@ -276,6 +279,7 @@ class Pool(EngineBase):
                     continue
                 del self._entries[change.id]
                 if isinstance(change, Finished):
+                    self._remember(change.id, member)
                     self._blame(member, entry.failed_on)
             member.last_time = max(member.last_time, min(change.at + member.clock_offset, now))
             self._outbox.append(change._replace(at=member.last_time))
@@ -339,13 +343,19 @@ class Pool(EngineBase):
                     passed.append(entry)
                     continue
             home = self._home_of.pop(entry.request.id, None)
-            member = home if home in free else max(free, key=lambda m: m.free_slots / m.slots)
+            member = route(home, free)
             member.entries[entry.request.id] = entry
             member.inbox.append(entry)
             if entry.has_moved:  # clocks are inexact: its new start must not precede its preemption
                 member.last_time = self.now()
             member.wake.notify_all()
         self._queue.extendleft(reversed(passed))
+
+    def _remember(self, id: int, home: Member) -> None:
+        """Most requests never come back, so only the latest count."""
+        self._home_of[id] = home
+        if len(self._home_of) > _HOMES_PER_SLOT * self.slots:
+            del self._home_of[next(iter(self._home_of))]
 
     def _members_with_room(self) -> list[Member]:
         """The available members; if there are none, the unavailable ones, since one of them must be tried."""

@@ -19,6 +19,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, EngineSpec, missing_members, with_defaults
 from sortedrl.core.errors import UserError
 from sortedrl.core.import_path import fault_in_your_code, import_object
+from sortedrl.engines.routing import even_split
 from sortedrl.settings.install_hint import install_hint
 
 CONNECT_SECONDS = 5.0
@@ -160,11 +161,11 @@ def _server(name: str, spec: EngineSpec) -> Engine:
     count = len(spec.urls)
     engines = []
     with ExitStack() as opened:  # closes the others if one server does not answer
-        for place, url in enumerate(spec.urls):
+        for url, slots in zip(spec.urls, even_split(spec.slots, count), strict=True):
             try:
                 engine = engine_class(
                     url,
-                    slots=(spec.slots + place) // count,
+                    slots=slots,
                     eos_token_ids=spec.eos_token_ids,
                     tokenizer=spec.tokenizer,
                     vocabulary=spec.vocabulary,

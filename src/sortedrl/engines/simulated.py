@@ -26,9 +26,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
-from sortedrl.core.engine import Change, EngineBase, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.step_time import StepTime
+from sortedrl.engines.virtual_time import VirtualTimeEngine
 
 WATERMARK = 0.01  # fraction of KV cache memory that stays free when a request is admitted, as in vLLM
 
@@ -49,7 +50,7 @@ class Run:
         self.size = len(request.prompt.tokens) + first  # its context without generated tokens
 
 
-class SimulatedEngine(EngineBase):
+class SimulatedEngine(VirtualTimeEngine):
     def __init__(
         self,
         *,
@@ -64,6 +65,7 @@ class SimulatedEngine(EngineBase):
         schedules_ahead: bool = False,
         lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it fails
     ) -> None:
+        super().__init__()  # `_now` may be within a step
         self.slots = checked_slots(slots)
         self._step_time = step_time
         self._length_of = length_of
@@ -80,21 +82,16 @@ class SimulatedEngine(EngineBase):
         self.tokens_made = 0  # by all requests
         self._version = 0
         self._clock = 0.0  # end of the last whole step
-        self._now = 0.0  # may be within a step
         self._step = 0
         self._cached = 0  # sum of the running contexts
         self._running: dict[int, Run] = {}
         self._ends: list[tuple[int, int, Run]] = []  # (step, start, run); entries of runs that left earlier are stale
         self._starts = 0
         self._queue: deque[Run] = deque()
-        self._undelivered: list[Change] = []
-        self._has_ended = False  # an undelivered change is an end or a failure
-        self._alarms: list[float] = []
         self._speed_at: Callable[[int], float] | None = None
 
     @property
     def running(self) -> int:
-        """Requests in a slot."""
         return len(self._running)
 
     # The protocol
@@ -115,21 +112,8 @@ class SimulatedEngine(EngineBase):
             self._queue.append(Run(request, first, to_make, wanted >= max_new_tokens, first_step))
         self._admit()
 
-    def poll(self, until: float | None = None) -> list[Change]:
-        while not self._has_ended:
-            limit = math.inf if until is None else until
-            if self._alarms:
-                limit = min(limit, self._next_alarm())
-            if not self._has_work():
-                if limit < math.inf:
-                    self._clock = self._now = max(self.now(), limit)
-                break
-            if not self._advance(limit):
-                break
-        return self._handed_over()
-
     def abort(self, ids: Sequence[int]) -> list[Change]:
-        changes = self._handed_over()
+        changes = self.take_changes()
         self._clock = at = self.now()  # the current step is lost
         for id in ids:
             run = self._running.pop(id, None)
@@ -157,41 +141,33 @@ class SimulatedEngine(EngineBase):
     def _has_work(self) -> bool:
         return bool(self._running or self._queue)
 
-    def _handed_over(self) -> list[Change]:
-        changes, self._undelivered, self._has_ended = self._undelivered, [], False
-        return changes
-
     # Virtual time
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the clock without generating: the learner steps, or weights are updated."""
         self._clock = self._now = self.now() + seconds
 
     def slow_down(self, speed_at: Callable[[int], float] | None) -> None:
-        """From the next step on, decode at this fraction of the speed, by the number of running requests; None: at full
-        speed."""
         self._speed_at = speed_at
 
-    def wake_at(self, time: float) -> None:
-        """Make `poll` return at this time at the latest."""
-        heapq.heappush(self._alarms, time)
+    def _idle_until(self, time: float) -> None:
+        self._clock = self._now = max(self.now(), time)
 
-    def _next_alarm(self) -> float:
-        while self._alarms and self._alarms[0] <= self._now:
-            heapq.heappop(self._alarms)
-        return self._alarms[0] if self._alarms else math.inf
+    def next_event(self) -> float:
+        """When it changes next, if nothing is submitted or aborted before; infinite: it has no work."""
+        if self._has_ended:
+            return self.now()
+        return self._clock + self._seconds(self._steps_to_event()) if self._has_work() else math.inf
+
+    def miss_kv_cache(self, id: int) -> None:
+        """This request comes from another engine, which has its KV cache."""
+        self._turns.evicted.add(id)
 
     def _advance(self, limit: float) -> bool:
-        """Run to the next event; False if `limit` came first."""
-        steps = self._steps_ahead()
-        if self._kv_tokens is not None:
-            room = (self._kv_tokens - self._cached - self._turns.tokens) // max(1, self._growing())
-            if room < steps:
-                if room == 0:
-                    if not self._turns.evict_oldest():
-                        self._make_room()
-                    return True
-                steps = room
+        steps = self._steps_to_event()
+        if not steps:
+            if not self._turns.evict_oldest():
+                self._make_room()
+            return True
         end = self._clock + self._seconds(steps)
         if end > limit:
             steps = self._steps_until(limit, steps)
@@ -203,6 +179,13 @@ class SimulatedEngine(EngineBase):
         self._pass_steps(steps)
         self._finish_due()
         return True
+
+    def _steps_to_event(self) -> int:
+        """0: memory is full."""
+        steps = self._steps_ahead()
+        if self._kv_tokens is None:
+            return steps
+        return min(steps, (self._kv_tokens - self._cached - self._turns.tokens) // max(1, self._growing()))
 
     def _next_start(self) -> int:
         """After how many steps a request may start that is submitted now."""
@@ -291,8 +274,6 @@ class SimulatedEngine(EngineBase):
 
     def _uncached(self, run: Run, context: int) -> int:
         """Tokens to prefill when the run starts."""
-        if not self._prefix_cache:
-            return 0 if self._reuse_kv_cache and run.first and not run.made else context  # made: it was preempted
         id = run.request.id
         was_evicted = id in self._turns.evicted
         cached = min(self._turns.take(id), context)  # a regenerated response has nothing beyond its prompt

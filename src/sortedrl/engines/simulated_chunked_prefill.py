@@ -53,12 +53,19 @@ class ChunkedPrefillEngine(SimulatedEngine):
     def _admit(self) -> None:
         """Nothing: requests start at the start of a step."""
 
+    def next_event(self) -> float:
+        self._start_step()
+        return super().next_event()
+
     def _advance(self, limit: float) -> bool:
+        self._start_step()
+        return self._has_ended or super()._advance(limit)
+
+    def _start_step(self) -> None:
         if not self.running:
             self._clock = self.now()  # no step is under way
         if self._preempted_at != self._step:  # as in vLLM, a step with a preemption starts no request
             self._start_prefills()
-        return self._has_ended or super()._advance(limit)
 
     def _start_prefills(self) -> None:
         room = self._room() - sum(prefill.left for prefill in self._prefills.values())

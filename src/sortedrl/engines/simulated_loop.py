@@ -15,7 +15,7 @@ from sortedrl.core.scoring import Scored
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.streaming import is_draining
 from sortedrl.engines.episodes import EpisodeOf, remembered_episodes
-from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.virtual_time import VirtualTimeEngine
 
 Speeds = tuple[tuple[float, float], ...]  # (running requests, fraction of the speed with the device alone), ascending
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ class _Delayed(Generic[Result]):
 
     wakes_engine = True
 
-    def __init__(self, engine: SimulatedEngine) -> None:
+    def __init__(self, engine: VirtualTimeEngine) -> None:
         self._engine = engine
         self._due: list[tuple[float, int, Result]] = []
         self._added = 0
@@ -54,7 +54,7 @@ class SimulatedScorer(_Delayed[Scored]):
 
     def __init__(
         self,
-        engine: SimulatedEngine,
+        engine: VirtualTimeEngine,
         *,
         seconds_of: Callable[[Rollout], float] = lambda rollout: 0.0,
         reward_of: Callable[[Rollout], float] = lambda rollout: 0.0,
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 class SimulatedEnvironments(_Delayed[Answer]):
     """The tokens of an observation are their positions in the response."""
 
-    def __init__(self, engine: SimulatedEngine, step_of: Callable[[Rollout], Step]) -> None:
+    def __init__(self, engine: VirtualTimeEngine, step_of: Callable[[Rollout], Step]) -> None:
         super().__init__(engine)
         self._step_of = step_of
         self._call_of: dict[int, int] = {}  # by rollout id; answers to other calls are ignored
@@ -121,7 +121,7 @@ class SimulatedEnvironments(_Delayed[Answer]):
 
 
 def simulated_environments(
-    engine: SimulatedEngine, episodes: EpisodeOf, seed_of: Callable[[Rollout], int]
+    engine: VirtualTimeEngine, episodes: EpisodeOf, seed_of: Callable[[Rollout], int]
 ) -> SimulatedEnvironments:
     """`seed_of`: the seed of a rollout's present attempt. After a failure the time is drawn again."""
     drawn = remembered_episodes(episodes)
@@ -150,7 +150,7 @@ class SharedDevice:
     learner: Speeds = ((8, 0.60), (64, 0.66))
 
 
-def speed_at(speeds: Speeds, running: int) -> float:
+def speed_at(speeds: Speeds, running: float) -> float:
     """Linear between the measured points, constant outside of them."""
     place = bisect_right(speeds, (running, float("inf")))
     if place in (0, len(speeds)):
@@ -165,7 +165,7 @@ class SimulatedLearner:
 
     def __init__(
         self,
-        engine: SimulatedEngine,
+        engine: VirtualTimeEngine,
         seconds_of: Callable[[Sequence[Rollout]], float],
         shared: SharedDevice | None = None,
     ) -> None:
@@ -176,7 +176,8 @@ class SimulatedLearner:
         self._speed = 1.0  # in the work that it does
 
     def takes_part(self, running: int, slots: int) -> bool:
-        return not self.is_working and (self._shared is None or is_draining(running, slots))
+        replicas = self._engine.replicas
+        return not self.is_working and (self._shared is None or is_draining(running // replicas, slots // replicas))
 
     @property
     def is_working(self) -> bool:
@@ -192,7 +193,7 @@ class SimulatedLearner:
         self._began = self._engine.now()
         if self._shared is not None:
             decoding = self._shared.decoding
-            self._speed = speed_at(self._shared.learner, self._engine.running)
+            self._speed = speed_at(self._shared.learner, self._engine.running / self._engine.replicas)
             self._engine.slow_down(lambda running: speed_at(decoding, running))
         self._ends = self._began + self._seconds_of(rollouts) / self._speed
 

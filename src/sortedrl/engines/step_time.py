@@ -39,6 +39,7 @@ class StepTime:
     source: str = ""
     prefill_tokens_per_step: int | None = None  # maximum per step; other requests wait in the queue
     per_prefill_step: float = 0.0  # what a decode step costs more if it also prefills, even a few tokens
+    measured_to: float | None = None  # the largest batch that was measured; None: it holds for all
     _memo: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,12 +83,23 @@ PRESETS: dict[str, StepTime] = {
     "memory-bound": linear(1.0, 1 / 128, source="t = 1 + r/128, prefill free"),
     "compute-bound": linear(0.164, 1 / 128, source="t = 0.164 + r/128, prefill free"),
     # How close it is: docs/my_lengths.md
-    "h200-8b": linear(0.005, 3e-5, 2.5e-8, 2e-5, source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200"),
+    "h200-8b": replace(
+        linear(0.005, 3e-5, 2.5e-8, 2e-5, source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200"),
+        measured_to=128,
+    ),
     "a100-8b": StepTime(
-        _A100_8B, 8e-8, 4e-5, source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated"
+        _A100_8B,
+        8e-8,
+        4e-5,
+        source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated",
+        measured_to=512,
     ),
     "h100-7b": StepTime(
-        _H100_7B, 5e-8, 2e-5, source="Vidur's tables, Llama-2-7B on H100; cached tokens and prefill estimated"
+        _H100_7B,
+        5e-8,
+        2e-5,
+        source="Vidur's tables, Llama-2-7B on H100; cached tokens and prefill estimated",
+        measured_to=512,
     ),
 }
 
@@ -105,7 +117,8 @@ def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str 
         del columns[solution.index(min(solution))]
     coefficient = dict(zip(columns, solution, strict=True))
     a, b, c = (max(0.0, coefficient.get(column, 0.0)) for column in (0, 1, 2))
-    return linear(a, b, c, per_prefill_token, source or f"fit to {len(points)} points")
+    fitted = linear(a, b, c, per_prefill_token, source or f"fit to {len(points)} points")
+    return replace(fitted, measured_to=max(point.running for point in points))
 
 
 def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
@@ -120,7 +133,8 @@ def fit_levels(points: Sequence[Point], *, per_prefill_token: float = 0.0, sourc
     rows = [[*((p.running == level) / p.seconds for level in levels), p.cached_tokens / p.seconds] for p in points]
     *steps, per_cached_token = _least_squares(rows, [1.0] * len(rows))
     steps = [max(0.0, step) for step in steps]
-    return StepTime(tuple(zip(levels, steps, strict=True)), max(0.0, per_cached_token), per_prefill_token, source)
+    by_level = tuple(zip(levels, steps, strict=True))
+    return StepTime(by_level, max(0.0, per_cached_token), per_prefill_token, source, measured_to=levels[-1])
 
 
 def delimiter_of(first_line: str) -> str:

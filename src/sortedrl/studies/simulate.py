@@ -192,7 +192,7 @@ class _Rates:
 def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = None) -> Simulated:
     per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
     rates = _Rates(max(1, per_cohort // schedule.rollouts_needed))
-    own_limit = OwnLimit(workload.step_time, workload.slots)
+    own_limit = OwnLimit(workload.step_time, workload.slots, workload.engines)
     found = run(workload, schedule, rates.see, max_updates=max_updates, own_limit=own_limit)
     return Simulated(found, tuple(rates.rates), own_limit.tokens_per_second())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,10 +28,13 @@ from sortedrl.engines.lengths import (
     remembered,
     with_shared_cache,
 )
+from sortedrl.engines.routing import even_split
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_loop import SharedDevice, SimulatedLearner, SimulatedScorer, simulated_environments
+from sortedrl.engines.simulated_pool import SimulatedPool
 from sortedrl.engines.step_time import PRESETS, StepTime
+from sortedrl.engines.virtual_time import VirtualTimeEngine
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
@@ -66,11 +70,12 @@ class Workload:
     episodes: EpisodeOf | None = None  # of responses of several turns, in place of `lengths`
     hold_slots: bool = False  # a rollout keeps its slot while its environment works, for comparison
     step_time: StepTime = PRESETS["memory-bound"]
-    slots: int = 128
+    slots: int = 128  # of all engines together
+    engines: int = 1  # each with its own step time, KV cache and prefill
     prompts: int = 20 * 512
     prompt_tokens: int = 128
     epochs: int = 1
-    kv_tokens: int | None = None
+    kv_tokens: int | None = None  # of one engine
     reuse_kv_cache: bool = False  # a resumed request finds the KV cache of its prefix
     weight_update_seconds: float = 0.0  # duration of a weight update
     learner_seconds_per_update: float = 0.0
@@ -129,26 +134,30 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
     return SensedLengths(last_epoch, first_guess=guess)
 
 
-def simulated_engine(workload: Workload, *, ideal: bool = False) -> SimulatedEngine:
+def simulated_engine(workload: Workload, *, ideal: bool = False) -> SimulatedEngine | SimulatedPool:
     """With several turns a slot changes hands so often that it shows what each change costs: one step in which it is
     empty, and the last tokens of a context, which no whole block of the prefix cache holds. `ideal`: neither."""
     episodes = workload.episodes
     counts_changes = episodes is not None and not ideal
-    engine = ChunkedPrefillEngine if workload.step_time.has_chunked_prefill else SimulatedEngine
-    return engine(
-        slots=workload.slots,
-        step_time=workload.step_time,
-        length_of=length_of_request(workload.lengths) if episodes is None else end_of_turn(episodes),
-        kv_tokens=workload.kv_tokens,
-        weight_update_seconds=workload.weight_update_seconds,
-        reuse_kv_cache=workload.reuse_kv_cache,
-        prefix_cache=episodes is not None,
-        kv_block_tokens=KV_BLOCK_TOKENS if counts_changes else None,
-        schedules_ahead=counts_changes,
-    )
+    kind = ChunkedPrefillEngine if workload.step_time.has_chunked_prefill else SimulatedEngine
+    engines = [
+        kind(
+            slots=slots,
+            step_time=workload.step_time,
+            length_of=length_of_request(workload.lengths) if episodes is None else end_of_turn(episodes),
+            kv_tokens=workload.kv_tokens,
+            weight_update_seconds=workload.weight_update_seconds,
+            reuse_kv_cache=workload.reuse_kv_cache,
+            prefix_cache=episodes is not None,
+            kv_block_tokens=KV_BLOCK_TOKENS if counts_changes else None,
+            schedules_ahead=counts_changes,
+        )
+        for slots in even_split(workload.slots, workload.engines)
+    ]
+    return engines[0] if len(engines) == 1 else SimulatedPool(engines)
 
 
-def environments_of(workload: Workload, schedule: Schedule, engine: SimulatedEngine) -> Environments | None:
+def environments_of(workload: Workload, schedule: Schedule, engine: VirtualTimeEngine) -> Environments | None:
     if workload.episodes is None:
         return None
 
@@ -204,7 +213,9 @@ class OwnLimit:
     shorter, because it ends early or started them all at once; it never beats its own limit.
     """
 
-    def __init__(self, step_time: StepTime, slots: int) -> None:
+    def __init__(self, step_time: StepTime, slots: int, engines: int = 1) -> None:
+        slots = max(even_split(slots, engines))
+        self._engines = engines
         self._per_token = min(step_time.at(running) / running for running in range(1, slots + 1))
         self._per_cached_token = step_time.per_cached_token
         self._per_prefill_token = step_time.per_prefill_token
@@ -230,7 +241,7 @@ class OwnLimit:
             self._seconds += prefilled * self._per_prefill_token
 
     def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds else math.inf
+        return self._engines * self._tokens / self._seconds if self._seconds else math.inf
 
 
 def run(
@@ -276,8 +287,12 @@ def limit(workload: Workload, schedule: Schedule) -> float:
     """The workload's upper bound in tokens per second: all slots full in steady state, each prompt prefilled once.
 
     With several turns: every token of prompt and environment is prefilled once, environments answer immediately, and
-    only tokens of the policy count.
+    only tokens of the policy count. Several engines reach the sum of what each of them reaches alone.
     """
+    if workload.engines > 1:
+        alone = replace(workload, engines=1, prompts=-(-workload.prompts // workload.engines))
+        sizes = Counter(even_split(workload.slots, workload.engines))
+        return sum(count * limit(replace(alone, slots=slots), schedule) for slots, count in sizes.items())
     engine, seed_state = simulated_engine(workload, ideal=True), mixing(0, schedule.seed)
 
     def request_of(id: int) -> Request:

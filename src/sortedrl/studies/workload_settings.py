@@ -17,6 +17,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
+from sortedrl.engines.routing import even_split
 from sortedrl.engines.settings import Slots
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
@@ -34,6 +35,7 @@ MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
 MANY_CUT = 0.2  # fraction of the drawn lengths
+BEYOND = 1.1  # times the largest measured batch
 MANY_LATE = 0.05  # fraction of the drawn answers of environments
 PromptTokens = Annotated[int, Field(ge=0, le=MOST, description="tokens per prompt")]
 
@@ -124,12 +126,18 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
         bool, Field(description="a regenerated rollout draws the same length as the attempt that was aborted")
     ] = False
 
+    def most_slots_per_engine(self) -> int:
+        return self.slots
+
 
 class SimulatedSettings(WorkloadSettings):
     """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
     help_group: ClassVar[str] = "simulated run"
 
+    engines: Annotated[
+        int, Field(ge=1, le=100_000, description="engines that share the slots evenly, each as fast as --step-time")
+    ] = 1
     turns: Annotated[
         int,
         Field(ge=1, le=MOST, description="turns per response; with several, lengths are those of one turn"),
@@ -170,6 +178,9 @@ class SimulatedSettings(WorkloadSettings):
             return self.replayed_episodes.most_observed
         return (self.turns - 1) * self.observation_tokens
 
+    def most_slots_per_engine(self) -> int:
+        return max(even_split(self.slots, self.engines))
+
     def resolved_weight_update_seconds(self) -> float:
         """As set, or as measured by the profile."""
         if self.weight_update_seconds is not None:
@@ -194,6 +205,7 @@ def simulated_workload(settings: SimulatedSettings) -> Workload:
         episodes=episodes_of(settings),
         step_time=step_time_of(settings),
         slots=settings.slots,
+        engines=settings.engines,
         prompts=settings.cohorts * prompts_per_cohort(settings),
         prompt_tokens=settings.prompt_tokens,
         kv_tokens=kv_tokens_of(settings),
@@ -275,6 +287,17 @@ def late_answers(settings: SimulatedSettings) -> str | None:
     )
 
 
+def extrapolated(settings: SimulatedSettings) -> str | None:
+    """A notice if an engine has more slots than its step time was measured with."""
+    most, measured = settings.most_slots_per_engine(), step_time_of(settings).measured_to
+    if measured is None or most <= BEYOND * measured:
+        return None
+    return (
+        f"{most} slots per engine, but {settings.step_time} was measured with up to {measured:g} running requests. "
+        "Beyond that, step times are a straight line. --slots is the total: set --engines to your number of engines."
+    )
+
+
 def few_lengths(settings: WorkloadSettings) -> str | None:
     """A notice if the file has too few responses for the errors that are printed."""
     replayed, cohort = settings.replayed_lengths, prompts_per_cohort(settings) * settings.rollouts_per_prompt
@@ -301,7 +324,7 @@ def kv_tokens_of(settings: StepTimeSettings) -> int | None:
 
 
 def check_simulated(settings: SimulatedSettings) -> None:
-    for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_streaming):
+    for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_streaming, check_engines):
         check(settings)
 
 
@@ -347,6 +370,16 @@ def check_seeds(settings: SimulatedSettings) -> None:
     """The same run twice would count as two, and the error of the gains would be too small."""
     if len(set(settings.seeds)) < len(settings.seeds):
         raise ConfigurationError("seeds", settings.seeds, "one is named twice", "Name each one once.")
+
+
+def check_engines(settings: SimulatedSettings) -> None:
+    if settings.slots < settings.engines:
+        raise ConfigurationError(
+            "slots",
+            settings.slots,
+            f"they are the slots of all {settings.engines} engines together",
+            f"Use --slots {settings.engines} or more.",
+        )
 
 
 def check_streaming(settings: SimulatedSettings) -> None:

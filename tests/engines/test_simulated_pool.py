@@ -1,0 +1,208 @@
+"""Several simulated engines as one: they add up, no token is lost or made twice, and engines may die."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from random_runs import case_of, play
+from schedule_rules import check_outcome
+from sortedrl.core import Event, Prompt, Request, Schedule, events
+from sortedrl.core.engine import Change, Engine, EngineDied, Finished, Preempted, Started, Tokens
+from sortedrl.engines.routing import even_split, route
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
+from sortedrl.engines.simulated_pool import SimulatedPool
+from sortedrl.engines.step_time import PRESETS, StepTime, linear
+from sortedrl.observe.run_metrics import RunMetrics
+from sortedrl.studies.workload import Workload, limit, run
+from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract
+
+PER_ENGINE = 128
+ENGINES = 8
+
+
+def pool(*slots: int, step_time: StepTime | None = None, kind: type[SimulatedEngine] = SimulatedEngine, **options: Any):
+    step_time = step_time or linear(1.0, 0.0)
+    return SimulatedPool(
+        [kind(slots=n, step_time=step_time, length_of=lambda request: request.prompt.payload, **options) for n in slots]
+    )
+
+
+def request(id: int, length: int, prompt_tokens: int = 0) -> Request:
+    return Request(id, Prompt(str(id), range(prompt_tokens), length), (), 10_000, 0)
+
+
+def to_end(engine: SimulatedPool) -> list[Change]:
+    changes: list[Change] = []
+    while new := engine.poll():
+        changes += new
+    return changes
+
+
+class TestSimulatedPool(EngineContract):
+    kind: type[SimulatedEngine] = SimulatedEngine
+    step_time = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefill_token=1e-5)
+
+    def make_engine(self, slots: int) -> Engine:
+        sizes = even_split(slots, min(slots, 3))
+        return SimulatedPool(
+            [
+                self.kind(slots=n, step_time=self.step_time, length_of=lambda request: 20 + request.seed % 13)
+                for n in sizes
+            ]
+        )
+
+    def test_starts_in_order_and_fills_the_slots(self) -> None:
+        """Requests leave the queue in order; engines then start what they got, each in its own time."""
+        ledger = self.undisturbed(self.requests())
+        started = list(dict.fromkeys(ledger.started))
+        assert sorted(started) == list(range(len(TOKEN_LIMITS)))
+        assert all(id - place < self.slots for place, id in enumerate(started))
+        assert ledger.most_running == self.slots
+
+
+class TestSimulatedPoolWithChunkedPrefill(TestSimulatedPool):
+    kind = ChunkedPrefillEngine
+    step_time = replace(TestSimulatedPool.step_time, prefill_tokens_per_step=64, per_prefill_step=0.001)
+
+
+def test_a_request_goes_home_or_to_the_least_loaded_engine() -> None:
+    class Member:
+        def __init__(self, slots: int, free_slots: int) -> None:
+            self.slots, self.free_slots = slots, free_slots
+
+    busy, half, large = Member(4, 1), Member(4, 2), Member(8, 5)
+    assert route(None, [busy, half, large]) is large
+    assert route(busy, [busy, half, large]) is busy
+    assert route(busy, [half]) is half, "its home has no room"
+    assert even_split(10, 4) == [2, 2, 3, 3]
+
+
+def test_each_engine_has_its_own_step_time() -> None:
+    """Two requests on one engine take 3 s per step, on two engines 2 s."""
+    step_time = linear(1.0, 1.0)
+    one, two = pool(2, step_time=step_time), pool(1, 1, step_time=step_time)
+    for engine, seconds in ((one, 30.0), (two, 20.0)):
+        engine.submit([request(0, 10), request(1, 10)])
+        assert {change.at for change in to_end(engine) if isinstance(change, Finished)} == {seconds}
+
+
+def test_changes_come_in_time_order_while_another_engine_prefills() -> None:
+    """A request of 100 prompt tokens prefills for 10 s; the other engine finishes in the meantime."""
+    step_time = replace(linear(1.0, 0.0, per_prefill_token=0.1), prefill_tokens_per_step=50)
+    engine = pool(2, 1, step_time=step_time)
+    engine.submit([request(0, 5, 100), request(1, 3), request(2, 4, 10)])
+    changes = to_end(engine)
+    times = [change.at for change in changes]
+    assert times == sorted(times)
+    ends = {change.id: change.at for change in changes if isinstance(change, Finished)}
+    assert ends[1] == 3.0 and ends[0] > 10.0
+
+
+def test_a_resumed_request_finds_its_kv_cache_at_home_only() -> None:
+    """Engines 0 and 1 have a slot each. The one with the KV cache is taken when the request comes back."""
+    for home_is_free in (True, False):
+        engine = pool(1, 1, step_time=linear(1.0, 0.0, per_prefill_token=1.0), reuse_kv_cache=True)
+        engine.submit([request(0, 10, 4)])
+        while engine.now() < 9:
+            engine.poll(until=9.0)
+        (segment,) = [change.segment for change in engine.abort([0]) if isinstance(change, Tokens)]
+        if not home_is_free:
+            engine.submit([request(1, 100)])  # as loaded as the other one: the first engine gets it
+        began = engine.now()
+        engine.submit([request(0, 10, 4).continued(segment)])
+        (end,) = [change.at for change in to_end(engine) if isinstance(change, Finished) and change.id == 0]
+        left = 10 - len(segment)
+        assert end - began == pytest.approx(left if home_is_free else left + 4 + len(segment))
+
+
+def test_requests_of_a_lost_engine_continue_elsewhere() -> None:
+    engine = pool(2, 2)
+    engine.submit([request(id, 10) for id in range(4)])
+    changes = engine.poll(until=4.0)
+    engine.lose(0)
+    changes += to_end(engine)
+    preempted = {change.id for change in changes if isinstance(change, Preempted)}
+    ends = {change.id: change.at for change in changes if isinstance(change, Finished)}
+    assert ends == {id: 20.0 if id in preempted else 10.0 for id in range(4)} and len(preempted) == 2
+    made = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in range(4)}
+    assert set(made.values()) == {10}, "no token is lost or delivered twice"
+    assert sum(isinstance(change, Started) for change in changes) == 6
+    engine.lose(1)
+    with pytest.raises(EngineDied, match="no engine of the pool is left"):
+        engine.poll()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_schedules_on_pools_whose_engines_die_hold_to_the_rules(block: int) -> None:
+    preempted = 0
+    for seed in range(block * 40, (block + 1) * 40):
+        case = case_of(seed, with_turns=seed % 2 == 0)
+        try:
+            outcome = play(replace(case, deaths_in_pool=(3 + seed % 17, 20 + seed % 31)[: seed % 3]))
+            check_outcome(outcome)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        preempted += outcome.faults["preempted"]
+    assert preempted > 10
+
+
+# A cluster of equal engines
+
+
+def cluster(engines: int, mode: str, *sinks: Any, cohorts: int = 2, seed: int = 0) -> tuple[RunMetrics, float]:
+    """A run, and the limit: the same load for each engine."""
+    workload = Workload(
+        step_time=PRESETS["h200-8b"],
+        slots=PER_ENGINE * engines,
+        engines=engines,
+        prompts=cohorts * 4 * PER_ENGINE * engines,
+    )
+    schedule = Schedule(
+        mode=mode,
+        rollouts_per_update=PER_ENGINE * engines,
+        prompts_per_cohort=4 * PER_ENGINE * engines,
+        seed=seed,
+    )
+    return run(workload, schedule, *sinks), limit(workload, schedule)
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "partial+lookahead"])
+def test_eight_engines_are_eight_times_one(mode: str) -> None:
+    """If their slots are full; a drain waits for the longest response of all."""
+    ones = [cluster(1, mode, cohorts=3, seed=seed) for seed in range(3)]
+    eight, limit_of_eight = cluster(ENGINES, mode, cohorts=3)
+    assert 7.8 <= eight.goodput / fmean(one.goodput for one, _ in ones) <= 8.6
+    assert eight.staleness_mean == pytest.approx(fmean(one.staleness_mean for one, _ in ones), rel=0.05)
+    assert limit_of_eight == pytest.approx(8 * fmean(limit for _, limit in ones), rel=0.03)
+    assert eight.goodput < limit_of_eight and all(one.goodput < limit for one, limit in ones)
+
+
+@pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial+elevator"])
+def test_no_token_of_a_cluster_is_lost(mode: str) -> None:
+    """Every generated token is trained on, dropped or cached, and every loaded rollout is trained on once."""
+    log: list[Event] = []
+    found, limit_of_all = cluster(ENGINES, mode, log.append)
+    assert found.generated_tokens == found.trained_tokens + found.dropped_tokens + found.cached_tokens
+    trained = [id for event in log if isinstance(event, events.Updated) for id in event.rollouts]
+    assert len(trained) == len(set(trained)) == found.loaded == found.trained
+    assert found.goodput < limit_of_all
+    times = [event.at for event in log]
+    assert times == sorted(times)
+
+
+def test_an_event_of_eight_engines_costs_at_most_one_and_a_half_times_that_of_one() -> None:
+    def seconds_per_event(engines: int) -> float:
+        log: list[Event] = []
+        began = time.process_time()
+        cluster(engines, "partial+elevator", log.append, cohorts=4 if engines == 1 else 1)
+        return (time.process_time() - began) / len(log)
+
+    ratios = sorted(seconds_per_event(ENGINES) / seconds_per_event(1) for _ in range(3))
+    assert ratios[0] <= 1.5, ratios  # other processes disturb some of them
