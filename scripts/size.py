@@ -18,7 +18,7 @@ BOUNDS = {
     "lines of src": 38_800,
     "lines of core": 4_750,
     "lines of the reading path": 3_660,
-    "lines of tests": 37_150,
+    "lines of tests": 37_600,
     "lines of the longest file in src": 450,
     "words of docs": 51_500,
     "lines of README": 120,
