@@ -65,7 +65,7 @@ class StreamedRun:
 
     def train(self) -> None:
         for batch in self.controller:
-            metrics = self.learner.step(batch.rollouts, batch.version)
+            metrics = self.learner.step(batch)
             assert metrics["rollouts"] == len(batch)
             self.controller.publish()
             self.trained += [rollout.id for rollout in batch]

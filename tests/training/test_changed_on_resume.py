@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import toy
 from sortedrl.cli import main
 from sortedrl.cli.parse import parsed
 from sortedrl.core.configuration import ConfigurationError
@@ -25,55 +24,57 @@ from sortedrl.training.build import OutOfMemory
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.trainer import train
+from toy_runs import SMALL, SMALL_TRAINING, flags, metrics_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def run_out_of_memory(*_: Any) -> None:
+def run_out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
 
 
-def small(folder: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "updates": 1}
-    settings |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 20}
-    return settings | {"model": str(toy.make_model(folder)), "max_prompt_tokens": 16, "eval_problems": 4, "threads": 1}
+@pytest.fixture
+def small(model: Path) -> dict[str, Any]:
+    return SMALL_TRAINING | {"model": str(model), "scoring": "at-once", "max_response_tokens": 8, "updates": 1}
 
 
 def test_a_run_out_of_memory_can_be_resumed_with_smaller_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, settings = tmp_path / "run", small(tmp_path)
+    run = tmp_path / "run"
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "step", run_out_of_memory)
         with pytest.raises(OutOfMemory) as stopped:
-            train(TrainSettings(**settings, out=run), print)
+            train(TrainSettings(**small, out=run), print)
     message = str(stopped.value)
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in message
     assert "Lower tokens_per_micro_batch = 16384 or set gradient_checkpointing = true" in message
     assert f"sortedrl train --resume {run} --config FILE" in message
     memory = {"tokens_per_micro_batch": 32, "gradient_checkpointing": True, "recompute_above_tokens": 16}
-    summary = train(TrainSettings(**settings, **memory, out=run, resume=run), print)
+    summary = train(TrainSettings(**small, **memory, out=run, resume=run), print)
     assert summary["updates"] == 1
 
 
-def test_a_process_without_memory_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_memory_says_how_to_continue(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_out_of_host_memory(*_: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Learner, "step", run_out_of_host_memory)
     run = tmp_path / "run"
     with pytest.raises(OutOfMemory, match=f"this process ran out of memory.*sortedrl train --resume {run}"):
-        train(TrainSettings(**small(tmp_path), out=run), print)
+        train(TrainSettings(**small, out=run), print)
 
 
 def test_a_model_that_does_not_fit_is_one_line_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer's state is made before the run: smaller micro-batches would not help."""
     monkeypatch.setattr(Learner, "__init__", run_out_of_memory)
-    model, run = str(toy.make_model(tmp_path)), tmp_path / "run"
+    run = tmp_path / "run"
     with pytest.raises(OutOfMemory) as stopped:
-        train(TrainSettings(model=model, task="toy:SayA", reward_workers=0, threads=1, out=run), print)
+        train(TrainSettings(**small, out=run), print)
     message = str(stopped.value)
     assert message.startswith("the model and its optimizer do not fit (CUDA out of memory. Tried to allocate 2.00 GiB)")
     assert "lora_rank" in message and "tokens_per_micro_batch" not in message
@@ -87,34 +88,22 @@ def test_a_run_of_an_older_version_may_have_settings_that_no_longer_exist(tmp_pa
     assert resumed.updates == 3 and resumed.resume == tmp_path
 
 
-def test_a_resumed_run_draws_the_random_numbers_that_come_next(tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_random_numbers_that_come_next(small: dict[str, Any], tmp_path: Path) -> None:
     """A reward in this process may draw them, and making its task may seed the generator."""
-    small: dict[str, Any] = {"task": "toy:Noisy", "reward_workers": 0, "scoring": "at-once", "slots": 8}
-    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 8}
-    small |= {"model": str(toy.make_model(tmp_path)), "max_prompt_tokens": 16, "eval_problems": 4, "threads": 1}
-    small |= {"eval_every": 2, "checkpoint_every": 2}
+    small |= {"task": "toy:Noisy", "eval_every": 2, "checkpoint_every": 2}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    train(TrainSettings(**small, updates=4, out=whole), print)
-    train(TrainSettings(**small, updates=2, out=halves), print)
-    train(TrainSettings(**small, updates=4, out=halves, resume=halves), print)
-    assert rewards_in(halves) == rewards_in(whole)
-
-
-def rewards_in(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["reward"] for line in lines if "reward" in line]
+    train(TrainSettings(**small | {"updates": 4}, out=whole), print)
+    train(TrainSettings(**small | {"updates": 2}, out=halves), print)
+    train(TrainSettings(**small | {"updates": 4}, out=halves, resume=halves), print)
+    first, second = ([line["reward"] for line in metrics_of(run, "reward")] for run in (whole, halves))
+    assert len(first) == 4 and first == second
 
 
 def test_a_run_whose_engine_is_out_of_memory_is_not_blamed_on_the_learner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
-
-    monkeypatch.setattr(SlotDecoder, "step", fail)
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--task", "toy:SayA", "--reward-workers", "0"]
-    words += ["--max-prompt-tokens", "16", "--max-response-tokens", "16", "--eval-problems", "4"]
-    capsys.readouterr()
+    monkeypatch.setattr(SlotDecoder, "step", run_out_of_memory)
+    words = ["--model", str(model), *flags(SMALL)]
     assert main(["eval", *words]) == 2
     assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
     for error in (lines := capsys.readouterr().err.splitlines()):
@@ -138,14 +127,12 @@ def test_a_run_may_be_resumed_with_other_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["partial+elevator", "baseline"])
-def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_be_resumed_with_other_slots(
+    mode: str, small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As on a machine with less memory, or more: metrics count each part of the run with its own slots."""
     run = tmp_path / "run"
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--task", "toy:SayA", "--mode", mode, "--threads", "1"]
-    words += ["--reward-workers", "0", "--max-prompt-tokens", "16", "--max-response-tokens", "8"]
-    words += ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
-    words += ["--eval-problems", "4"]
-    assert main(["train", *words, "--slots", "8", "--updates", "2", "--out", str(run)]) == 0
+    assert main(["train", *flags(small | {"mode": mode, "updates": 2, "out": run})]) == 0
     assert main(["train", "--resume", str(run), "--updates", "4", "--slots", "3"]) == 0
     assert "changed settings: slots: 8 -> 3, updates: 2 -> 4\n" in capsys.readouterr().out
     assert json.loads((run / "config.json").read_text())["slots"] == 3
@@ -161,13 +148,11 @@ def test_a_run_may_be_resumed_with_other_slots(mode: str, tmp_path: Path, capsys
     assert "8, then 3, then 5 slots" in (tmp_path / "report.html").read_text()
 
 
-def test_the_report_has_what_each_resume_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_what_each_resume_changed(
+    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Compared with the checkpoint that it went back to: changes after that one do not count, like all else then."""
     run, page = tmp_path / "run", tmp_path / "report.html"
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--task", "toy:SayA", "--threads", "1"]
-    words += ["--reward-workers", "0", "--max-prompt-tokens", "16", "--max-response-tokens", "8"]
-    words += ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
-    words += ["--eval-problems", "4"]
 
     def changes() -> list[tuple[Any, ...]]:
         capsys.readouterr()
@@ -175,7 +160,7 @@ def test_the_report_has_what_each_resume_changed(tmp_path: Path, capsys: pytest.
         found = json.loads(capsys.readouterr().out)["runs"][0]["changes_on_resume"]
         return [(one["updates"], one["setting"], one["old"], one["new"]) for one in found]
 
-    assert main(["train", *words, "--slots", "8", "--updates", "2", "--out", str(run)]) == 0
+    assert main(["train", *flags(small | {"updates": 2, "out": run})]) == 0
     assert changes() == []
     assert "changed on resume" not in page.read_text()
     assert main(["train", "--resume", str(run), "--updates", "3", "--slots", "3", "--dtype", "float32"]) == 0
@@ -211,11 +196,11 @@ def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest
     assert (again["engine"], again["engine_urls"], again["engine_options"]) == ("embedded", [], {})
     assert resumed()["engine_urls"] == ["http://a:8000"]
     assert resumed("--engine", "sglang", "--engine-urls", "http://b:1")["engine_options"] == {}
-    for flags, expected in (
+    for changed, expected in (
         (["--seed", "3"], "seed = 3 (set by flag --seed): the run in"),
         (["--learning-rate", "1", "--mode", "april"], "(learning_rate: 0.0003 -> 1.0, mode: 'partial' -> 'april')"),
     ):
-        assert main([*words, *flags]) == 2
+        assert main([*words, *changed]) == 2
         assert expected in capsys.readouterr().err
 
 
@@ -232,30 +217,25 @@ def test_a_checkpoint_in_place_of_its_run_is_refused_with_the_run(
         assert f"Name its run, {run}: it continues from its newest checkpoint" in told
 
 
-def test_a_run_may_be_resumed_with_its_dtype_named_and_no_other(tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_with_its_dtype_named_and_no_other(small: dict[str, Any], tmp_path: Path) -> None:
     """On another device, auto is another type."""
-    small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "threads": 1}
-    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 8}
-    small |= {"model": str(toy.make_model(tmp_path / "model")), "max_prompt_tokens": 16, "eval_problems": 4}
     run = tmp_path / "run"
-    train(TrainSettings(**small, updates=1, out=run), print)
+    train(TrainSettings(**small, out=run), print)
+    small["updates"] = 2
     with pytest.raises(ConfigurationError, match=r"saved with weights in float32\. Set dtype to float32"):
-        train(TrainSettings(**small, updates=2, resume=run, dtype="bfloat16"), print)
+        train(TrainSettings(**small, resume=run, dtype="bfloat16"), print)
     assert json.loads((run / "config.json").read_text())["dtype"] == "auto"  # the run has not changed
-    assert train(TrainSettings(**small, updates=2, resume=run, dtype="float32", device="cpu"), print)["updates"] == 2
+    assert train(TrainSettings(**small, resume=run, dtype="float32", device="cpu"), print)["updates"] == 2
 
 
 def test_a_resumed_run_refuses_another_folder_and_may_be_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small: dict[str, Any] = {"task": "toy:SayA", "reward_workers": 0, "scoring": "at-once", "slots": 8, "updates": 1}
-    small |= {"rollouts_per_update": 8, "prompts_per_cohort": 8, "rollouts_per_prompt": 4, "max_response_tokens": 8}
-    small |= {"model": str(toy.make_model(tmp_path / "model")), "max_prompt_tokens": 16, "eval_problems": 4}
-    train(TrainSettings(**small, threads=1, out=Path("run")), print)
+    train(TrainSettings(**small, out=Path("run")), print)
     assert main(["train", "--resume", "run", "--updates", "2", "--out", "elsewhere"]) == 2
     assert "out = 'elsewhere' (set by flag --out): a resumed run continues in its own folder" in capsys.readouterr().err
     (tmp_path / "run").rename(tmp_path / "moved")
     assert main(["train", "--resume", "moved", "--updates", "2"]) == 0
     assert main(["train", "--resume", "moved", "--updates", "3", "--out", str(tmp_path / "moved")]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "moved"]
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import toy
 from config_file import config_file
 from scenarios import Run, scenario
 from sortedrl.cli import main
@@ -21,11 +19,12 @@ from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.log.reading import read_events
 from sortedrl.training import evaluate as evaluating
 from sortedrl.training import trainer
+from toy_runs import SMALL, SMALL_TRAINING, flags, metrics_of
 
-EVALUATED = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "24", "--max-prompt-tokens", "16"]
-EVALUATED += ["--eval-problems", "12", "--threads", "1", "--reward-workers", "0"]
-SMALL = ["--rollouts-per-update", "8", "--prompts-per-cohort", "8", "--rollouts-per-prompt", "4"]
-SMALL += ["--learning-rate", "1e-2", "--scoring", "at-once"]
+EVALUATED = flags(SMALL | {"max_response_tokens": 24, "eval_problems": 12})
+TRAINED = flags(
+    SMALL_TRAINING | {"max_response_tokens": 24, "eval_problems": 12, "learning_rate": 1e-2, "scoring": "at-once"}
+)
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {"lora": {"lora_rank": 4}, "recomputation": {"gradient_checkpointing": True}}
 Answers = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities by request
 
@@ -72,14 +71,9 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answers]]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
-
-
 def train(model: Path, out: Path, *words: str) -> None:
     rare = config_file(out.parent, warmup_updates=0)
-    assert main(["train", "--model", str(model), "--out", str(out), *EVALUATED, *SMALL, *rare, *words]) == 0
+    assert main(["train", "--model", str(model), "--out", str(out), *TRAINED, *rare, *words]) == 0
 
 
 def answers_of(exported: Path, evaluations: list[Answers], *words: str) -> Answers:
@@ -100,8 +94,7 @@ def test_an_evaluation_answers_as_the_model_exported_at_that_update(
     assert during[3] == answers_of(tmp_path / "run" / "model", evaluations)
     train(model, tmp_path / "shorter", *words, "--updates", "2")
     assert during[2] == evaluations[-1] == answers_of(tmp_path / "shorter" / "model", evaluations)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines if "held_out" in line] == [0, 1, 2, 3]
+    assert [line["update"] for line in metrics_of(tmp_path / "run", "held_out")] == [0, 1, 2, 3]
 
 
 def test_a_lora_run_leaves_its_adapter_beside_the_merged_weights(
@@ -142,8 +135,7 @@ def test_a_server_is_evaluated_under_the_weights_of_the_update(
         few = ["--rollouts-per-update", "4", "--prompts-per-cohort", "4", "--rollouts-per-prompt", "2"]
         train(model, tmp_path / "run", *at_server, *few, "--updates", "2", "--eval-every", "1")
         before, first, second = evaluations
-        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [line["update"] for line in lines if "weight_difference" in line] == [1, 2]
+        assert [line["update"] for line in metrics_of(tmp_path / "run", "weight_difference")] == [1, 2]
         assert before == answers_of(model, evaluations, *at_server)
         assert second == answers_of(tmp_path / "run" / "model", evaluations, *at_server)
         assert first not in (before, second)

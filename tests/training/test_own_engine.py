@@ -11,28 +11,33 @@ import pytest
 
 pytest.importorskip("torch")
 
-import toy
 from config_file import config_file
 from sortedrl.cli import main
 from sortedrl.core.engine import EngineBase, with_defaults
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.models import BUILT_IN_MODEL
+from toy_runs import SMALL, SMALL_TRAINING, flags, metrics_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ["--task", "toy:SayA", "--slots", "8", "--max-response-tokens", "16", "--max-prompt-tokens", "16"]
-SMALL += ["--rollouts-per-update", "8", "--prompts-per-cohort", "4", "--rollouts-per-prompt", "4", "--updates", "2"]
-SMALL += ["--eval-problems", "4", "--threads", "1", "--scoring", "at-once", "--reward-workers", "0"]
+TRAIN = flags(SMALL_TRAINING | {"prompts_per_cohort": 4, "updates": 2, "scoring": "at-once"})
 
 
-def test_a_run_with_an_engine_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_module(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes a module of this name importable, also after another test had one; returns its file."""
+    file = folder / f"{name}.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return file
+
+
+def test_a_run_with_an_engine_by_import_path(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example over Hugging Face `generate` has the five methods of the protocol and nothing else."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    model = toy.make_model(tmp_path / "model")
     out = tmp_path / "run"
-    words = ["--model", str(model), "--out", str(out), "--engine", "hugging_face_engine:engine", *SMALL]
+    words = ["--model", str(model), "--out", str(out), "--engine", "hugging_face_engine:engine", *TRAIN]
     assert main(["train", *words, *config_file(tmp_path, warmup_updates=0)]) == 0
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "weight_difference" in line]
+    updates = metrics_of(out, "weight_difference")
     assert [line["update"] for line in updates] == [1, 2]
     assert all(line["weight_difference"] < 1e-3 for line in updates), "the engine samples from the learner's weights"
 
@@ -54,35 +59,30 @@ def engine(spec):
 """
 
 
-def closing_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes `closing_engine:engine` importable; returns the file that its `close` leaves."""
-    module = folder / "closing_engine.py"
-    module.write_text(CLOSING)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "closing_engine", raising=False)  # that of another test
-    return module.with_suffix(".closed")
+@pytest.fixture
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes `closing_engine:engine` importable; this file shows that it was closed."""
+    return own_module("closing_engine", CLOSING, tmp_path, monkeypatch).with_suffix(".closed")
 
 
-def test_an_evaluation_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = closing_engine(tmp_path, monkeypatch)
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL[:8]]
-    assert main(["eval", *words, "--eval-problems", "4", "--threads", "1"]) == 0
+def test_an_evaluation_closes_its_engine(model: Path, closed: Path) -> None:
+    words = ["--model", str(model), "--engine", "closing_engine:engine", *flags(SMALL)]
+    assert main(["eval", *words]) == 0
     assert closed.exists()
 
 
-def test_a_run_that_cannot_start_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_start_closes_its_engine(model: Path, closed: Path, tmp_path: Path) -> None:
     """The engine may have started a server, which would outlive the run."""
-    closed = closing_engine(tmp_path, monkeypatch)
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL]
+    words = ["--model", str(model), "--engine", "closing_engine:engine", *TRAIN]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = config_file(tmp_path, prometheus_port=taken.getsockname()[1])
         assert main(["train", *words, "--out", str(tmp_path / "run"), *port]) == 2
     assert closed.exists()
 
 
-def test_a_resume_that_is_refused_closes_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, data = closing_engine(tmp_path, monkeypatch), tmp_path / "problems"
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "closing_engine:engine", *SMALL]
+def test_a_resume_that_is_refused_closes_its_engine(model: Path, closed: Path, tmp_path: Path) -> None:
+    data = tmp_path / "problems"
+    words = ["--model", str(model), "--engine", "closing_engine:engine", *TRAIN]
     data.write_text("8 4")
     words += ["--task", "toy:CountsInFile", "--data", str(data), "--out", str(tmp_path / "run")]
     assert main(["train", *words]) == 0
@@ -118,22 +118,20 @@ def engine(spec):
 
 @pytest.mark.parametrize("command", ["train", "eval", "profile", "bench"])
 def test_stdout_is_one_json_object_although_the_engine_prints(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """vLLM prints its log to stdout."""
-    (tmp_path / "talkative_engine.py").write_text(TALKATIVE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "talkative_engine", raising=False)
-    folder = BUILT_IN_MODEL if command == "profile" else toy.make_model(tmp_path / "model")  # which is too short
-    model = ["--model", str(folder), "--engine", "talkative_engine:engine"]
+    own_module("talkative_engine", TALKATIVE, tmp_path, monkeypatch)
+    folder = BUILT_IN_MODEL if command == "profile" else model  # which is too short
+    engine = ["--model", str(folder), "--engine", "talkative_engine:engine"]
     profile, short = ["--out", str(tmp_path / "profile.json")], ["--max-response-tokens", "20"]
     words = {
-        "train": [*SMALL, "--out", str(tmp_path / "run")],
-        "eval": [*SMALL[:8], "--eval-problems", "4", "--threads", "1"],
+        "train": [*TRAIN, "--out", str(tmp_path / "run")],
+        "eval": flags(SMALL),
         "profile": ["--slots", "4", "--steps", "4", "--repeats", "1", *profile],
         "bench": ["--modes", "baseline", "--prompts-per-cohort", "4", "--rollouts-per-update", "4", *short],
     }
-    assert main([command, *model, *words[command], "--json"]) == 0
+    assert main([command, *engine, *words[command], "--json"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out)
     assert {"a line", "a line of C code", "a line of a process"} <= set(err.splitlines())
@@ -165,14 +163,12 @@ def factory(spec): return Mine()
 def test_a_wrong_factory_is_one_line(
     source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = f"wrong_engine_{abs(hash(source))}"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["profile", "--engine", f"{name}:factory", "--out", str(tmp_path / "profile.json")]) == 2
+    own_module("wrong_engine", source, tmp_path, monkeypatch)
+    assert main(["profile", "--engine", "wrong_engine:factory", "--out", str(tmp_path / "profile.json")]) == 2
     error = capsys.readouterr().err
     assert expected in error and "set by flag --engine" in error
     assert len(error.splitlines()) == 1
-    assert "JSON" not in expected or f"{name}.py:2)" in error, "the line of the factory, not that of the library"
+    assert "JSON" not in expected or "wrong_engine.py:2)" in error, "the line of the factory, not that of the library"
 
 
 @pytest.mark.parametrize("missing", sorted(METHODS))
@@ -213,13 +209,11 @@ def engine(spec):
 
 @pytest.mark.parametrize("mode", ["baseline", "cohort-at-once", "partial+elevator"])
 def test_weights_come_before_any_request_after_the_sleep_of_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    mode: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So an engine may drop its weights while the learner steps: also if updates share a harvest, and to evaluate."""
-    (tmp_path / "forgetful_engine.py").write_text(FORGETFUL)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "forgetful_engine", raising=False)
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "forgetful_engine:engine", *SMALL]
+    own_module("forgetful_engine", FORGETFUL, tmp_path, monkeypatch)
+    words = ["--model", str(model), "--engine", "forgetful_engine:engine", *TRAIN]
     words += ["--mode", mode, "--updates", "4", "--eval-every", "3", "--out", str(tmp_path / "run")]
     assert main(["train", *words]) == 0
     assert (tmp_path / "forgetful_engine.sleeps").read_text() == 4 * "sleep\n"
@@ -246,16 +240,15 @@ def engine(spec):
 def test_the_learner_works_beside_an_engine_that_has_its_own_device(
     flags: list[str],
     is_declared: bool,
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Only its author knows it: it may be the client of a server, or decode with the learner's own module."""
     source = APART.format(declared="has_own_device = True" if is_declared else "pass")
-    (tmp_path / "engine_apart.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "engine_apart", raising=False)
-    words = ["--model", str(toy.make_model(tmp_path / "model")), "--engine", "engine_apart:engine", *SMALL, *flags]
+    own_module("engine_apart", source, tmp_path, monkeypatch)
+    words = ["--model", str(model), "--engine", "engine_apart:engine", *TRAIN, *flags]
     status = main(["train", *words, "--out", str(tmp_path / "run")])
     error = capsys.readouterr().err
     if is_declared:

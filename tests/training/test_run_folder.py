@@ -17,27 +17,20 @@ from typing import Any
 import pytest
 
 import forked
-import toy
+import toy_runs
 from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.log.reading import read_events, read_intact, without_rolled_back
+from sortedrl.log.reading import read_events, read_intact
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
+from toy_runs import SMALL_TRAINING, flags, metrics_of
 
-SMALL = [
-    *("--task", "toy:SayA", "--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "4"),
-    *("--rollouts-per-prompt", "4", "--max-response-tokens", "16", "--max-prompt-tokens", "16"),
-    *("--eval-problems", "2", "--learning-rate", "3e-3", "--threads", "1", "--checkpoint-every", "2"),
-    *("--reward-workers", "0"),  # a worker is a new interpreter; test_train_rewards.py has them
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
+SMALL = flags(
+    SMALL_TRAINING | {"prompts_per_cohort": 4, "eval_problems": 2, "learning_rate": 3e-3, "checkpoint_every": 2}
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +116,7 @@ def test_a_second_process_is_told_who_holds_the_folder(model: Path, training: Co
     assert forked.run(["trace", str(run)], output).returncode == 0, "reading needs no lock"
     training.send(signal.SIGKILL)
     training.wait()
-    done = updates_of(run)
-    after = forked.run(["train", "--resume", str(run), "--updates", str(len(done) + 1)], output)
-    assert after.returncode == 0, after.stderr
+    assert resume(run, len(updates_of(run)) + 1).returncode == 0
 
 
 def test_of_two_that_resume_at_once_one_is_refused(run: Path) -> None:
@@ -139,12 +130,7 @@ def test_of_two_that_resume_at_once_one_is_refused(run: Path) -> None:
     trains.wait_for_output("update 7/")
     trains.send(signal.SIGINT)
     assert trains.wait().returncode == 130, trains.stderr
-    trained = Counter(
-        id
-        for event in without_rolled_back(read_events(run / "events.jsonl"))
-        if isinstance(event, events.Updated)
-        for id in event.rollouts
-    )
+    trained = Counter(id for update in toy_runs.updates_of(run) for id in update.rollouts)
     assert set(trained.values()) == {1}
     assert updates_of(run) == list(range(max(7, len(updates_of(run)))))
 
@@ -262,8 +248,7 @@ def test_all_other_files_may_be_damaged_at_once(run: Path) -> None:
         assert part in done.stdout
     assert json.loads((run / "summary.json").read_text())["updates"] == 5
     assert json.loads((run / "config.json").read_text())["slots"] == 8
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines if "reward" in line] == [1, 2, 3, 4, 5]
+    assert [line["update"] for line in metrics_of(run, "reward")] == [1, 2, 3, 4, 5]
 
 
 def test_resume_falls_back_to_the_intact_checkpoint_and_says_so(run: Path) -> None:
@@ -376,7 +361,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_can_be_resumed(what: str, m
         assert "No space left on device" in line and f"--resume {run}" in line
         assert ("checkpoint" if what == "checkpoint" else "jsonl cannot be written") in line
         filler.unlink()
-        done = forked.run(["train", "--resume", str(run), "--updates", "3"], tmp_path / "output")
+        done = resume(run, 3)
         assert done.returncode == 0, done.stderr
         assert "are lost" not in done.stdout
         assert updates_of(run) == list(range(max(3, len(updates_of(run)))))
@@ -414,6 +399,5 @@ def test_a_signal_saves_and_the_run_can_be_resumed(number: signal.Signals, train
     run = tmp_path / "run"
     count = len(updates_of(run))
     assert (run / "checkpoints" / f"update-{count:06d}").is_dir()
-    resumed = forked.run(["train", "--resume", str(run), "--updates", str(count + 1)], tmp_path / "output")
-    assert resumed.returncode == 0, resumed.stderr
+    assert resume(run, count + 1).returncode == 0
     assert updates_of(run) == list(range(count + 1))

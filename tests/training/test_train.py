@@ -17,38 +17,13 @@ from forked import Command, Done
 from sortedrl.core import events
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
+from toy_runs import SMALL_TRAINING, flags, metrics_of, updates_of, without_times
 
-SMALL = [
-    "--task",
-    "toy:SayA",
-    "--scoring",
-    "at-once",
-    "--reward-workers",
-    "0",  # a worker is a new interpreter; test_train_rewards.py has them
-    "--slots",
-    "8",
-    "--rollouts-per-update",
-    "16",
-    "--prompts-per-cohort",
-    "8",
-    "--rollouts-per-prompt",
-    "4",
-    "--max-response-tokens",
-    "24",
-    "--max-prompt-tokens",
-    "16",
-    "--eval-problems",
-    "8",
-    "--learning-rate",
-    "3e-3",
-    "--threads",
-    "1",
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
+SMALL = flags(
+    SMALL_TRAINING
+    | {"scoring": "at-once", "rollouts_per_update": 16, "max_response_tokens": 24, "eval_problems": 8}
+    | {"learning_rate": 3e-3}
+)
 
 
 def sortedrl(*words: str, check: bool = True) -> Done:
@@ -63,10 +38,6 @@ def trained(model: Path, out: Path, *words: str) -> dict[str, Any]:
     return summary
 
 
-def logged_updates(run: Path) -> list[events.Updated]:
-    return [e for e in without_rolled_back(read_events(run / "events.jsonl")) if isinstance(e, events.Updated)]
-
-
 def test_a_run_leaves_everything_behind_and_its_figures_can_be_rebuilt(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     summary = trained(model, run, "--updates", "4", "--checkpoint-every", "2", "--eval-every", "2")
@@ -76,9 +47,8 @@ def test_a_run_leaves_everything_behind_and_its_figures_can_be_rebuilt(model: Pa
     run_metrics = Metrics().fold(read_events(run / "events.jsonl")).run_metrics()
     assert json.loads(json.dumps(run_metrics.staleness_mean)) == summary["metrics"]["staleness_mean"]
     assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines if "reward" in line] == [1, 2, 3, 4]
-    assert all(line["mismatch_max_abs"] < 1e-3 for line in lines if "mismatch_max_abs" in line)
+    assert [line["update"] for line in metrics_of(run, "reward")] == [1, 2, 3, 4]
+    assert all(line["mismatch_max_abs"] < 1e-3 for line in metrics_of(run, "mismatch_max_abs"))
     again = json.loads(sortedrl("eval", "--json", "--model", str(run / "model"), *eval_flags()).stdout)
     assert again["mean_at_k"]["value"] == summary["score_after"]["value"]
 
@@ -93,7 +63,7 @@ def eval_flags() -> list[str]:
 )
 def test_modes_train(mode: str, model: Path, tmp_path: Path) -> None:
     trained(model, tmp_path / "run", "--mode", mode, "--updates", "3")
-    updates = logged_updates(tmp_path / "run")
+    updates = updates_of(tmp_path / "run")
     assert len(updates) == 3
     if not mode.startswith("partial"):
         assert all(version == update.version for update in updates for s in update.segments for version, _ in s)
@@ -103,26 +73,15 @@ def test_a_file_sets_how_the_learner_treats_truncated_responses(model: Path, tmp
     """Nearly every response of 2 tokens is cut, and only the others train."""
     rare = config_file(tmp_path, truncated_rollouts="masked")
     trained(model, tmp_path / "run", *rare, "--updates", "1", "--max-response-tokens", "2")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (found,) = (line for line in lines if "rollouts_trained" in line)
+    (found,) = metrics_of(tmp_path / "run", "rollouts_trained")
     assert 0 < found["truncated_fraction"] <= 1
     assert found["rollouts_trained"] == found["rollouts"] * (1 - found["truncated_fraction"])
 
 
 def test_a_run_whose_gradients_are_no_longer_finite_stops(model: Path, tmp_path: Path) -> None:
     """A learning rate of 1e30 breaks the weights in the first update; later steps are skipped."""
-    words = [
-        "--model",
-        str(model),
-        "--out",
-        str(tmp_path / "run"),
-        *SMALL,
-        "--updates",
-        "20",
-        "--learning-rate",
-        "1e30",
-    ]
-    done = sortedrl("train", *words, check=False)
+    words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, "--learning-rate", "1e30"]
+    done = sortedrl("train", *words, "--updates", "20", check=False)
     assert done.returncode == 2
     output = done.stdout + done.stderr
     assert output.count("update 2: 1 of 1 optimizer steps skipped, because the gradient is not finite") == 1
@@ -134,8 +93,8 @@ def test_the_same_seed_gives_the_same_run(model: Path, tmp_path: Path) -> None:
     """In every mode, but without a model: test_invariants.py."""
     for name in ("a", "b"):
         trained(model, tmp_path / name, "--mode", "on-policy", "--updates", "3")
-    first, second = (logged_updates(tmp_path / name) for name in ("a", "b"))
-    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+    first, second = (updates_of(tmp_path / name) for name in ("a", "b"))
+    assert without_times(first) == without_times(second)
 
 
 def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:
@@ -143,8 +102,8 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path:
     trained(model, whole, "--updates", "6")
     trained(model, parts, "--updates", "3")
     sortedrl("train", "--resume", str(parts), "--updates", "6")
-    first, second = logged_updates(whole), logged_updates(parts)
-    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+    first, second = updates_of(whole), updates_of(parts)
+    assert without_times(first) == without_times(second)
     times = [event.at for event in read_events(parts / "events.jsonl")]
     assert times == sorted(times)
 
@@ -156,10 +115,10 @@ def test_a_run_that_is_resumed_after_its_last_update_has_one_score_per_update(
     """As after a kill between the last checkpoint and the summary. The score is computed again."""
     run = tmp_path / "run"
     trained(model, run, "--updates", "2", "--eval-every", eval_every)
-    before = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before = metrics_of(run)
     (run / "summary.json").unlink()
     sortedrl("train", "--resume", str(run))
-    after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    after = metrics_of(run)
     assert [line["update"] for line in after] == [line["update"] for line in before] == [0, 1, 2, 2]
     assert after[:-1] == before[:-1] and after[-1]["held_out"] == before[-1]["held_out"]
     assert after[-1]["seconds"] > before[-1]["seconds"]
@@ -172,9 +131,9 @@ def test_a_resumed_run_with_shuffled_rewards_continues_as_if_it_had_not_stopped(
     trained(model, whole, *shuffles, "--updates", "4")
     trained(model, parts, *shuffles, "--updates", "2")
     sortedrl("train", "--resume", str(parts), "--updates", "4")
-    first, second = logged_updates(whole), logged_updates(parts)
+    first, second = updates_of(whole), updates_of(parts)
     assert [update.rewards for update in first] == [update.rewards for update in second]
-    assert [update._replace(at=0.0) for update in first] == [update._replace(at=0.0) for update in second]
+    assert without_times(first) == without_times(second)
 
 
 def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: Path) -> None:
@@ -189,7 +148,7 @@ def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: P
     assert "0.003 -> 0.5" in done.stderr and done.stderr.count("->") == 1
     settings.write_text("updates = 2\n")
     sortedrl("train", "--resume", str(run), "--config", str(settings))
-    assert len(logged_updates(run)) == 2
+    assert len(updates_of(run)) == 2
     done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, check=False)
     assert done.returncode == 2
     assert "never overwritten" in done.stderr and "--resume" in done.stderr
@@ -206,7 +165,7 @@ def test_resume_refuses_other_problems(model: Path, tmp_path: Path) -> None:
         assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr, done.stderr
     data.write_text("64 8")
     sortedrl("train", "--resume", str(run), "--updates", "2")
-    assert len(logged_updates(run)) == 2
+    assert len(updates_of(run)) == 2
 
 
 def test_resume_refuses_rows_that_were_edited_under_their_ids(model: Path, tmp_path: Path) -> None:
@@ -226,7 +185,7 @@ def test_resume_refuses_rows_that_were_edited_under_their_ids(model: Path, tmp_p
         assert "Restore the data of the run" in done.stderr and "Traceback" not in done.stderr
     data.write_text(rows)
     sortedrl("train", "--resume", str(run), "--updates", "2")
-    assert len(logged_updates(run)) == 2
+    assert len(updates_of(run)) == 2
 
 
 def test_interrupt_saves_exits_130_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
@@ -237,10 +196,10 @@ def test_interrupt_saves_exits_130_and_can_be_resumed(model: Path, tmp_path: Pat
     interrupted = running.wait()
     assert interrupted.returncode == 130, interrupted.stderr
     assert f"--resume {run}" in interrupted.stderr
-    done = len(logged_updates(run))
+    done = len(updates_of(run))
     assert done >= 2
     sortedrl("train", "--resume", str(run), "--updates", str(done + 1))
-    assert len(logged_updates(run)) == done + 1
+    assert len(updates_of(run)) == done + 1
     assert_nothing_lost_or_trained_twice(run)
 
 
@@ -251,7 +210,7 @@ def assert_nothing_lost_or_trained_twice(run: Path) -> None:
     assert max(times.values()) == 1
     loaded = {e.first + i for e in log if isinstance(e, events.Loaded) for i in range(e.rollouts)}
     assert times.keys() <= loaded
-    assert [e.update for e in log if isinstance(e, events.Updated)] == list(range(len(logged_updates(run))))
+    assert [e.update for e in log if isinstance(e, events.Updated)] == list(range(len(updates_of(run))))
     run_metrics = Metrics().fold(log).run_metrics()
     assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1 + 1e-9
     assert (
@@ -288,14 +247,10 @@ def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:
     rare = config_file(tmp_path, keep_checkpoints=1)
     trained(model, run, "--updates", "5", "--eval-every", "1", "--checkpoint-every", "2", *rare)
     kept = {path.name for path in (run / "checkpoints").iterdir()}
-    scores = {
-        f"update-{line['update']:06d}": line["held_out"]["value"]
-        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        if "held_out" in line
-    }
+    evaluations = metrics_of(run, "held_out")
+    scores = {f"update-{line['update']:06d}": line["held_out"]["value"] for line in evaluations}
     saved = ["update-000000", "update-000002", "update-000004", "update-000005"]
     assert kept == {max(saved, key=lambda name: scores[name]), "update-000005"}
-    evaluations = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "held_out" in line]
     assert len(evaluations) == 6, "the last one is not repeated"
 
 
@@ -306,7 +261,7 @@ def test_a_run_of_an_older_version_can_be_resumed(model: Path, tmp_path: Path) -
     del settings["overlap"]
     (run / "config.json").write_text(json.dumps(settings))
     sortedrl("train", "--resume", str(run), "--updates", "3")
-    assert len(logged_updates(run)) == 3
+    assert len(updates_of(run)) == 3
 
 
 BAD_INPUT = {
@@ -346,5 +301,4 @@ def test_greedy_training_is_refused(model: Path, tmp_path: Path) -> None:
 def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     bad = toy.make_model(tmp_path / "model", eos=False)
     done = sortedrl("train", "--model", str(bad), "--out", str(tmp_path / "run"), *SMALL, check=False)
-    assert done.returncode == 2
-    assert "EOS" in done.stderr
+    assert done.returncode == 2 and "EOS" in done.stderr

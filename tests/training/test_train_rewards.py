@@ -12,27 +12,20 @@ from pathlib import Path
 import pytest
 
 import forked
-import toy
 from config_file import config_file
 from forked import Command, Done
 from processes import PATIENCE_SECONDS, cpu_seconds, descendants_of, wait_for_end
 from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.log.reading import read_events
+from toy_runs import SMALL, flags
 
-SMALL = {"slots": 8, "max-response-tokens": 24, "max-prompt-tokens": 16, "eval-problems": 10, "threads": 1}
-TRAIN = {"rollouts-per-update": 16, "prompts-per-cohort": 16, "rollouts-per-prompt": 2, "updates": 2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
+TRAIN = {"rollouts_per_update": 16, "prompts_per_cohort": 16, "rollouts_per_prompt": 2, "updates": 2}
 
 
 def words(command: str, model: Path, task: str, *more: str) -> list[str]:
-    flags = SMALL | (TRAIN if command == "train" else {})
-    given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [command, "--model", str(model), "--task", task, *given, *more]
+    small = SMALL | {"task": task, "max_response_tokens": 24, "eval_problems": 10, "reward_workers": 2}
+    return [command, "--model", str(model), *flags(small | (TRAIN if command == "train" else {})), *more]
 
 
 def ran(*command: str) -> Done:
@@ -138,14 +131,8 @@ def test_a_slow_reward_shows_as_the_bottleneck_everywhere(
 @pytest.mark.slow
 def test_a_run_with_every_fault_in_it_goes_to_its_end(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    more = [
-        "--out",
-        str(run),
-        "--json",
-        "--updates",
-        "10",
-        *config_file(tmp_path, score_limit_seconds=3, max_rejected_fraction=1),
-    ]
+    rare = config_file(tmp_path, score_limit_seconds=3, max_rejected_fraction=1)
+    more = ["--out", str(run), "--json", "--updates", "10", *rare]
     done = ran(*words("train", model, "reward_faults:Faults", *options("each", 1), *more, "--reward-workers", "3"))
     assert done.returncode == 2, "every response has a fault"
     done = ran(*words("train", model, "reward_faults:Faults", *options("each", 2), *more, "--out", f"{run}-2"))
