@@ -24,7 +24,6 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
     Qwen2ForCausalLM,
 )
 
@@ -45,113 +44,24 @@ from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
 from sortedrl.learner.settings import LearnerFlags, LearnerSettings, off_policy_correction_for
 from sortedrl.training.build import learner_settings_of
 from sortedrl.training.settings import TrainSettings
-
-VOCABULARY = 31
-NO_CLIPPING = math.inf
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
-TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
-
+from tiny_learners import (
+    NO_CLIPPING,
+    SHAPE,
+    TWO_LAYERS,
+    VOCABULARY,
+    assert_close,
+    full_logprobs,
+    gradients,
+    learner_with,
+    random_rollouts,
+    same,
+    sampled_with,
+    tiny_model,
+    tokens_of,
+    weights_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tiny_model(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, **changes}))  # type: ignore[no-untyped-call]
-
-
-def tokens_of(seed: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-
-def random_rollouts(
-    prompts: int = 4, siblings: int = 3, cohort: int = 0, seed: int = 0, versions: Sequence[int] = (0,)
-) -> list[Rollout]:
-    """Rollouts of 2 to 13 tokens from one segment per version, with log-probabilities of no model in
-    particular."""
-    generator = torch.Generator().manual_seed(seed)
-    rollouts = []
-    for index in range(prompts * siblings):
-        prompt = index // siblings
-        segments = []
-        for version in versions:
-            length = int(torch.randint(2, 14, (1,), generator=generator))
-            logprobs = (-3 * torch.rand(length, generator=generator)).tolist()
-            segments.append(Segment(tokens_of(seed + 97 * index + version, length), logprobs, version))
-        rollouts.append(
-            Rollout(
-                id=index,
-                prompt=Prompt(f"p{prompt}", tokens_of(1000 + prompt, 2 + 3 * prompt)),
-                index_in_group=index % siblings,
-                cohort=cohort,
-                seed=index,
-                loaded_at_update=0,
-                segments=segments,
-                reward=float(torch.randn(1, generator=generator)),
-            )
-        )
-    return rollouts
-
-
-def full_logprobs(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> Tensor:
-    """Straight from the model's own logits, one rollout at a time, no padding."""
-    prompt = list(rollout.prompt.tokens)
-    logits = model(input_ids=torch.tensor([[*prompt, *rollout.tokens]])).logits[0].float() / temperature
-    predicted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    chosen: Tensor = predicted[torch.arange(len(rollout)), torch.tensor(rollout.tokens)]
-    return chosen
-
-
-def sampled_with(model: nn.Module, rollouts: list[Rollout], temperature: float = 1.0) -> list[Rollout]:
-    """The same rollouts, as if this model had sampled them."""
-    for rollout in rollouts:
-        with torch.no_grad():
-            values = full_logprobs(model, rollout, temperature).tolist()
-        place = 0
-        for segment in rollout.segments:
-            segment.logprobs = values[place : place + len(segment)]
-            place += len(segment)
-    return rollouts
-
-
-def gradients(learner: Learner, rollouts: list[Rollout], version: int = 0) -> dict[str, Tensor]:
-    """Of one update: what its last optimizer step gets, normalized. Use it without clipping."""
-    found: dict[str, Tensor] = {}
-    optimizer = learner._optimizer
-    step = optimizer.step
-
-    def keep(learning_rate: float, gradient_scale: float = 1.0) -> None:
-        named = {name: weight.grad for name, weight in learner.model.named_parameters()}
-        found.update({name: grad.float() * gradient_scale for name, grad in named.items() if grad is not None})
-        step(learning_rate, gradient_scale)
-
-    optimizer.step = keep  # type: ignore[method-assign]
-    try:
-        learner.step(as_batch(rollouts, version))
-    finally:
-        optimizer.step = step  # type: ignore[method-assign]
-    return found
-
-
-def assert_close(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: float = 2e-6) -> None:
-    """Up to `tolerance` of the largest gradient."""
-    scale = max(tensor.abs().max().item() for tensor in second.values())
-    assert first.keys() == second.keys() and scale > 0
-    for name, tensor in first.items():
-        assert torch.allclose(tensor, second[name], rtol=0, atol=tolerance * scale), name
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 # --- the gradient -------------------------------------------------------------------------------------------
@@ -160,7 +70,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_an_update_in_which_every_group_has_lost_its_other_members_does_not_end_the_run(algorithm: str) -> None:
     """Their rewards failed, for example. A first update of single rollouts is a wrong setting."""
-    learner = Learner(tiny_model(), LearnerSettings(algorithm=algorithm, learning_rate=1e-3))
+    learner = learner_with(algorithm=algorithm, learning_rate=1e-3)
     rollouts = random_rollouts(prompts=2, siblings=2)
     alone = [rollouts[0], rollouts[3]]
     with pytest.raises(ValueError, match="each of the 2 in this update is alone"):
@@ -229,9 +139,9 @@ def test_neither_padding_nor_micro_batches_change_the_gradient(changes: dict[str
 
 
 def test_gradient_checkpointing_changes_nothing_and_dropout_stays_off() -> None:
-    plain = gradients(Learner(tiny_model(**TWO_LAYERS), LearnerSettings()), random_rollouts())
+    plain = gradients(learner_with(model=tiny_model(**TWO_LAYERS)), random_rollouts())
     model = tiny_model(attention_dropout=0.5, **TWO_LAYERS)
-    checkpointed = gradients(Learner(model, LearnerSettings(gradient_checkpointing=True)), random_rollouts())
+    checkpointed = gradients(learner_with(model=model, gradient_checkpointing=True), random_rollouts())
     assert_close(checkpointed, plain)
     assert any(layer.training for layer in model.model.layers)
 
@@ -245,8 +155,8 @@ def test_gradient_checkpointing_keeps_the_dropout_of_a_layer_itself_off() -> Non
         config = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, dropout=0.5)
         return OPTForCausalLM(config)  # type: ignore[no-untyped-call]
 
-    plain = gradients(Learner(model(), LearnerSettings()), random_rollouts())
-    checkpointed = gradients(Learner(model(), LearnerSettings(gradient_checkpointing=True)), random_rollouts())
+    plain = gradients(learner_with(model=model()), random_rollouts())
+    checkpointed = gradients(learner_with(model=model(), gradient_checkpointing=True), random_rollouts())
     assert_close(checkpointed, plain)
 
 
@@ -254,7 +164,7 @@ def test_gradient_checkpointing_keeps_the_dropout_of_a_layer_itself_off() -> Non
 def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) -> None:
     """Rollouts of different lengths, a few per micro-batch: with 30 some are recomputed and some are not."""
     model, same_model = tiny_model(**TWO_LAYERS), tiny_model(**TWO_LAYERS)
-    plain = gradients(Learner(model, LearnerSettings(tokens_per_micro_batch=40)), random_rollouts())
+    plain = gradients(learner_with(model=model, tokens_per_micro_batch=40), random_rollouts())
     settings = LearnerSettings(
         tokens_per_micro_batch=40, gradient_checkpointing=True, recompute_above_tokens=above_tokens
     )
@@ -264,7 +174,7 @@ def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) ->
     trunk.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
     trunk.layers[0].input_layernorm.register_forward_pre_hook(lambda _, inputs: layer_passes.append(inputs[0].shape))
     partly = gradients(learner, random_rollouts())
-    assert all(torch.equal(partly[name], plain[name]) for name in plain)
+    assert same(partly, plain)
     assert len(layer_passes) == len(sizes) + sum(size > above_tokens for size in sizes)
     assert len(sizes) > 2 and (above_tokens != 30 or min(sizes) <= 30 < max(sizes))
 
@@ -344,7 +254,7 @@ def test_a_model_that_caps_its_logits_is_scored_with_its_own_logits() -> None:
 @pytest.mark.parametrize("off_policy_correction", ["ppo_clip", "cispo", "mask", "decoupled"])
 def test_on_policy_the_ratio_is_exactly_1(off_policy_correction: Any) -> None:
     """The learner's own log-probabilities, handed in as what the engine sampled with."""
-    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction=off_policy_correction))
+    learner = learner_with(off_policy_correction=off_policy_correction)
     rollouts = sorted(random_rollouts(), key=lambda r: -len(r) - len(r.prompt.tokens))
     with torch.no_grad():
         logprobs, _ = TokenScorer(learner.model, 1.0)(update_batch(rollouts, 0))
@@ -362,13 +272,9 @@ def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
     """Over three optimizer steps, in which the new policy leaves both."""
     after = []
     for off_policy_correction in ("ppo_clip", "decoupled"):
-        settings = LearnerSettings(
-            off_policy_correction=off_policy_correction,
-            steps_per_update=3,
-            learning_rate=3e-3,
-            warmup_updates=0,
+        learner = learner_with(
+            off_policy_correction=off_policy_correction, steps_per_update=3, learning_rate=3e-3, warmup_updates=0
         )
-        learner = Learner(tiny_model(), settings)
         metrics = learner.step(as_batch(sampled_with(learner.model, random_rollouts())))
         assert metrics["clipped_fraction"] > 0.05
         after.append(weights_of(learner.model))
@@ -381,10 +287,9 @@ def test_decoupled_keeps_the_policy_of_before_the_update_over_several_steps() ->
     truncated."""
 
     def weights_after(off_policy_correction: Any, steps: int) -> Tensor:
-        settings = LearnerSettings(
+        learner = learner_with(
             off_policy_correction=off_policy_correction, steps_per_update=steps, learning_rate=3e-3, warmup_updates=0
         )
-        learner = Learner(tiny_model(), settings)
         learner.step(as_batch(random_rollouts(), version=1))
         return weights_of(learner.model)["model.layers.0.mlp.up_proj.weight"]
 
@@ -396,7 +301,7 @@ def test_decoupled_keeps_the_policy_of_before_the_update_over_several_steps() ->
 
 def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
     rollouts = random_rollouts(versions=(3, 5))
-    learner = Learner(tiny_model(), LearnerSettings())
+    learner = learner_with()
     fresh: list[float] = []
     stale: list[float] = []
     for rollout in rollouts:
@@ -416,8 +321,7 @@ def test_mismatch_is_of_fresh_tokens_and_ratios_are_of_stale_ones() -> None:
 
 def test_the_mismatch_is_measured_before_the_first_step() -> None:
     """Later steps of the update see weights that the engine never had."""
-    settings = LearnerSettings(steps_per_update=2, learning_rate=0.1, warmup_updates=0)
-    learner = Learner(tiny_model(), settings)
+    learner = learner_with(steps_per_update=2, learning_rate=0.1, warmup_updates=0)
     metrics = learner.step(as_batch(sampled_with(learner.model, random_rollouts())))
     assert 0 < metrics["mismatch_tokens"] < metrics["tokens_trained"]
     assert metrics["mismatch_max_abs"] < 1e-3
@@ -428,7 +332,7 @@ def test_mismatch_by_age_is_of_fresh_tokens_by_the_oldest_token_of_their_rollout
     rollouts: list[Rollout] = []
     for age in (0, 1, 2, 3, 9):
         rollouts += random_rollouts(versions=(9 - age, 9))
-    learner = Learner(tiny_model(), LearnerSettings())
+    learner = learner_with()
     gaps: dict[int, list[float]] = {}
     for rollout, row in zip(rollouts, log_weights(learner, rollouts), strict=True):
         age = 9 - min(rollout.versions)
@@ -444,7 +348,7 @@ def test_mismatch_by_age_is_of_fresh_tokens_by_the_oldest_token_of_their_rollout
 
 
 def test_an_update_without_stale_tokens_has_no_mismatch_by_age() -> None:
-    metrics = Learner(tiny_model(), LearnerSettings()).step(as_batch(random_rollouts(versions=(5, 5)), version=5))
+    metrics = learner_with().step(as_batch(random_rollouts(versions=(5, 5)), version=5))
     assert metrics["mismatch_tokens"] > 0 and not [name for name in metrics if "_age_" in name]
 
 
@@ -460,7 +364,7 @@ def effective_fraction(weights: list[float]) -> float:
 
 def test_effective_sample_size_is_of_untruncated_weights_by_token_and_by_rollout() -> None:
     rollouts = random_rollouts(versions=(3, 5))
-    learner = Learner(tiny_model(), LearnerSettings(off_policy_correction="cispo", importance_cap=1.0))
+    learner = learner_with(off_policy_correction="cispo", importance_cap=1.0)
     gaps = log_weights(learner, rollouts)
     metrics = learner.step(as_batch(rollouts, version=5))
     by_token = effective_fraction([math.exp(gap) for row in gaps for gap in row])
@@ -486,25 +390,25 @@ def test_the_learning_rate_is_scaled_by_the_effective_sample_size(steps: int) ->
     """VCPO: one step equals one with the learning rate times the root of the fraction; each step has its own."""
     rate = 3e-3
     common: dict[str, Any] = {"warmup_updates": 0, "steps_per_update": steps, "off_policy_correction": "cispo"}
-    learner = Learner(tiny_model(), LearnerSettings(learning_rate=rate, scale_learning_rate_by_ess=True, **common))
+    learner = learner_with(learning_rate=rate, scale_learning_rate_by_ess=True, **common)
     metrics = learner.step(as_batch(random_rollouts(), version=1))
     assert metrics["learning_rate"] <= rate * math.sqrt(metrics["ess_rollout_fraction"]) * (1 + 1e-9)
     if steps > 1:
         return
     assert metrics["learning_rate"] == pytest.approx(rate * math.sqrt(metrics["ess_rollout_fraction"]))
-    plain = Learner(tiny_model(), LearnerSettings(learning_rate=metrics["learning_rate"], **common))
+    plain = learner_with(learning_rate=metrics["learning_rate"], **common)
     plain.step(as_batch(random_rollouts(), version=1))
     assert_close(weights_of(learner.model), weights_of(plain.model))
 
 
 def test_the_cosine_of_successive_gradients_is_reported_on_request() -> None:
-    learner = Learner(tiny_model(), LearnerSettings(gradient_cosine=True, learning_rate=1e-9))
+    learner = learner_with(gradient_cosine=True, learning_rate=1e-9)
     first = learner.step(as_batch(random_rollouts()))
     again = learner.step(as_batch(random_rollouts()))
     other = learner.step(as_batch(random_rollouts(seed=5)))
     assert "gradient_cosine" not in first
     assert again["gradient_cosine"] == pytest.approx(1.0, abs=1e-3) and abs(other["gradient_cosine"]) < 0.9
-    assert "gradient_cosine" not in Learner(tiny_model(), LearnerSettings()).step(as_batch(random_rollouts()))
+    assert "gradient_cosine" not in learner_with().step(as_batch(random_rollouts()))
 
 
 # --- what trains --------------------------------------------------------------------------------------------
@@ -533,10 +437,8 @@ def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
     rollouts = random_rollouts(prompts=4, siblings=3)
     for rollout in rollouts[3:6]:
         rollout.reward = 0.25
-    kept = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100))
-    dropped = Learner(
-        tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100, drop_zero_variance_groups=True)
-    )
+    kept = learner_with(algorithm="grpo", normalizer_tokens=100)
+    dropped = learner_with(algorithm="grpo", normalizer_tokens=100, drop_zero_variance_groups=True)
     assert_close(gradients(dropped, rollouts), gradients(kept, rollouts))  # their advantages are 0 anyway
     metrics = dropped.step(as_batch(rollouts))
     assert (metrics["groups"], metrics["zero_variance_groups"]) == (4, 1)
@@ -545,48 +447,42 @@ def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
 
 def test_equal_large_rewards_have_no_advantage() -> None:
     """In float32 the mean of seven times 1000.1 is not 1000.1: GRPO would scale the difference up to 0.3."""
-    rollouts = random_rollouts(prompts=2, siblings=7)
-    for rollout in rollouts:
-        rollout.reward = 1000.1
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", normalizer_tokens=100))
+    rollouts = random_rollouts(prompts=2, siblings=7, reward=lambda id: 1000.1)
+    learner = learner_with(algorithm="grpo", normalizer_tokens=100)
     metrics = learner.step(as_batch(rollouts, 0))
     assert metrics["zero_variance_groups"] == 2
     assert abs(metrics["advantage_mean"]) < 1e-6 and metrics["grad_norm"] < 1e-6
 
 
 def test_rewards_equal_to_those_of_the_initial_policy_have_no_advantage() -> None:
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="reinforce++"))
+    learner = learner_with(algorithm="reinforce++")
     learner.set_initial_rewards([70.1] * 9)
-    rollouts = random_rollouts(siblings=1)
-    for rollout in rollouts:
-        rollout.reward = 70.1
+    rollouts = random_rollouts(siblings=1, reward=lambda id: 70.1)
     metrics = learner.step(as_batch(rollouts, 0))
     assert abs(metrics["advantage_mean"]) < 1e-12 and metrics["advantage_std"] == 0
 
 
 def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo", drop_zero_variance_groups=True))
+    learner = learner_with(algorithm="grpo", drop_zero_variance_groups=True)
     before = weights_of(learner.model)
-    rollouts = random_rollouts()
-    for rollout in rollouts:
-        rollout.reward = 1.0
+    rollouts = random_rollouts(reward=lambda id: 1.0)
     metrics = learner.step(as_batch(rollouts))
     assert metrics["rollouts_trained"] == 0 and learner.updates == 0
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
+    assert same(weights_of(learner.model), before)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
-    learner = Learner(tiny_model(), LearnerSettings())
+    learner = learner_with()
     before = weights_of(learner.model)
     handle = learner.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     assert learner.step(as_batch(random_rollouts()))["skipped_steps"] == 1
     handle.remove()
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.model).items())
+    assert same(weights_of(learner.model), before)
 
 
 def test_every_skipped_step_shows_also_behind_a_finite_one() -> None:
     """Two steps, the second without a finite gradient: the norm of the first one must not hide it."""
-    learner = Learner(tiny_model(), LearnerSettings(steps_per_update=2))
+    learner = learner_with(steps_per_update=2)
     backward_passes = itertools.count()
     learner.model.lm_head.weight.register_hook(lambda gradient: gradient * (math.nan if next(backward_passes) else 1.0))
     metrics = learner.step(as_batch(random_rollouts()))
@@ -596,14 +492,14 @@ def test_every_skipped_step_shows_also_behind_a_finite_one() -> None:
 
 
 def test_a_step_of_the_critic_that_is_skipped_is_counted() -> None:
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="ppo"))
+    learner = learner_with(algorithm="ppo")
     assert learner.critic is not None
     before = weights_of(learner.critic)
     learner.critic.head.weight.register_hook(lambda gradient: gradient * math.inf)
     metrics = learner.step(as_batch(random_rollouts()))
     assert metrics["skipped_steps"] == 1 and not math.isfinite(metrics["critic_grad_norm"])
     assert math.isfinite(metrics["grad_norm"])
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner.critic).items())
+    assert same(weights_of(learner.critic), before)
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
@@ -639,7 +535,7 @@ def test_sorting_by_length_saves_padding() -> None:
         rollout.prompt = Prompt(rollout.prompt.id, [5])
         rollout.drop_tokens()
         rollout.append(Segment([7] * (length - 1), [-1.0] * (length - 1), 0))
-    learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=200))
+    learner = learner_with(tokens_per_micro_batch=200)
     metrics = learner.step(as_batch(sorted(rollouts, key=len)))
     assert metrics["padding_saved"] == pytest.approx(1 - 438 / 768)
     assert metrics["padding_fraction"] == pytest.approx(1 - sum(lengths) / 438)
@@ -716,8 +612,7 @@ def sample(model: PreTrainedModel, prompts: Sequence[int], version: int, length:
 
 @pytest.mark.parametrize("algorithm", ["reinforce++", "grpo", "rloo", "ppo"])
 def test_reward_rises(algorithm: Any) -> None:
-    settings = LearnerSettings(algorithm=algorithm, learning_rate=3e-3, critic_learning_rate=1e-2, warmup_updates=2)
-    learner = Learner(tiny_model(), settings)
+    learner = learner_with(algorithm=algorithm, learning_rate=3e-3, critic_learning_rate=1e-2, warmup_updates=2)
     torch.manual_seed(0)
     history = [
         learner.step(as_batch(sample(learner.model, [3, 4, 5, 6] * 8, version), version, update=version + version % 2))
@@ -763,17 +658,15 @@ def test_no_batch_of_the_first_cohort_sets_the_scale_for_the_others(algorithm: A
 
 def test_the_critic_is_the_baseline_of_the_first_cohort() -> None:
     """It starts at the mean of the initial rewards, so that is not subtracted a second time."""
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="ppo"))
+    learner = learner_with(algorithm="ppo")
     learner.set_initial_rewards([99.0, 100.0, 101.0])
-    rollouts = random_rollouts()
-    for rollout in rollouts:
-        rollout.reward = 100.0 + rollout.id % 3 - 1
+    rollouts = random_rollouts(reward=lambda id: 100.0 + id % 3 - 1)
     assert abs(learner.step(as_batch(rollouts))["advantage_mean"]) < 1
 
 
 def test_an_update_is_the_reference_of_the_next_cohort() -> None:
     """Rewards of 9 to 11 in both cohorts: the first one has no predecessor, so only there they are used as scored."""
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="reinforce++"))
+    learner = learner_with(algorithm="reinforce++")
     means = []
     for cohort in (0, 1):
         rollouts = random_rollouts(prompts=12, siblings=1, cohort=cohort, seed=cohort)
@@ -784,7 +677,7 @@ def test_an_update_is_the_reference_of_the_next_cohort() -> None:
 
 
 def test_initial_rewards_are_for_a_learner_without_updates() -> None:
-    learner = Learner(tiny_model(), LearnerSettings())
+    learner = learner_with()
     learner.step(as_batch(random_rollouts()))
     with pytest.raises(ValueError, match="1 updates were already made"):
         learner.set_initial_rewards([0.0, 1.0])
@@ -801,7 +694,7 @@ def test_a_token_weighs_the_same_whichever_batch_comes_first() -> None:
 
 
 def test_a_resumed_run_keeps_the_constant_that_it_started_with() -> None:
-    first, resumed = (Learner(tiny_model(), LearnerSettings(normalizer_tokens=tokens)) for tokens in (1000, 9000))
+    first, resumed = (learner_with(normalizer_tokens=tokens) for tokens in (1000, 9000))
     resumed.load_state_dict(first.state_dict())
     assert resumed.step(as_batch(random_rollouts())) == first.step(as_batch(random_rollouts()))
 
@@ -847,14 +740,13 @@ def test_two_epochs_of_a_prompt_are_two_groups_even_in_one_cohort() -> None:
     first, second = random_rollouts(prompts=3, siblings=4, seed=0), random_rollouts(prompts=3, siblings=4, seed=1)
     for rollout in second:
         rollout.id += 12
-    learner = Learner(tiny_model(), LearnerSettings(algorithm="grpo"))
+    learner = learner_with(algorithm="grpo")
     assert learner.step(as_batch([*first, *second]))["groups"] == 6
 
 
 def test_the_critic_learns_to_explain_returns() -> None:
     """The reward depends on the prompt: what the critic can know before the first token."""
-    settings = LearnerSettings(algorithm="ppo", critic_learning_rate=3e-3, warmup_updates=0)
-    learner = Learner(tiny_model(**TWO_LAYERS), settings)
+    learner = learner_with(model=tiny_model(**TWO_LAYERS), algorithm="ppo", critic_learning_rate=3e-3, warmup_updates=0)
     rollouts = sampled_with(learner.model, random_rollouts(prompts=6, siblings=4))
     for rollout in rollouts:
         rollout.reward = float(int(rollout.prompt.id[1:]) % 3)
@@ -866,8 +758,7 @@ def test_the_critic_learns_to_explain_returns() -> None:
 def test_the_kl_term_holds_the_policy_back() -> None:
     distance = {}
     for coefficient in (1e-9, 10.0):
-        settings = LearnerSettings(kl_coefficient=coefficient, learning_rate=1e-3, warmup_updates=0)
-        learner = Learner(tiny_model(), settings)
+        learner = learner_with(kl_coefficient=coefficient, learning_rate=1e-3, warmup_updates=0)
         for version in range(8):
             metrics = learner.step(as_batch(random_rollouts(seed=version), version))
         distance[coefficient] = metrics["kl_reference"]
@@ -913,16 +804,15 @@ def test_a_restored_learner_makes_the_same_next_step_to_the_bit(changes: dict[st
     restored.load_state_dict(state)
     for version in range(3, 5):
         assert learner.step(cohorts_of_two(version)) == restored.step(cohorts_of_two(version))
-    for (name, ours), (other_name, theirs) in zip(learner.weights(), restored.weights(), strict=True):
-        assert name == other_name and torch.equal(ours, theirs)
+    assert same(dict(learner.weights()), dict(restored.weights()))
 
 
 def test_state_of_another_model_is_refused() -> None:
-    state = Learner(tiny_model(), LearnerSettings()).state_dict()
+    state = learner_with().state_dict()
     with pytest.raises(ValueError, match="names differ"):
-        Learner(tiny_model(**TWO_LAYERS), LearnerSettings()).load_state_dict(state)
+        learner_with(model=tiny_model(**TWO_LAYERS)).load_state_dict(state)
     with pytest.raises(ValueError, match="this model has"):
-        Learner(tiny_model(vocab_size=VOCABULARY + 1), LearnerSettings()).load_state_dict(state)
+        learner_with(model=tiny_model(vocab_size=VOCABULARY + 1)).load_state_dict(state)
 
 
 def failing_after(calls: int) -> Callable[..., None]:
@@ -939,7 +829,7 @@ def test_a_step_that_failed_half_way_can_be_repeated() -> None:
     """The third of several micro-batches fails, as one that runs out of memory would."""
     after = []
     for fails in (False, True):
-        learner = Learner(tiny_model(), LearnerSettings(tokens_per_micro_batch=40, learning_rate=1e-3))
+        learner = learner_with(tokens_per_micro_batch=40, learning_rate=1e-3)
         learner.step(as_batch(random_rollouts()))
         if fails:
             handle = learner.model.model.register_forward_pre_hook(failing_after(2))
@@ -948,8 +838,7 @@ def test_a_step_that_failed_half_way_can_be_repeated() -> None:
             handle.remove()
         learner.step(as_batch(random_rollouts(seed=1), version=1))
         after.append((weights_of(learner.model), learner.state_dict()["statistics"]))
-    assert after[0][1] == after[1][1]
-    assert all(torch.equal(weight, after[1][0][name]) for name, weight in after[0][0].items())
+    assert after[0][1] == after[1][1] and same(after[0][0], after[1][0])
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -957,8 +846,13 @@ def test_a_step_that_failed_half_way_can_be_repeated() -> None:
 def test_weights_have_the_names_of_the_model_and_score_like_the_learner(lora_rank: int, tied: bool) -> None:
     if lora_rank:
         pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
-    settings = LearnerSettings(lora_rank=lora_rank, learning_rate=1e-2, warmup_updates=0, kl_coefficient=0.1)
-    learner = Learner(tiny_model(tie_word_embeddings=tied), settings)
+    learner = learner_with(
+        model=tiny_model(tie_word_embeddings=tied),
+        lora_rank=lora_rank,
+        learning_rate=1e-2,
+        warmup_updates=0,
+        kl_coefficient=0.1,
+    )
     first = learner.step(as_batch(random_rollouts()))
     assert first["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert learner.step(as_batch(random_rollouts()))["kl_reference"] > 1e-4
@@ -1088,13 +982,11 @@ def test_bad_settings_name_the_key_the_value_and_a_fix(changes: dict[str, Any], 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_state_of_another_dtype_is_refused(lora_rank: int) -> None:
     """With LoRA the trained weights are float32 in both, and only the base model would differ."""
-    in_bf16, in_fp32 = (
-        Learner(tiny_model(), LearnerSettings(bf16=bf16, lora_rank=lora_rank)) for bf16 in (True, False)
-    )
-    before = {name: weight.clone() for name, weight in in_fp32.weights()}
+    in_bf16, in_fp32 = (learner_with(bf16=bf16, lora_rank=lora_rank) for bf16 in (True, False))
+    before = weights_of(in_fp32.model)
     with pytest.raises(ConfigurationError, match="dtype = 'float32': the state was saved with weights in bfloat16"):
         in_fp32.load_state_dict(in_bf16.state_dict())
-    assert all(torch.equal(before[name], weight) for name, weight in in_fp32.weights())
+    assert same(weights_of(in_fp32.model), before)
     with pytest.raises(ConfigurationError, match="dtype = 'bfloat16': the state was saved with weights in float32"):
         in_bf16.load_state_dict(in_fp32.state_dict())
 
@@ -1111,14 +1003,14 @@ def test_a_state_of_another_initial_model_is_refused(changes: dict[str, Any]) ->
 
 
 def test_without_frozen_weights_the_initial_model_does_not_matter() -> None:
-    trained = Learner(tiny_model(), LearnerSettings())
-    other = Learner(tiny_model(seed=1), LearnerSettings())
+    trained = learner_with()
+    other = learner_with(model=tiny_model(seed=1))
     other.load_state_dict(trained.state_dict())
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trained.weights(), other.weights(), strict=True))
+    assert same(dict(trained.weights()), dict(other.weights()))
 
 
 def test_bad_rollouts_are_named() -> None:
-    learner = Learner(tiny_model(), LearnerSettings())
+    learner = learner_with()
     for spoil, message in (
         (lambda r: setattr(r, "reward", None), "rollout 2 of prompt 'p0' has reward None"),
         (lambda r: setattr(r, "reward", math.nan), "has reward nan"),

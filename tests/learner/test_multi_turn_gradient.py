@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from as_batch import as_batch
 from sortedrl.core import Prompt, Rollout, Segment
-from sortedrl.learner.learner import Learner
-from sortedrl.learner.settings import LearnerSettings
+from tiny_learners import (
+    NO_CLIPPING,
+    TWO_LAYERS,
+    VOCABULARY,
+    assert_close,
+    gradients,
+    learner_with,
+    same,
+    tiny_model,
+)
 
-VOCABULARY = 31
 TURNS = ((3, 2, 4), (2, 5, 1, 3, 2), (6,), (1, 1, 1, 1, 1, 1, 1))  # policy, environment, policy, ...
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def model(seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-        )  # type: ignore[no-untyped-call]
-    )
-
-
-def rollouts(off_policy_correction: str = "ppo_clip") -> list[Rollout]:
+def rollouts() -> list[Rollout]:
     """Two groups of two; the versions of later turns are newer."""
     generator = torch.Generator().manual_seed(3)
     made = []
@@ -54,20 +45,7 @@ def rollouts(off_policy_correction: str = "ppo_clip") -> list[Rollout]:
     return made
 
 
-def gradients_of(learner: Learner, batch: list[Rollout]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The normalized gradient that the optimizer gets, and the metrics of the update."""
-    found: dict[str, Tensor] = {}
-
-    def keep(learning_rate: float, gradient_scale: float = 1.0) -> None:
-        for name, parameter in learner.model.named_parameters():
-            if parameter.grad is not None:
-                found[name] = parameter.grad * gradient_scale
-
-    learner._optimizer.step = keep  # type: ignore[method-assign]
-    return found, learner.step(as_batch(batch, 3))
-
-
-def reference_loss(policy: Qwen2ForCausalLM, batch: list[Rollout], correction: str, aggregation: str) -> Tensor:
+def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: str, aggregation: str) -> Tensor:
     """Token by token, from the model's own logits on the whole context, without a mask: only policy tokens appear."""
     total = torch.tensor(0.0)
     policy_tokens = sum(len(s) for r in batch for s in r.segments if not s.is_environment)
@@ -94,40 +72,33 @@ def reference_loss(policy: Qwen2ForCausalLM, batch: list[Rollout], correction: s
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
 @pytest.mark.parametrize("correction", ["ppo_clip", "cispo"])
 def test_the_gradient_is_the_hand_written_one(correction: Any, aggregation: Any) -> None:
-    settings = LearnerSettings(
-        algorithm="grpo",
-        off_policy_correction=correction,
-        aggregation=aggregation,
-        normalizer_tokens=50,
-        max_grad_norm=math.inf,
-    )
-    policy = model(1)
-    found, metrics = gradients_of(Learner(model(1), settings), rollouts())
+    settings: dict[str, Any] = {"algorithm": "grpo", "off_policy_correction": correction, "aggregation": aggregation}
+    learner = learner_with(tiny_model(1, **TWO_LAYERS), **settings, normalizer_tokens=50, max_grad_norm=NO_CLIPPING)
+    policy = tiny_model(1, **TWO_LAYERS)
+    found = gradients(learner, rollouts(), version=3)
     reference_loss(policy, rollouts(), correction, aggregation).backward()  # type: ignore[no-untyped-call]
-    scale = max(p.grad.abs().max().item() for p in policy.parameters() if p.grad is not None)
-    for name, parameter in policy.named_parameters():
-        if parameter.grad is not None:
-            assert torch.allclose(found[name], parameter.grad, rtol=0, atol=2e-5 * scale), name
+    assert_close(found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, 2e-5)
+    metrics = learner.step(as_batch(rollouts(), 3))
     assert metrics["tokens_trained"] == sum(r.policy_length for r in rollouts())
 
 
 def test_environment_tokens_count_only_as_context() -> None:
     """Log-probabilities in their places change nothing; other tokens in their places change the gradient."""
-    # Nothing is clipped: these log-probabilities are far from the model's.
-    settings = LearnerSettings(algorithm="grpo", off_policy_correction="cispo", max_grad_norm=math.inf)
-    plain, plain_metrics = gradients_of(Learner(model(1), settings), rollouts())
+
+    def gradients_of(batch: list[Rollout]) -> dict[str, Tensor]:
+        # Nothing is clipped: these log-probabilities are far from the model's.
+        settings: dict[str, Any] = {"algorithm": "grpo", "off_policy_correction": "cispo"}
+        learner = learner_with(tiny_model(1, **TWO_LAYERS), **settings, max_grad_norm=NO_CLIPPING)
+        return gradients(learner, batch, version=3)
+
+    plain = gradients_of(rollouts())
     changed = rollouts()
     for rollout in changed:
         for segment in rollout.segments:
             if segment.is_environment:
                 segment.logprobs = [-7.0] * len(segment)
-    same, same_metrics = gradients_of(Learner(model(1), settings), changed)
-    assert all(torch.equal(plain[name], same[name]) for name in plain)
-    timed = {key for key in plain_metrics if "seconds" in key}
-    assert {k: v for k, v in plain_metrics.items() if k not in timed} == {
-        k: v for k, v in same_metrics.items() if k not in timed
-    }
+    assert same(gradients_of(changed), plain)
+    assert learner_with().step(as_batch(changed, 3)) == learner_with().step(as_batch(rollouts(), 3))
     other = rollouts()
     other[0].segments[1].tokens = [9] * len(other[0].segments[1])
-    different, _ = gradients_of(Learner(model(1), settings), other)
-    assert any(not torch.equal(plain[name], different[name]) for name in plain)
+    assert not same(gradients_of(other), plain)

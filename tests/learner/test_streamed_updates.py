@@ -10,25 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import tiny_learners
 from as_batch import as_batch
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.learner import Learner
-from sortedrl.learner.settings import LearnerSettings
+from tiny_learners import VOCABULARY
 
-VOCABULARY = 31
 GROUP = 3
 ROUNDING = 3e-6  # of the largest entry
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.3,
-}
 LEARNERS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "off_policy_correction": "ppo_clip"},
     "grpo, token_mean, KL": {"algorithm": "grpo", "aggregation": "token_mean", "kl_coefficient": 0.2},
@@ -62,10 +52,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def learner_with(**changes: Any) -> Learner:
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))  # type: ignore[no-untyped-call]
     settings = {"normalizer_tokens": 100.0, "learning_rate": 1e-2, "warmup_updates": 0, **changes}
-    return Learner(model, LearnerSettings(**settings))
+    return tiny_learners.learner_with(**settings)
 
 
 def batch_of(update: int, groups: int = 4) -> list[Rollout]:
