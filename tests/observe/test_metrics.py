@@ -59,49 +59,35 @@ def updated(
 # Slot-time
 
 
-def both_running() -> tuple[Event, ...]:
-    return submitted(0.0, 0), submitted(0.0, 1), Started(0.0, 0, 0), Started(0.0, 1, 1)
+def in_slots(at: float, *rollouts: int, first_slot: int = 0) -> list[Event]:
+    """Submitted, and started at once."""
+    started = [Started(at, rollout, slot) for slot, rollout in enumerate(rollouts, first_slot)]
+    return [*(submitted(at, rollout) for rollout in rollouts), *started]
+
+
+def finished(at: float, *rollouts: int, tokens: int = 4) -> list[Event]:
+    return [Finished(at, rollout, tokens, tokens, False) for rollout in rollouts]
+
+
+END = Phase(10.0, "end")
 
 
 def test_an_empty_slot_counts_by_the_reason_why_it_is_empty() -> None:
     """Two slots for 10 s: both empty for 1 s before the first submit, one in use for 4 s, then drained."""
-    result = run_metrics(
-        Gate(0.0, "open"),
-        submitted(1.0, 0),
-        Started(1.0, 0, 0),
-        Gate(1.0, "held back"),
-        Gate(3.0, "drain"),
-        Finished(5.0, 0, 4, 4, False),
-        Phase(10.0, "end"),
-    )
+    gates = Gate(1.0, "held back"), Gate(3.0, "drain")
+    result = run_metrics(Gate(0.0, "open"), *in_slots(1.0, 0), *gates, *finished(5.0, 0), END)
     assert result.seconds == 10.0
-    assert result.bubble_parts == {
-        "refill": 2 / 20,
-        "held_back": 2 / 20,
-        "drain": (2 + 2 * 5) / 20,
-        "queued": 0.0,
-        "kv_limited": 0.0,
-        "environment": 0.0,
-    }
+    parts = {part: share for part, share in result.bubble_parts.items() if share}
+    assert parts == {"refill": 2 / 20, "held_back": 2 / 20, "drain": (2 + 2 * 5) / 20}
     assert result.bubble == pytest.approx(16 / 20)
 
 
 def test_a_resumed_run_with_other_slots_counts_each_second_with_the_slots_of_then() -> None:
     """Two slots for 10 s, of which one is in use; 2 s in which none can be; then four for 5 s, of which three are."""
     result = run_metrics(
-        HarvestBegan(0.0, 0, 0),
-        Gate(0.0, "drain"),
-        submitted(0.0, 0),
-        Started(0.0, 0, 0),
-        Finished(10.0, 0, 4, 4, False),
-        Phase(10.0, "checkpoint"),
-        SlotsChanged(11.0, 4),
-        Phase(12.0, "harvest"),
-        HarvestBegan(12.0, 1, 0),
-        *(submitted(12.0, id) for id in (1, 2, 3)),
-        *(Started(12.0, id, id - 1) for id in (1, 2, 3)),
-        *(Finished(17.0, id, 5, 5, False) for id in (1, 2, 3)),
-        Phase(17.0, "end"),
+        *(HarvestBegan(0.0, 0, 0), Gate(0.0, "drain"), *in_slots(0.0, 0), *finished(10.0, 0)),
+        *(Phase(10.0, "checkpoint"), SlotsChanged(11.0, 4), Phase(12.0, "harvest"), HarvestBegan(12.0, 1, 0)),
+        *(*in_slots(12.0, 1, 2, 3), *finished(17.0, 1, 2, 3), Phase(17.0, "end")),
     )
     assert result.slots == 4
     assert result.bubble == result.bubble_parts["drain"] == pytest.approx((10 + 5) / (20 + 20))
@@ -111,154 +97,75 @@ def test_a_resumed_run_with_other_slots_counts_each_second_with_the_slots_of_the
     assert result.seconds == 15.0
 
 
-def test_what_the_engine_has_not_begun_is_queued() -> None:
-    result = run_metrics(
-        submitted(0.0, 0),
-        submitted(0.0, 1),
-        Started(1.0, 0, 0),
-        Started(3.0, 1, 1),
-        Finished(10.0, 0, 4, 4, False),
-        Finished(10.0, 1, 4, 4, False),
-        Phase(10.0, "end"),
-    )
-    assert result.bubble_parts["queued"] == (2 + 2) / 20
-    assert result.bubble_parts["kv_limited"] == 0
+BOTH = in_slots(0.0, 0, 1)
+WAITS: dict[str, tuple[list[Event], float, float]] = {  # queued and KV-limited slot-seconds of 20
+    "what the engine has not started is queued": (
+        [submitted(0.0, 0), submitted(0.0, 1), Started(1.0, 0, 0), Started(3.0, 1, 1), *finished(10.0, 0, 1)], 4, 0,
+    ),
+    "a preemption is forgotten with the harvest even if no time passes between": (
+        [
+            *(*BOTH, Preempted(2.0, 1, 30), Aborted(4.0, 0, 4, 4, 0), Aborted(4.0, 1, 2, 2, 0)),
+            *(submitted(4.0, 0), submitted(4.0, 1), Started(6.0, 0, 0), Started(6.0, 1, 1)),
+        ], 4, 2,
+    ),
+    "a preemption is forgotten once all slots are full though more waits": (
+        [
+            *(*BOTH, submitted(0.0, 2), submitted(0.0, 3), Preempted(2.0, 1, 30), Started(4.0, 1, 1)),
+            *(*finished(6.0, 0, tokens=6), Started(7.0, 2, 0)),
+        ], 1, 2,
+    ),
+    "what is taken back before it started is queued": (  # a server over HTTP said that it runs one only
+        [*BOTH, Preempted(1.0, 1, 0), Started(3.0, 1, 1)], 2, 0,
+    ),
+    "from a preemption on what waits is KV-limited until all runs": (  # at 5 s, 1 runs again and 2 still waits
+        [
+            *(*BOTH, Preempted(2.0, 1, 30), *finished(4.0, 0, tokens=8), submitted(4.0, 2)),
+            *(Started(5.0, 1, 0), Started(6.0, 2, 1), *finished(7.0, 2, tokens=8)),
+            *(submitted(7.0, 3), Started(8.0, 3, 1), *finished(10.0, 1, 3, tokens=6)),
+        ], 1, 2 + 2 + 1,
+    ),
+}  # fmt: skip
 
 
-def test_a_preemption_is_forgotten_with_the_harvest_even_if_no_time_passes_between() -> None:
-    result = run_metrics(
-        *both_running(),
-        Preempted(2.0, 1, 30),
-        Aborted(4.0, 0, 4, 4, 0),
-        Aborted(4.0, 1, 2, 2, 0),
-        submitted(4.0, 0),
-        submitted(4.0, 1),
-        Started(6.0, 0, 0),
-        Started(6.0, 1, 1),
-        Phase(10.0, "end"),
-    )
-    assert result.bubble_parts["kv_limited"] == 2 / 20
-    assert result.bubble_parts["queued"] == 4 / 20
-
-
-def test_a_preemption_is_forgotten_once_all_slots_are_full_though_more_waits() -> None:
-    result = run_metrics(
-        *(submitted(0.0, id) for id in range(4)),
-        Started(0.0, 0, 0),
-        Started(0.0, 1, 1),
-        Preempted(2.0, 1, 30),
-        Started(4.0, 1, 1),
-        Finished(6.0, 0, 6, 6, False),
-        Started(7.0, 2, 0),
-        Phase(10.0, "end"),
-    )
-    assert result.bubble_parts["kv_limited"] == 2 / 20
-    assert result.bubble_parts["queued"] == 1 / 20
-
-
-def test_what_is_taken_back_before_it_began_is_queued() -> None:
-    result = run_metrics(
-        submitted(0.0, 0),
-        Started(0.0, 0, 0),
-        submitted(0.0, 1),
-        Started(0.0, 1, 1),
-        Preempted(1.0, 1, 0),  # a server over HTTP said that it runs one only
-        Started(3.0, 1, 1),
-        Phase(10.0, "end"),
-    )
-    assert result.bubble_parts["queued"] == 2 / 20
-    assert result.bubble_parts["kv_limited"] == 0
-
-
-def test_from_a_preemption_on_what_waits_is_kv_limited_until_all_runs() -> None:
-    result = run_metrics(
-        *both_running(),
-        Preempted(2.0, 1, 30),
-        Finished(4.0, 0, 8, 8, False),
-        submitted(4.0, 2),
-        Started(5.0, 1, 0),  # 1 runs again, 2 still waits
-        Started(6.0, 2, 1),
-        Finished(7.0, 2, 8, 8, False),
-        submitted(7.0, 3),
-        Started(8.0, 3, 1),
-        Finished(10.0, 1, 6, 6, False),
-        Finished(10.0, 3, 6, 6, False),
-        Phase(10.0, "end"),
-    )
-    assert result.bubble_parts["kv_limited"] == (2 + 2 + 1) / 20
-    assert result.bubble_parts["queued"] == 1 / 20
+@pytest.mark.parametrize("case", WAITS)
+def test_a_slot_that_waits_is_queued_or_kv_limited(case: str) -> None:
+    log, queued, kv_limited = WAITS[case]
+    parts = run_metrics(*log, END).bubble_parts
+    assert (parts["queued"], parts["kv_limited"]) == (queued / 20, kv_limited / 20)
 
 
 def test_a_slot_is_kv_limited_where_a_request_was_preempted_and_waits() -> None:
-    result = run_metrics(
-        *both_running(),
-        Preempted(4.0, 1, 30),
-        Finished(8.0, 0, 8, 8, False),
-        Started(8.0, 1, 0),
-        Finished(10.0, 1, 6, 6, False),
-        Phase(10.0, "end"),
-    )
+    preempted = Preempted(4.0, 1, 30), *finished(8.0, 0, tokens=8), Started(8.0, 1, 0), *finished(10.0, 1, tokens=6)
+    result = run_metrics(*BOTH, *preempted, END)
     assert result.bubble_parts["kv_limited"] == 4 / 20
     assert result.bubble_parts["refill"] == 2 / 20
-    assert result.preemptions == 1
-    assert result.re_prefill_tokens == 30
+    assert (result.preemptions, result.re_prefill_tokens) == (1, 30)
 
 
 def test_idle_adds_the_phases_in_which_the_engine_rests() -> None:
-    result = run_metrics(
-        submitted(0.0, 0),
-        Started(0.0, 0, 0),
-        submitted(0.0, 1),
-        Started(0.0, 1, 1),
-        Finished(4.0, 0, 4, 4, False),
-        Finished(4.0, 1, 4, 4, False),
-        Phase(4.0, "scores"),
-        Phase(5.0, "learner"),
-        Phase(8.0, "weights"),
-        Phase(10.0, "end"),
-    )
-    assert result.bubble == 0.0
+    phases = Phase(4.0, "scores"), Phase(5.0, "learner"), Phase(8.0, "weights")
+    result = run_metrics(*BOTH, *finished(4.0, 0, 1), *phases, END)
+    assert (result.bubble, result.wall_seconds, result.seconds) == (0.0, 10.0, 4.0)
     assert result.idle == pytest.approx(0.6)
     assert {part: share for part, share in result.idle_parts.items() if share} == pytest.approx(
         {"scores": 0.1, "learner": 0.3, "weights": 0.2}
     )
-    assert result.wall_seconds == 10.0
-    assert result.seconds == 4.0
 
 
 def test_the_bubble_of_each_harvest_is_its_own() -> None:
     result = run_metrics(
-        HarvestBegan(0.0, 0, 0),
-        submitted(0.0, 0),
-        Started(0.0, 0, 0),
-        Finished(2.0, 0, 2, 2, False),
-        Phase(2.0, "learner"),
-        Phase(7.0, "harvest"),
-        HarvestBegan(7.0, 1, 1),
-        submitted(7.0, 1),
-        submitted(7.0, 2),
-        Started(7.0, 1, 0),
-        Started(7.0, 2, 1),
-        Finished(9.0, 1, 2, 2, False),
-        Finished(9.0, 2, 2, 2, False),
-        Phase(9.0, "end"),
+        *(HarvestBegan(0.0, 0, 0), *in_slots(0.0, 0), *finished(2.0, 0), Phase(2.0, "learner"), Phase(7.0, "harvest")),
+        *(HarvestBegan(7.0, 1, 1), *in_slots(7.0, 1, 2), *finished(9.0, 1, 2), Phase(9.0, "end")),
     )
     assert result.bubble_per_harvest == (0.5, 0.0)
-    assert result.bubble == 0.25
-    assert result.harvests == 2
+    assert (result.bubble, result.harvests) == (0.25, 2)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_prefill_counts_as_running_whether_or_not_slots_stay_empty(slots: int) -> None:
     """One rollout: 10 s of prefill, 10 s of decode. Only the slots that nobody uses are empty."""
-    result = run(
-        "baseline",
-        [10],
-        slots=slots,
-        rollouts_per_update=1,
-        prompt_tokens=(10,),
-        step_time=linear(1.0, 0.0, per_prefill_token=1.0),
-    ).run_metrics
+    knobs = {"prompt_tokens": (10,), "step_time": linear(1.0, 0.0, per_prefill_token=1.0)}
+    result = run("baseline", [10], slots=slots, rollouts_per_update=1, **knobs).run_metrics
     assert result.seconds == 20.0
     assert result.bubble == pytest.approx((slots - 1) / slots)
     assert result.bubble_parts["drain"] == pytest.approx(result.bubble)
@@ -278,15 +185,10 @@ def test_generated_tokens_are_trained_on_dropped_or_cached() -> None:
     result = run_metrics(
         Loaded(0.0, 0, 0, 5, ("a", "b", "c", "d", "e")),
         *(submitted(0.0, i) for i in range(5)),
-        Finished(3.0, 0, 3, 3, False),
-        Aborted(3.0, 1, 3, 3, 3),
-        Aborted(3.0, 2, 3, 3, 0),
-        Failed(3.0, 3, 2, 0, "lost"),
-        Rejected(3.0, 3, 2, "failed once"),
-        Finished(3.0, 4, 3, 3, False),
-        Regenerated(3.0, 4, 3, "no score in time"),
-        updated(3.0, [3]),
-        Phase(3.0, "end"),
+        *(*finished(3.0, 0, tokens=3), Aborted(3.0, 1, 3, 3, 3), Aborted(3.0, 2, 3, 3, 0)),
+        *(Failed(3.0, 3, 2, 0, "lost"), Rejected(3.0, 3, 2, "failed once")),
+        *(*finished(3.0, 4, tokens=3), Regenerated(3.0, 4, 3, "no score in time")),
+        *(updated(3.0, [3]), Phase(3.0, "end")),
     )
     assert result.generated_tokens == 14
     assert (result.trained_tokens, result.dropped_tokens, result.cached_tokens) == (3, 8, 3)
@@ -297,14 +199,8 @@ def test_generated_tokens_are_trained_on_dropped_or_cached() -> None:
 
 
 def test_prefill_and_re_prefill_are_counted_beside_the_output() -> None:
-    result = run_metrics(
-        submitted(0.0, 0),
-        Aborted(1.0, 0, 1, 1, 0),
-        submitted(1.0, 0, kept=1),
-        submitted(1.0, 1),
-        Failed(1.0, 1, 0, 0, "lost"),
-        submitted(1.0, 1),
-    )
+    aborted = submitted(0.0, 0), Aborted(1.0, 0, 1, 1, 0), submitted(1.0, 0, kept=1)
+    result = run_metrics(*aborted, submitted(1.0, 1), Failed(1.0, 1, 0, 0, "lost"), submitted(1.0, 1))
     assert result.prefill_tokens == 20
     assert result.re_prefill_tokens == 11 + 10
 
@@ -469,14 +365,8 @@ def test_the_length_bias_is_not_known_where_a_redo_repeats_the_cut_attempt() -> 
 
 
 def test_a_run_that_was_resumed_has_the_figures_of_an_undisturbed_one() -> None:
-    plan = scenario(
-        "partial",
-        [7, 1, 12, 2, 5, 5, 9, 1, 1, 3],
-        slots=3,
-        rollouts_per_update=2,
-        prompts_per_cohort=5,
-        learner_seconds=1.5,
-    )
+    lengths = [7, 1, 12, 2, 5, 5, 9, 1, 1, 3]
+    plan = scenario("partial", lengths, slots=3, rollouts_per_update=2, prompts_per_cohort=5, learner_seconds=1.5)
     undisturbed = Run(plan).to_end()
     for updates in range(1, len(undisturbed.batches)):
         first = Run(plan).updates(updates)
