@@ -54,16 +54,16 @@ def events_of(mode: str, lengths: Sequence[int] = (3, 9, 2, 17, 5, 8, 1, 12), **
 @pytest.mark.parametrize("mode", MODES)
 def test_the_charts_slot_time_adds_up_to_the_figures(mode: str) -> None:
     log = events_of(mode, learner_seconds=2.0, weight_update_seconds=1.0)
-    run_metrics, occupancy = slot_time(log, slices(log), bins=7)
-    assert run_metrics == figures_of(log)
-    wall = run_metrics.wall_seconds
-    for place in range(7):
-        assert sum(values[place] for values in occupancy.parts.values()) == pytest.approx(run_metrics.slots)
-    for part, share in run_metrics.idle_parts.items():
-        shown = math.fsum(occupancy.parts.get(part, ())) * wall / 7
-        assert shown == pytest.approx(share * wall * run_metrics.slots, abs=1e-9)
-    busy = sum(math.fsum(occupancy.parts.get(outcome, ())) for outcome in OUTCOMES)
-    assert busy * wall / 7 == pytest.approx((1 - run_metrics.idle) * wall * run_metrics.slots)
+    run_metrics = figures_of(log)
+    found = slot_time(run_metrics, stays := slices(log))
+    assert sum(found.values()) == pytest.approx(1)
+    assert {part: share for part, share in run_metrics.idle_parts.items() if share} == {
+        part: share for part, share in found.items() if part not in OUTCOMES
+    }
+    whole = run_metrics.wall_seconds * run_metrics.slots
+    for outcome in OUTCOMES:
+        seconds = math.fsum(stay.end - stay.start for stay in stays if stay.outcome == outcome)
+        assert found.get(outcome, 0.0) == pytest.approx(seconds / whole)
 
 
 def resumed_with_other_slots(mode: str, slots: int, then: int) -> list[Event]:
@@ -77,22 +77,15 @@ def resumed_with_other_slots(mode: str, slots: int, then: int) -> list[Event]:
 @pytest.mark.parametrize("then", [2, 5])
 @pytest.mark.parametrize("mode", ["partial", "baseline", "april"])
 def test_the_charts_of_a_run_with_other_slots_after_a_resume(mode: str, then: int, tmp_path: Path) -> None:
-    """Each moment adds up to the slots of then, and the parts to the metrics. One line less, and it is still read."""
+    """The parts add up to the metrics. One line less, and it is still read."""
     log = resumed_with_other_slots(mode, 3, then)
-    changed = next(event.at for event in log if isinstance(event, SlotsChanged))
-    run_metrics, occupancy = slot_time(log, slices(log), bins=50)
-    for place, edge in enumerate(occupancy.edges[:-1]):
-        before, after = occupancy.edges[place + 1] <= changed, edge >= changed
-        if before or after:
-            shown = sum(values[place] for values in occupancy.parts.values())
-            assert shown == pytest.approx(3 if before else then)
     path = tmp_path / "events.jsonl"
     path.write_text(written(log))
     shown_run = read_runs([path])[0]
     assert shown_run.slot_counts == (3, then)
     assert shown_run.notices == (), "nothing is missing"
-    assert sum(report_charts.slot_time_parts(shown_run).values()) == pytest.approx(1)
-    assert run_metrics.slots == then
+    assert sum(shown_run.slot_time.values()) == pytest.approx(1)
+    assert shown_run.run_metrics.slots == then
     page = report.page([shown_run], [None], "0")
     assert f"3, then {then} slots" in page and "changed on resume" in page and "incomplete" not in page
     path.write_text(written([event for event in log if not isinstance(event, SlotsChanged)]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -92,7 +92,7 @@ def test_every_chart_holds_what_the_event_log_says(browser: Chromium, compared: 
     logs, page = compared
     browser.open(page)
     charts = browser.ask("[...document.querySelectorAll('.chart')].map(div => div.id)")
-    checked = {"shares", "staleness"} | {f"{kind}-{i}" for kind in ("occupancy", "lengths") for i in range(len(MODES))}
+    checked = {"shares", "staleness"} | {f"lengths-{i}" for i in range(len(MODES))}
     assert set(charts) == checked, "every chart of the page is checked below"
     all_metrics = [figures_of(log) for log in logs]
 
@@ -158,31 +158,6 @@ def test_learning_curves_hold_what_the_run_folders_say(
         assert drawn(browser, "reward")[3 * i + 2]["x"] == pytest.approx(mean, rel=1e-6)
     assert browser.errors == []
     assert page.stat().st_size < MOST_BYTES
-
-
-def test_occupancy_over_time_is_that_of_the_log(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
-    """Counted again from the slices, at the middle of each step that no slice begins or ends in."""
-    logs, page = compared
-    browser.open(page)
-    for i, log in enumerate(logs):
-        stays = slices(read_events(log))
-        began = next(iter(read_events(log))).at
-        traces = {trace["name"]: trace for trace in drawn(browser, f"occupancy-{i}")}
-        unit = (
-            60.0 if "min" in browser.ask(f"document.getElementById('occupancy-{i}').layout.xaxis.title.text") else 1.0
-        )
-        edges = [began + x * unit for x in traces["trained"]["x"]]
-        quiet = 0
-        for place, (low, high) in enumerate(pairwise(edges)):
-            if not any(low < at < high for stay in stays for at in (stay.start, stay.end)):
-                quiet += 1
-                inside = [stay.outcome for stay in stays if stay.start <= (low + high) / 2 < stay.end]
-                for outcome in ("trained", "kept", "dropped"):
-                    shown = traces[outcome]["y"][place] if outcome in traces else 0
-                    assert shown == pytest.approx(inside.count(outcome), abs=1e-3)
-        assert quiet > 10
-        for place in range(len(edges) - 1):
-            assert sum(trace["y"][place] for trace in traces.values()) == pytest.approx(WORKLOAD.slots, abs=1e-3)
 
 
 def test_the_slot_timeline_is_painted_as_the_slices_say(browser: Chromium, compared: tuple[list[Path], Path]) -> None:

@@ -115,16 +115,6 @@ class Metrics:
         busy = self._harvest_capacity() - sum(self._empty.values())
         return {"busy": busy} | self._empty | self._other_phases()
 
-    def slot_seconds_at(self, at: float) -> dict[str, float]:
-        """As `slot_seconds`, at a time before the next event. The metrics stay as they are, without a rounding error
-        from the stop."""
-        before = self._time, self._moment, self._harvest_seconds, self._empty.copy(), self._phase_seconds.copy()
-        if at > self._time and self.slots:
-            self._pass_time(at)
-        found = self.slot_seconds()
-        self._time, self._moment, self._harvest_seconds, self._empty, self._phase_seconds = before
-        return found
-
     def _harvest_capacity(self) -> float:
         """Slot-seconds of all harvests."""
         return self._harvest_total.of(self._harvest_seconds, self.slots)

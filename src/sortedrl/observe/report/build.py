@@ -39,7 +39,7 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
                 "series": label_of[run.name],
                 "seed": run.seed,
                 "metrics": asdict(run.run_metrics),
-                "slot_time": charts.slot_time_parts(run),
+                "slot_time": run.slot_time,
                 "held_out": [{"update": h.mark.updates, **h.score} for h in run.held_out],
                 "changes_on_resume": [change._asdict() for change in run.changes],
                 "notices": list(run.notices),
@@ -62,12 +62,10 @@ def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> s
     of_run = run_names(series)
     names = [of_run[run.name] for run in runs]
     firsts = [one.measured[0] for one in series]
-    longest = max(run.ended - run.began for run in runs)
-    unit = charts.time_unit(longest)
+    unit = charts.time_unit(max(run.ended - run.began for run in runs))
     top = charts.highest_length(firsts)
     drawn = {
         "shares": [charts.slot_time_fractions(runs, names)],
-        "occupancy": [charts.occupancy(r, i, of_run[r.name], unit, longest) for i, r in enumerate(firsts)],
         "lengths": [charts.lengths(r, i, of_run[r.name], top) for i, r in enumerate(firsts)],
         "staleness": [charts.staleness(series)] if any(one.mean("staleness_max") for one in series) else [],
         "learning": charts.learning(series, unit),
@@ -85,7 +83,7 @@ def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> s
         "text": text,
         "tables": tables,
         "legend": charts.legend(runs),
-        "outcomes": [one for one in charts.WORK.items() if any(one[0] in run.occupancy.parts for run in runs)],
+        "outcomes": [one for one in charts.WORK.items() if any(one[0] in run.slot_time for run in runs)],
         "timelines": timelines,
         "charts": drawn,
     }

@@ -6,7 +6,6 @@ Fonts, grid and background are set in page/charts.js, so that they follow light 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -65,45 +64,18 @@ def time_unit(longest_seconds: float) -> TimeUnit:
 
 def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
     """Where all slot-time went, one bar per run."""
-    shares = [slot_time_parts(run) for run in runs]
     data = [
         {
             "type": "bar", "orientation": "h", "name": part_name(part), "y": list(names),
-            "x": [rounded(100 * share.get(part, 0.0)) for share in shares],
+            "x": [rounded(100 * run.slot_time.get(part, 0.0)) for run in runs],
             "marker": {"color": color}, "hovertemplate": "%{x:.1f} %",
         }
-        for part, color in ordered({part for share in shares for part in share})
+        for part, color in ordered({part for run in runs for part in run.slot_time})
     ]  # fmt: skip
     layout = _layout("slot-time, wall-clock (%)", "", barmode="stack", bargap=0.35, hovermode="y unified")
     layout["xaxis"]["range"] = [0, 100]
     layout["yaxis"] |= {"autorange": "reversed", "ticksuffix": "  "}
     return Chart("shares", "Where all slot-time went", _view(data, layout), height=84 + 38 * len(runs))
-
-
-def slot_time_parts(run: Run) -> dict[str, float]:
-    """Fractions of wall-clock slot-time: work by outcome, the parts of the bubble, other phases. They add up to 1."""
-    work = {part: math.fsum(run.occupancy.parts.get(part, ())) for part in WORK}
-    busy = (1 - run.run_metrics.idle) / (math.fsum(work.values()) or 1.0)
-    parts = {part: slots * busy for part, slots in work.items()} | run.run_metrics.idle_parts
-    return {part: share for part, share in parts.items() if share > 0}
-
-
-def occupancy(run: Run, place: int, title: str, unit: TimeUnit, until: float) -> Chart:
-    """Number of slots in each part over time, stacked."""
-    edges = [unit.of(edge) for edge in run.occupancy.edges]
-    data = [
-        {
-            "type": "scatter", "mode": "lines", "name": part_name(part), "x": edges,
-            "y": [rounded(value) for value in (*values, *values[-1:])],
-            "stackgroup": "slots", "line": {"width": 0, "shape": "hv", "color": color}, "fillcolor": color,
-            "hovertemplate": "%{y:.1f}",
-        }
-        for part, color in ordered(run.occupancy.parts)
-        for values in [run.occupancy.parts[part]]
-    ]  # fmt: skip
-    layout = _layout(f"time ({unit.name})", "slots")
-    layout["xaxis"]["range"], layout["yaxis"]["range"] = [0, unit.of(until)], [0, max(run.slot_counts)]
-    return Chart(f"occupancy-{place}", title, _view(data, layout), height=230)
 
 
 def part_name(part: str) -> str:
@@ -119,7 +91,7 @@ def ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
 
 def legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Name and color of every part that appears in these runs, by kind."""
-    present = {part for run in runs for part, share in slot_time_parts(run).items() if share >= SMALLEST_IN_LEGEND}
+    present = {part for run in runs for part, share in run.slot_time.items() if share >= SMALLEST_IN_LEGEND}
     kinds = {part: kind for kind, parts in KINDS.items() for part in parts}
     found: dict[str, list[tuple[str, str]]] = {}
     for part, color in ordered(present):

@@ -1,34 +1,20 @@
-"""The data of the report's charts: folds over the event log, besides the metrics of metrics.py.
-
-Slot-time is read from `Metrics` at the edges of equal time bins and split by outcome with the slices of timeline.py,
-so a chart always adds up to the metrics beside it.
-"""
+"""The data of the report's charts: folds over the event log, besides the metrics of metrics.py."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
 from sortedrl.core.rollout import ENVIRONMENT
-from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.observe.timeline import Slice
 
-BINS = 240  # time bins of the occupancy chart
 MOST_POINTS = 600  # of per-update curves; beyond that, neighboring updates are pooled
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _OUTLINE = frozenset({RunBegan, SlotsChanged, SettingsChanged, Phase, Updated})  # few, and the first event of every run
-
-
-class Occupancy(NamedTuple):
-    """Mean number of slots in each part per time bin. `edges` (seconds since the run started) has one more entry."""
-
-    edges: tuple[float, ...]
-    parts: dict[str, tuple[float, ...]]
 
 
 class UpdatePoint(NamedTuple):
@@ -71,41 +57,14 @@ def outline(log: Iterable[Event]) -> list[Event]:
     return found
 
 
-def slot_time(log: Sequence[Event], slices: Iterable[Slice], bins: int = BINS) -> tuple[RunMetrics, Occupancy]:
-    """The metrics of a run, and its slot occupancy over time. The log must not be empty."""
-    metrics = Metrics()
-    began, ended = log[0].at, log[-1].at
-    edges = [began + (ended - began) * i / bins for i in range(bins)] + [ended]
-    totals: list[dict[str, float]] = []
-    take = metrics.__call__  # looked up once
-    next_edge = began
-    for event in log:
-        while next_edge < event.at and len(totals) < bins:
-            totals.append(metrics.slot_seconds_at(next_edge))
-            next_edge = edges[len(totals)]
-        take(event)
-    totals += [metrics.slot_seconds()] * (bins + 1 - len(totals))
-    width = (ended - began) / bins or 1.0
-    parts = {
-        part: tuple((after.get(part, 0.0) - before.get(part, 0.0)) / width for before, after in pairwise(totals))
-        for part, total in totals[-1].items()
-        if part != "busy" and total > 0
-    }
-    parts |= _slots_by_outcome(slices, began, width, bins)
-    return metrics.run_metrics(), Occupancy(tuple(edge - began for edge in edges), parts)
-
-
-def _slots_by_outcome(slices: Iterable[Slice], began: float, width: float, bins: int) -> dict[str, tuple[float, ...]]:
-    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+def slot_time(run_metrics: RunMetrics, slices: Iterable[Slice]) -> dict[str, float]:
+    """Fractions of wall-clock slot-time: work by outcome, the parts of the bubble, other phases. They add up to 1."""
+    work: defaultdict[str, float] = defaultdict(float)
     for piece in slices:
-        column, low = found[piece.outcome], piece.start
-        place, last = (min(bins - 1, int((at - began) / width)) for at in (piece.start, piece.end))
-        while place < last:
-            high = began + (place + 1) * width
-            column[place] += max(0.0, high - low) / width
-            place, low = place + 1, high
-        column[place] += max(0.0, piece.end - low) / width
-    return {outcome: tuple(column) for outcome, column in found.items()}
+        work[piece.outcome] += piece.end - piece.start
+    busy = (1 - run_metrics.idle) / (math.fsum(work.values()) or 1.0)
+    parts = {outcome: seconds * busy for outcome, seconds in work.items()} | run_metrics.idle_parts
+    return {part: share for part, share in parts.items() if share > 0}
 
 
 def update_points(log: Sequence[Event], most: int = MOST_POINTS) -> list[UpdatePoint]:

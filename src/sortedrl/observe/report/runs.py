@@ -19,6 +19,7 @@ from sortedrl.core.wording import counted
 from sortedrl.log.lines import is_number
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import IntactLog, read_intact
+from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report import folds
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.observe.run_state import is_metrics_line, is_update
@@ -45,7 +46,7 @@ class Run:
     run_metrics: RunMetrics
     slot_counts: tuple[int, ...]  # in order; more than one if it was resumed with others
     changes: tuple[folds.Change, ...]  # of settings, when it was resumed
-    occupancy: folds.Occupancy
+    slot_time: dict[str, float]  # fractions, by outcome of the work or by why the slot was empty
     slices: tuple[Slice, ...]  # before `slices_until`, on the engine's clock
     slices_until: float
     points: tuple[folds.UpdatePoint, ...]
@@ -119,7 +120,7 @@ def _read_run(path: Path, name: str) -> Run:
     folder = path.parent if path.name == EVENTS else None
     outline = folds.outline(log)
     stays = slices(log)
-    run_metrics, occupancy = folds.slot_time(log, stays)
+    run_metrics = Metrics().fold(log).run_metrics()
     update_times = tuple(event.at for event in outline if isinstance(event, Updated))
     until = _slices_until(stays, update_times, log[-1].at)
     lines, lost_metrics = _lines(folder, "metrics.jsonl", is_metrics_line)
@@ -141,7 +142,7 @@ def _read_run(path: Path, name: str) -> Run:
         run_metrics=run_metrics,
         slot_counts=slot_counts(outline),
         changes=tuple(folds.changes_on_resume(outline)),
-        occupancy=occupancy,
+        slot_time=folds.slot_time(run_metrics, stays),
         slices=tuple(stay for stay in stays[:MOST_SLICES] if stay.start < until),
         slices_until=until,
         points=tuple(folds.update_points(outline)),
