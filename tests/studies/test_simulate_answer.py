@@ -26,7 +26,7 @@ from sortedrl.studies import workload
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
 from sortedrl.studies.simulate import DECIDING_MODES, Case, SimulateSettings, cases, compare, relative_error
-from sortedrl.studies.tables import answer_table, bubble_table, digits, gain_table, settings_of, show
+from sortedrl.studies.tables import ANSWER, THROUGHPUT, bubble_table, digits, settings_of, show, table_of
 from sortedrl.studies.workload import Workload, run
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
 
@@ -312,7 +312,7 @@ def test_many_tokens_per_second_are_written_out() -> None:
     modes = {"baseline": metrics_of("baseline", 4e7), "partial": metrics_of("partial", 5e4, bias=-0.001)}
     modes = {name: m | {"of_limit": 0.5, "kept": m["goodput"]} for name, m in modes.items()}
     texts = []
-    for table in (answer_table(modes), gain_table(modes)):
+    for table in (table_of("", modes, ANSWER), table_of("", modes, THROUGHPUT)):
         console = Console(file=io.StringIO(), width=100)
         show(console, [table])
         texts.append(console.file.getvalue())  # type: ignore[attr-defined]
@@ -527,7 +527,7 @@ def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
     }
     modes = {name: metrics | {"mode": name} for name in ("baseline", "on-policy+planned (warm)")}
     console = Console(width=width, file=io.StringIO())
-    show(console, [answer_table(modes), "A sentence that is wrapped at this width."])
+    show(console, [table_of("", modes, ANSWER), "A sentence that is wrapped at this width."])
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue().splitlines()
     row = next(place for place, line in enumerate(printed) if "on-policy+planned (warm)" in line)

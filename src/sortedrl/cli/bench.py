@@ -22,5 +22,6 @@ def run(settings: BenchSettings) -> int:
     if settings.json_output:
         print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))
         return 0
-    tables.show(table_console(), [tables.bench_table(found["modes"]), "", tables.bubble_table(found["modes"])])
+    measured = tables.table_of("Measured on the engine", found["modes"], tables.BENCH)
+    tables.show(table_console(), [measured, "", tables.bubble_table(found["modes"])])
     return 0

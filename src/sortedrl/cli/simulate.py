@@ -35,14 +35,15 @@ def run(settings: SimulateSettings) -> int:
         f"{workload_line(settings)}\nlimit of this workload: {tables.digits(limit, 5)} tokens/s{source}\n",
         highlight=False,
     )
-    tables.show(console, [tables.answer_table(modes)])
+    tables.show(console, [tables.table_of("", modes, tables.ANSWER)])
     console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
     if tables.several(modes):
         error = answer.spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates)
         console.print(error, highlight=False)
     if settings.details:
-        for table in (tables.gain_table, tables.cost_table, tables.bubble_table):
-            tables.show(console, ["", table(modes)])
+        throughput = tables.table_of("Throughput", modes, tables.THROUGHPUT)
+        cost = tables.table_of("Cost", modes, tables.COST)
+        tables.show(console, ["", throughput, "", cost, "", tables.bubble_table(modes)])
     return 0
 
 

@@ -30,7 +30,7 @@ def _hourly(f: Metrics) -> float:
     return float(f["trained_tokens_per_hour"])
 
 
-ANSWER: dict[str, Column] = {
+ANSWER: dict[str, Column] = {  # what decides, in 80 columns; tokens per second and gain include the learner's time
     "tokens/s": lambda f, base: digits(_hourly(f) / 3600, 4),
     "gain": _times("trained_tokens_per_hour"),
     "empty\nslots": lambda f, base: f"{f['bubble']:.0%}",
@@ -38,6 +38,7 @@ ANSWER: dict[str, Column] = {
     "mean\nstaleness": lambda f, base: f"{f['staleness_mean']:.2f}",
     "length\nbias": lambda f, base: f"{f['length_bias']:+z.0%}",
 }
+# Goodput counts only the time in which the engine can run; tokens per hour include the learner's time.
 THROUGHPUT: dict[str, Column] = {
     "bubble": lambda f, base: f"{f['bubble']:.1%}",
     "goodput": lambda f, base: f"{digits(f['goodput'], 4)}{_times('goodput', ' ({})')(f, base)}",
@@ -46,6 +47,7 @@ THROUGHPUT: dict[str, Column] = {
     "waste": lambda f, base: f"{f['waste']:.1%}",
     "trained tok/h": lambda f, base: f"{_hourly(f):,.0f}{_times('trained_tokens_per_hour', ' ({})')(f, base)}",
 }
+# "sent again" is an upper bound of the prefill on resume: a prefix cache saves some of it.
 COST: dict[str, Column] = {
     "staleness mean": lambda f, base: f"{f['staleness_mean']:.2f}",
     "max": lambda f, base: f"{f['staleness_max']:.0f}",
@@ -56,7 +58,7 @@ COST: dict[str, Column] = {
     "longest wait": lambda f, base: f"{f['longest_wait_updates']:.0f}",
     "sent again": lambda f, base: f"{f['re_prefill_tokens'] / max(1, f['generated_tokens']):.1%}",
 }
-BENCH: dict[str, Column] = {  # an empty text: it was not measured
+BENCH: dict[str, Column] = {  # measured, beside a prediction if there is one; an empty text: it was not measured
     "kept tok/s": lambda f, base: f"{f['kept']:,.0f}{_times('kept', ' ({})')(f, base)}",
     "goodput": lambda f, base: f"{f['goodput']:,.0f}",
     "bubble": lambda f, base: f"{f['bubble']:.1%}",
@@ -71,26 +73,6 @@ BENCH: dict[str, Column] = {  # an empty text: it was not measured
 }
 
 
-def answer_table(modes: Mapping[str, Metrics]) -> Table:
-    """The deciding metrics, in 80 columns. Tokens per second and gain include the learner's time."""
-    return _table_of("", modes, ANSWER)
-
-
-def gain_table(modes: Mapping[str, Metrics]) -> Table:
-    """Goodput counts only the time in which the engine can run; tokens per hour include the learner's time."""
-    return _table_of("Throughput", modes, THROUGHPUT)
-
-
-def cost_table(modes: Mapping[str, Metrics]) -> Table:
-    """The last column is an upper bound of the prefill on resume: a prefix cache saves some of it."""
-    return _table_of("Cost", modes, COST)
-
-
-def bench_table(modes: Mapping[str, Metrics]) -> Table:
-    """Measured throughput, next to the simulator's prediction if there is one."""
-    return _table_of("Measured on the engine", modes, BENCH)
-
-
 def bubble_table(modes: Mapping[str, Metrics]) -> Table:
     columns = "bubble", *BUBBLE_PARTS, "median harvest", "worst", "idle"
     rows = {}
@@ -99,7 +81,7 @@ def bubble_table(modes: Mapping[str, Metrics]) -> Table:
         parts = (f["bubble_parts"][part] for part in BUBBLE_PARTS)
         rows[name] = [f["bubble"], *parts, median(harvests), max(harvests), f["idle"]]
     cells = ([name, *(f"{value:.1%}" for value in row)] for name, row in rows.items())
-    return _table("Where slots are empty (fraction of slot-time)", ("mode", *columns), cells)
+    return table("Where slots are empty (fraction of slot-time)", ("mode", *columns), cells)
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
@@ -111,7 +93,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.run_of_limit:.2f}"
         rows.append((f"{row.ratio:.3g}", f"{row.baseline.run_of_limit:.2f}", best, _gain_at(row)))
     title = "By update size (U) over slots (Q), with cohort size in proportion"
-    sizes = _table(title, ("U/Q", "best baseline", "best other allowed mode", "gain"), rows)
+    sizes = table(title, ("U/Q", "best baseline", "best other allowed mode", "gain"), rows)
     head = [Text(plan.reason, "bold")]
     if plan.needed:
         head += [Text(f"Settings (keys of sortedrl train, arguments of Schedule): {settings_of(plan.choice)}")]
@@ -193,7 +175,7 @@ def _options_table(title: str, options: Sequence[Option]) -> Table:
         )
         for o in options
     )
-    return _table(title, columns, rows)
+    return table(title, columns, rows)
 
 
 def several(modes: Mapping[str, Metrics]) -> bool:
@@ -201,15 +183,15 @@ def several(modes: Mapping[str, Metrics]) -> bool:
     return len({f["mode"] for f in modes.values()}) > 1
 
 
-def _table_of(title: str, modes: Mapping[str, Metrics], columns: Mapping[str, Column]) -> Table:
+def table_of(title: str, modes: Mapping[str, Metrics], columns: Mapping[str, Column]) -> Table:
     """Columns without any text are left out."""
     base = next(iter(modes.values())) if several(modes) else {}
     rows = {name: {column: cell(f, base) for column, cell in columns.items()} for name, f in modes.items()}
     shown = [column for column in columns if any(row[column] for row in rows.values())]
-    return _table(title, ("mode", *shown), ((name, *(row[one] for one in shown)) for name, row in rows.items()))
+    return table(title, ("mode", *shown), ((name, *(row[one] for one in shown)) for name, row in rows.items()))
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(
         title=title or None, title_justify="left", title_style="bold", show_edge=False, pad_edge=False,
         collapse_padding=True, box=SIMPLE_HEAD,

@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 
 from sortedrl.core.wording import counted, printable
 from sortedrl.studies.compare.comparison import Compared, Comparison, Summary
 from sortedrl.studies.compare.outcomes import OUTCOMES
 from sortedrl.studies.compare.paired import Interval
+from sortedrl.studies.tables import table
 
 UNKNOWN = "-"
 IN_THE_TERMINAL = ("final_score", "curve_area", "samples_to_threshold", "staleness", "seconds")  # the page has all
@@ -115,24 +115,20 @@ def censoring(compared: Compared) -> str:
 
 def parts(comparison: Comparison) -> list[RenderableType]:
     """What the terminal shows at the end."""
-    headings = "difference", "95 % interval", "relative", "seeds"
-    contrasts = _table("Contrasts, paired by seed; the first one is primary", "contrast", "outcome", right=headings)
+    headings = "contrast", "outcome", "difference", "95 % interval", "relative", "seeds"
+    rows = []
     for compared in comparison.contrasts:
         name, outcome, difference, t_interval, _, relative, _, seeds = contrast_row(compared)
-        contrasts.add_row(printable(name), outcome, difference, t_interval, relative, seeds)
+        rows.append((printable(name), outcome, difference, t_interval, relative, seeds))
+    contrasts = table("Contrasts, paired by seed; the first one is primary", headings, rows)
     shown = [name for name in IN_THE_TERMINAL if name in comparison.study.outcomes]
-    arms = _table("Arms, mean over seeds", "arm", right=("runs", *(name.replace("_", " ") for name in shown)))
-    for arm, summaries in comparison.summaries.items():
-        cells = (summary_text(name, summaries.get(name)) for name in shown)
-        arms.add_row(arm, str(len(comparison.of_arm(arm))), *cells)
-    found: list[RenderableType] = [contrasts, arms]
-    if comparison.failures:
-        failures = _table("Failed runs", "arm", right=("seed",))
-        failures.add_column("error")
-        for one in comparison.failures:
-            failures.add_row(one["arm"], str(one["seed"]), printable(one["error"]))
-        found.append(failures)
-    return [*found, "", *map(printable, (answer(comparison.primary), *caveats(comparison)))]
+    summaries = (
+        (arm, str(len(comparison.of_arm(arm))), *(summary_text(name, found.get(name)) for name in shown))
+        for arm, found in comparison.summaries.items()
+    )
+    arms = table("Arms, mean over seeds", ("arm", "runs", *shown), summaries)
+    failed = [f"FAILED: {one['arm']} seed {one['seed']}: {one['error']}" for one in comparison.failures]
+    return [contrasts, "", arms, "", *map(printable, (*failed, answer(comparison.primary), *caveats(comparison)))]
 
 
 def contrast_row(compared: Compared) -> list[str]:
@@ -156,12 +152,3 @@ def summary_text(outcome: str, summary: Summary | None) -> str:
         return number(outcome, summary.mean)
     middle = "not reached" if summary.median is None else f"median {number(outcome, summary.median)}"
     return f"{middle} ({summary.censored} of {summary.runs} censored)"
-
-
-def _table(title: str, *names: str, right: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right")
-    return table
