@@ -1,6 +1,6 @@
 """The event log on disk: appended to, recovered after damage, and resumed after a rollback to a checkpoint.
 
-recovered, notice = recover_file(path, CheckpointMark.of(state), controller.first_event())
+recovered = recover(path, CheckpointMark.of(state), controller.first_event())     # of recovery.py
 log_file = EventFile.open(path)
 log_file.roll_back(recovered)       # later events stay in the file, but no metric counts them
 log.sinks.append(log_file)
@@ -12,12 +12,12 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
-from sortedrl.core.events import Event, Phase, RolledBack, RunBegan
+from sortedrl.core.events import Event, Phase, RolledBack
 from sortedrl.log.lines import JsonLines
 from sortedrl.log.process_lock import HeldByAnother, ProcessLock, lock_of_log
-from sortedrl.log.recovery import CheckpointMark, RecoveredLog, recover
+from sortedrl.log.recovery import RecoveredLog
 
 
 class EventFile:
@@ -75,20 +75,6 @@ def _writer_lock(path: Path) -> ProcessLock | None:
         return ProcessLock(lock_of_log(path), shared=True)
     except (OSError, HeldByAnother):
         return None
-
-
-class RecoveredFile(NamedTuple):
-    """`notice`: what was lost; empty if nothing was."""
-
-    log: RecoveredLog
-    notice: str
-
-
-def recover_file(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredFile:
-    """The event log up to a checkpoint; `first` is the run's first event."""
-    recovered = recover(path, mark, first)
-    lost = f"{path}: {recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
-    return RecoveredFile(recovered, lost if recovered.lost else "")
 
 
 def copy_of_damaged(path: Path) -> Path | None:

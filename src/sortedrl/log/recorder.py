@@ -22,10 +22,10 @@ from sortedrl.core.checkpoint import check_state
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Event, Sink, Updated
-from sortedrl.log.file import EventFile, free_name, recover_file
+from sortedrl.log.file import EventFile, free_name
 from sortedrl.log.process_lock import lock_of_log, process_is_there
 from sortedrl.log.reading import counting_lines
-from sortedrl.log.recovery import CheckpointMark, RecoveredLog
+from sortedrl.log.recovery import CheckpointMark, RecoveredLog, recover
 
 _logger = logging.getLogger(__name__)
 
@@ -56,9 +56,8 @@ class Recorder:
         self.count = 0
         self._controller = controller
         self._settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
-        self._to_mark: RecoveredLog | None = (
-            None  # with the first event: a checkpoint that does not fit changes nothing
-        )
+        # Marked with the first event: a checkpoint that does not fit changes nothing.
+        self._to_mark: RecoveredLog | None = None
         if saved is None:
             make_room(self.path)
         else:
@@ -103,9 +102,10 @@ class Recorder:
     def _recovered(self, saved: dict[str, Any], warn: Callable[[str], None]) -> RecoveredLog:
         mark = CheckpointMark.of(saved)
         bring_back(self.path, mark)
-        recovered, notice = recover_file(self.path, mark, self._controller.first_event())
-        if notice:
-            warn(notice)
+        recovered = recover(self.path, mark, self._controller.first_event())
+        if recovered.lost:
+            lost = f"{recovered.lost:,} of {mark.events:,} events up to the checkpoint are lost, metrics lack them"
+            warn(f"{self.path}: {lost}")
         return recovered
 
 
