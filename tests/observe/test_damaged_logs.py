@@ -12,7 +12,6 @@ from simulated_logs import figures_of, simulated_log
 from sortedrl.cli import main
 from sortedrl.log.reading import read_events, read_intact
 from sortedrl.observe.report import build as report
-from sortedrl.observe.report import charts as report_charts
 from sortedrl.observe.report.runs import read_runs
 
 
@@ -41,7 +40,7 @@ def test_any_lines_may_be_missing(tmp_path: Path, seed: int) -> None:
     run_metrics = read.run_metrics
     assert 0 <= run_metrics.bubble <= run_metrics.idle + 1e-9 <= 1 + 2e-9
     assert sum(run_metrics.bubble_parts.values()) == pytest.approx(run_metrics.bubble)
-    assert sum(report_charts.slot_time_parts(read).values()) == pytest.approx(1)
+    assert sum(read.slot_time.values()) == pytest.approx(1)
     assert "<html" in report.page([read], [None], "0")
 
 

@@ -139,7 +139,7 @@ class VoidTime(NamedTuple):
     earliest: float = -math.inf
 
     @classmethod
-    def between(cls, counted: Sequence[Event | Damage], mark: RolledBack) -> VoidTime:
+    def between(cls, counted: Sequence[Event | Damage], mark: Event) -> VoidTime:
         last = next((event for event in reversed(counted) if not isinstance(event, Damage)), mark)
         return cls(max(0.0, mark.at - last.at), last.at)
 

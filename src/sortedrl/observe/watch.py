@@ -166,10 +166,6 @@ class Follower:
 
     def _read_all(self, *, announce_newest: bool = False) -> None:
         """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
-        with paused_gc():
-            self._begin(announce_newest=announce_newest)
-
-    def _begin(self, *, announce_newest: bool) -> None:
         require_known_format(self._event_file.path)
         self._metrics = Metrics()
         updates_in_all = _read(self._folder / "config.json").get("updates")
@@ -179,29 +175,29 @@ class Follower:
         self._updates_in_all: int | None = None
         self._last_at: float | None = None
         self._longest_silence = 0.0
-        log = self._of_last_run(self._decoded(self._event_file.all(), 1))
-        marks = [(place, event) for place, event in enumerate(log) if isinstance(event, RolledBack)]
-        resumed = marks[-1][0] + 1 if marks else 0
         self._void_time = VoidTime()  # of the latest roll-back
-        self._feed(counted := without_rolled_back(log[:resumed]))
-        if marks:
-            self._phases = ["start"]
-            self._void_time = VoidTime.between(counted, marks[-1][1])
-            self._console.resumed(sum(isinstance(event, Updated) for event in counted))
-        self._feed(log[resumed:])
+        with paused_gc():
+            self._feed_last_run(self._decoded(self._event_file.all(), 1))
         lines = _parsed(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
         for place, line in enumerate(lines):
             self._show(line, old=place != newest or not announce_newest)
         self._console.look(self._seen_at())
 
-    def _of_last_run(self, log: list[Event]) -> list[Event]:
+    def _feed_last_run(self, log: list[Event]) -> None:
         """Other loops may append a run to the log of another one, whose events do not count."""
         _, earlier_runs = last_run(log)
         if earlier_runs > self._earlier_runs:
             self._console.log(f"{self._event_file.path}: {IntactLog([], [], earlier_runs).notice}")
         self._earlier_runs = earlier_runs
-        return log[max((place for place, event in enumerate(log) if isinstance(event, RunBegan)), default=0) :]
+        began = max((place for place, event in enumerate(log) if isinstance(event, RunBegan)), default=0)
+        resumed = max((place for place, event in enumerate(log) if isinstance(event, RolledBack)), default=-1)
+        self._feed(counted := without_rolled_back(log[began : resumed + 1]))
+        if resumed > began:
+            self._phases = ["start"]
+            self._void_time = VoidTime.between(counted, log[resumed])
+            self._console.resumed(sum(isinstance(event, Updated) for event in counted))
+        self._feed(log[max(began, resumed + 1) :])
 
     def _feed(self, log: Sequence[Event]) -> None:
         for event in map(self._void_time.taken_from, log):
