@@ -460,9 +460,9 @@ def test_modes_that_work_ahead_need_several_seeds_for_an_error_of_their_own() ->
 
 
 def test_what_takes_long_is_said_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    print_notices(SimulateSettings(rollouts_per_update=4096, slots=4096, prompts_per_cohort=4096))
+    print_notices(SimulateSettings(rollouts_per_update=4096, slots=4096, engines=32, prompts_per_cohort=4096))
     assert capsys.readouterr().err == ""
-    print_notices(SimulateSettings(rollouts_per_update=20_000, slots=20_000, prompts_per_cohort=20_000))
+    print_notices(SimulateSettings(rollouts_per_update=20_000, slots=20_000, engines=200, prompts_per_cohort=20_000))
     expected = "sortedrl: each mode is simulated with 120,000 rollouts per seed (cohorts = 6 of 20,000), which takes"
     assert capsys.readouterr().err.startswith(expected)
 

@@ -128,10 +128,12 @@ def workload_line(settings: SimulatedSettings) -> str:
     seconds = settings.resolved_weight_update_seconds()
     more = (f", {seconds:.3g} s per weight update" if seconds else "") + (
         ", KV cache kept across weight updates" * settings.reuse_kv_cache
+        + ", learner on GPUs of its own" * settings.separate_learner
         + ", learner streamed" * settings.stream
         + " on the engine's GPU" * settings.share_gpu
     )
     share = f" ({settings.engines} engines of {settings.most_slots_per_engine()})" if settings.engines > 1 else ""
+    share += f", {settings.controllers} controllers" if settings.controllers > 1 else ""
     return (
         f"lengths: {lengths}\nslots {settings.slots}{share}, "
         f"updates of {simulated_schedule(settings).rollouts_needed}, "

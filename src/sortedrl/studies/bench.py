@@ -42,6 +42,7 @@ from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import Oversubscribe, RolloutsPerUpdate, prompts_per_cohort, schedule_from
 from sortedrl.studies import workload as simulated
 from sortedrl.studies import workload_settings as described
+from sortedrl.studies.learner_settings import SimulatedLearnerSettings
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
@@ -90,7 +91,7 @@ class BenchSettings(WorkloadSettings, EngineSettings):
         "reuse_kv_cache": "in a bench it is an option of the engine: use --engine-options reuse_kv_cache True",
         "seeds": "a bench runs each mode once: use --seed",
     } | dict.fromkeys(
-        ("weight_update_seconds", "learner_seconds_per_update", "learner_seconds_per_token", "score_seconds"),
+        (*SimulatedLearnerSettings.model_fields, "score_seconds"),
         "a bench has no learner, no rewards and no weight updates; simulate has them",
     )
 

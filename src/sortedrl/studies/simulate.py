@@ -6,11 +6,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
 
@@ -22,6 +21,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
+from sortedrl.studies.merged_metrics import merged
 from sortedrl.studies.workload import OwnLimit, Workload, limit, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
@@ -268,20 +268,10 @@ def summary(runs: Sequence[RunMetrics], limits: Sequence[float]) -> dict[str, An
     """Means over the seeds, with histograms summed; `spread` holds the min and max of the headline metrics."""
     of_limit = [run_metrics.goodput / bound for run_metrics, bound in zip(runs, limits, strict=True)]
     kept_of_limit = [run_metrics.kept / bound for run_metrics, bound in zip(runs, limits, strict=True)]
-    result: dict[str, Any] = {}
-    for name, first in asdict(runs[0]).items():
-        values = [getattr(run_metrics, name) for run_metrics in runs]
-        if isinstance(first, dict):
-            result[name] = _merged(values, add=name.endswith("histogram"))
-        elif name == "bubble_per_harvest":
-            result[name] = first if len(runs) == 1 else [fmean(column) for column in zip(*values, strict=False)]
-        elif isinstance(first, bool | str):
-            result[name] = first
-        elif name in ("slots", "staleness_max", "longest_wait_updates"):
-            result[name] = max(values)
-        else:
-            known = [value for value in values if value is not None]
-            result[name] = fmean(known) if known else None
+    result = {
+        name: {str(key): number for key, number in value.items()} if isinstance(value, dict) else value
+        for name, value in merged(runs).items()
+    }
     result |= {"limit": fmean(limits), "of_limit": fmean(of_limit), "kept_of_limit": fmean(kept_of_limit)}
     result["spread"] = {
         "of_limit": [min(of_limit), max(of_limit)],
@@ -292,10 +282,3 @@ def summary(runs: Sequence[RunMetrics], limits: Sequence[float]) -> dict[str, An
         },
     }
     return result
-
-
-def _merged(values: Sequence[dict[Any, float]], *, add: bool) -> dict[str, float]:
-    total: Counter[Any] = Counter()
-    for value in values:
-        total.update(value)
-    return {str(key): number if add else number / len(values) for key, number in sorted(total.items())}

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
@@ -38,10 +40,12 @@ from sortedrl.engines.virtual_time import VirtualTimeEngine
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
+from sortedrl.studies.merged_metrics import of_controllers
 from sortedrl.studies.steady_state import SteadyState
 
 EXPECTATIONS = ("cold", "warm", "oracle")
 ORACLE_LOG_NOISE = 0.4
+MEAN_OF_PROMPTS = 20_000  # for the mean length
 # The limit is measured with at least so many rollouts per slot, but not more than these for this reason alone.
 STEADY_TURNOVERS, STEADY_ROLLOUTS = 40, 160_000
 REFERENCE_LENGTHS = LognormalLengths()
@@ -49,11 +53,12 @@ KV_BLOCK_TOKENS = 16  # vLLM's default: a returning rollout computes 8.5 tokens 
 
 
 class SimulatedPrompts(Sequence[Prompt]):
-    """`count` prompts of `tokens` tokens each, created lazily."""
+    """`count` prompts of `tokens` tokens each, created lazily. `first`: the number of the first one."""
 
-    def __init__(self, count: int, tokens: int) -> None:
+    def __init__(self, count: int, tokens: int, first: int = 0) -> None:
         self._count = count
         self._tokens = range(tokens)
+        self._first = first
 
     def __len__(self) -> int:
         return self._count
@@ -61,7 +66,8 @@ class SimulatedPrompts(Sequence[Prompt]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        return Prompt(str(index), self._tokens, index)
+        number = self._first + index
+        return Prompt(str(number), self._tokens, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,9 @@ class Workload:
     step_time: StepTime = PRESETS["memory-bound"]
     slots: int = 128  # of all engines together
     engines: int = 1  # each with its own step time, KV cache and prefill
+    controllers: int = 1  # each with its part of the engines, slots, prompts and of every update
     prompts: int = 20 * 512
+    first_prompt: int = 0
     prompt_tokens: int = 128
     epochs: int = 1
     kv_tokens: int | None = None  # of one engine
@@ -82,6 +90,7 @@ class Workload:
     learner_seconds_per_token: float = 0.0
     stream: bool = False  # the learner works during the harvest, in modes that can be streamed
     share_gpu: bool = False  # with `stream`: on the engine's GPU, which slows both down
+    separate_learner: bool = False  # on its own devices: it streams unless the engine generates while it steps
     score_seconds: float = 0.0
     expectation: str = "cold"
 
@@ -91,6 +100,12 @@ class Workload:
     def response_length(self, prompt: Prompt, seed: int) -> int:
         """Policy tokens of a whole response."""
         return self.lengths(prompt, seed) if self.episodes is None else self.episodes(prompt, seed).length
+
+
+def mean_response_tokens(workload: Workload, schedule: Schedule) -> float:
+    prompts = SimulatedPrompts(MEAN_OF_PROMPTS, 0)
+    lengths = (workload.response_length(prompt, derive_seed(place)) for place, prompt in enumerate(prompts))
+    return fmean(min(length, schedule.max_response_tokens) for length in lengths)
 
 
 class NoisyOracle:
@@ -129,7 +144,7 @@ def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
         prompt.id: float(
             min(workload.response_length(prompt, derive_seed(schedule.seed, 99, i)), schedule.max_response_tokens)
         )
-        for i, prompt in enumerate(SimulatedPrompts(workload.prompts, 0))
+        for i, prompt in enumerate(SimulatedPrompts(workload.prompts, 0, workload.first_prompt))
     }
     return SensedLengths(last_epoch, first_guess=guess)
 
@@ -244,6 +259,48 @@ class OwnLimit:
         return self._engines * self._tokens / self._seconds if self._seconds else math.inf
 
 
+class ControllerRun:
+    """A controller with its engines, and the learner's part of the loop."""
+
+    def __init__(self, workload: Workload, schedule: Schedule, sinks: Sequence[Sink], max_updates: int | None) -> None:
+        self._metrics, self._uncut = Metrics(estimates_uncut_length=False), UncutLengths(workload, schedule)
+        self.engine, self._streamed = simulated_engine(workload), StreamedWork(workload)
+        strategy = strategy_named(schedule.mode)
+        wants_stream = workload.stream or (workload.separate_learner and not schedule.overlap)
+        shared = SharedDevice() if workload.share_gpu else None
+        prompts = SimulatedPrompts(workload.prompts, workload.prompt_tokens, workload.first_prompt)
+        self.controller = Controller(
+            self.engine,
+            Prompts(prompts, epochs=workload.epochs, seed=schedule.seed),
+            SimulatedScorer(self.engine, seconds_of=lambda rollout: workload.score_seconds),
+            schedule,
+            environments=environments_of(workload, schedule, self.engine),
+            strategy=holding_slots(strategy) if workload.hold_slots else None,
+            expectation=expectation_for(workload, schedule),
+            # A bound method: Python calls it three times as fast as an object.
+            log=EventLog(self._metrics.__call__, *sinks),
+            max_updates=max_updates,
+            stream_to=SimulatedLearner(self.engine, self._streamed.seconds, shared)
+            if wants_stream and strategy.can_stream
+            else None,
+        )
+
+    def take(self, batch: Batch) -> int:
+        """Tokens that the learner has yet to work on."""
+        self._uncut.add(batch)
+        return batch.tokens - self._streamed.taken()
+
+    def publish_after(self, seconds: float) -> None:
+        if self.controller.schedule.overlap:
+            self.controller.carry_on(until=self.engine.now() + seconds)
+        else:
+            self.engine.pass_time(seconds)
+        self.controller.publish()
+
+    def run_metrics(self) -> RunMetrics:
+        return self._metrics.run_metrics(self._uncut.mean())
+
+
 def run(
     workload: Workload,
     schedule: Schedule,
@@ -251,36 +308,53 @@ def run(
     max_updates: int | None = None,
     own_limit: OwnLimit | None = None,
 ) -> RunMetrics:
-    """One simulated run, from the first prompt to the last update."""
+    """One simulated run, from the first prompt to the last update. Several controllers meet at every update: the
+    learner starts when all have their batch, and its processes, one per controller, wait for the one with the most
+    tokens. `sinks` get the events of the first controller."""
     workload = replace(workload, lengths=with_shared_cache(workload.lengths))
-    metrics, uncut = Metrics(estimates_uncut_length=False), UncutLengths(workload, schedule)
-    engine, streamed = simulated_engine(workload), StreamedWork(workload)
-    streams = workload.stream and strategy_named(schedule.mode).can_stream
-    shared = SharedDevice() if workload.share_gpu else None
-    controller = Controller(
-        engine,
-        Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=workload.epochs, seed=schedule.seed),
-        SimulatedScorer(engine, seconds_of=lambda rollout: workload.score_seconds),
-        schedule,
-        environments=environments_of(workload, schedule, engine),
-        strategy=holding_slots(strategy_named(schedule.mode)) if workload.hold_slots else None,
-        expectation=expectation_for(workload, schedule),
-        log=EventLog(metrics.__call__, *sinks),  # a bound method: Python calls it three times as fast as an object
-        max_updates=max_updates,
-        stream_to=SimulatedLearner(engine, streamed.seconds, shared) if streams else None,
-    )
+    count = workload.controllers
+    runs = [
+        ControllerRun(*part, () if place else sinks, max_updates)
+        for place, part in enumerate(parts_of(workload, schedule))
+    ]
     with paused_gc():
-        for batch in controller:
-            uncut.add(batch)
+        for batches in zip_longest(*(part.controller for part in runs)):
+            present = [(part, batch) for part, batch in zip(runs, batches, strict=True) if batch is not None]
+            tokens = max(part.take(batch) for part, batch in present)
             if own_limit is not None:
-                own_limit.add(batch)
-            seconds = workload.learner_seconds(batch.tokens - streamed.taken())
-            if schedule.overlap:
-                controller.carry_on(until=engine.now() + seconds)
-            else:
-                engine.pass_time(seconds)
-            controller.publish()
-    return metrics.run_metrics(uncut.mean())
+                for _, batch in present:
+                    own_limit.add(batch)
+            seconds, last = workload.learner_seconds(count * tokens), max(part.engine.now() for part, _ in present)
+            for part, _ in present:
+                part.publish_after(last - part.engine.now() + seconds)
+    return of_controllers([part.run_metrics() for part in runs])
+
+
+def parts_of(workload: Workload, schedule: Schedule) -> list[tuple[Workload, Schedule]]:
+    """What each controller has."""
+    count = workload.controllers
+    if count == 1:
+        return [(workload, schedule)]
+    prompts, cohort = -(-workload.prompts // count), schedule.prompts_per_cohort
+    part = replace(
+        schedule,
+        rollouts_per_update=schedule.rollouts_per_update // count,
+        prompts_per_cohort=None if cohort is None else -(-cohort // count),
+    )
+    slots, engines = even_split(workload.slots, count), even_split(workload.engines, count)
+    return [
+        (
+            replace(
+                workload,
+                slots=slots[rank],
+                engines=engines[rank],
+                prompts=prompts,
+                first_prompt=rank * prompts,
+            ),
+            replace(part, seed=derive_seed(schedule.seed, rank) if rank else schedule.seed),
+        )
+        for rank in range(count)
+    ]
 
 
 def limit(workload: Workload, schedule: Schedule) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
@@ -23,7 +24,8 @@ from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
 from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
-from sortedrl.studies.workload import Workload
+from sortedrl.studies.learner_settings import SimulatedLearnerSettings, check_learner, weight_transfer_seconds
+from sortedrl.studies.workload import Workload, mean_response_tokens
 
 Expectation = Literal["cold", "warm", "oracle"]
 Read = TypeVar("Read")
@@ -130,13 +132,21 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
         return self.slots
 
 
-class SimulatedSettings(WorkloadSettings):
+class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings):
     """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
     help_group: ClassVar[str] = "simulated run"
 
     engines: Annotated[
         int, Field(ge=1, le=100_000, description="engines that share the slots evenly, each as fast as --step-time")
+    ] = 1
+    controllers: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=100_000,
+            description="schedulers with a part of the engines and of every update each, as TRL has one per process",
+        ),
     ] = 1
     turns: Annotated[
         int,
@@ -150,18 +160,6 @@ class SimulatedSettings(WorkloadSettings):
     ] = 5.0
     reuse_kv_cache: Annotated[
         bool, Field(description="keep the KV cache across weight updates (stale KV): resumed rollouts need no prefill")
-    ] = False
-    weight_update_seconds: Annotated[
-        float | None, Field(ge=0, description="seconds per weight update; default: as measured by the profile, or 0")
-    ] = None
-    learner_seconds_per_update: Annotated[float, Field(ge=0, description="fixed part of a learner step")] = 0.0
-    learner_seconds_per_token: Annotated[float, Field(ge=0, description="learner time per trained token")] = 0.0
-    stream: Annotated[
-        bool,
-        Field(description="the learner works on the coming update during the harvest, on its own device"),
-    ] = False
-    share_gpu: Annotated[
-        bool, Field(description="with --stream: on the engine's GPU, at the speeds measured on an H200")
     ] = False
     score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
     cohorts: Annotated[int, Field(ge=1, le=MOST, description="length of each simulated run, in cohorts")] = 6
@@ -183,8 +181,8 @@ class SimulatedSettings(WorkloadSettings):
 
     def resolved_weight_update_seconds(self) -> float:
         """As set, or as measured by the profile."""
-        if self.weight_update_seconds is not None:
-            return self.weight_update_seconds
+        if (seconds := weight_transfer_seconds(self)) is not None:
+            return seconds
         profile = _profile(self)
         return (profile.weight_update_seconds if profile is not None else None) or 0.0
 
@@ -194,18 +192,20 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
     return schedule_from(
         settings,
         max_response_tokens=settings.response_limit(),
+        overlap=settings.overlap or settings.separate_learner,
         score_wait_seconds=score_wait_seconds(settings.score_seconds),
         seed=settings.seeds[0],
     )
 
 
 def simulated_workload(settings: SimulatedSettings) -> Workload:
-    return Workload(
+    workload = Workload(
         lengths=length_of(settings),
         episodes=episodes_of(settings),
         step_time=step_time_of(settings),
         slots=settings.slots,
         engines=settings.engines,
+        controllers=settings.controllers,
         prompts=settings.cohorts * prompts_per_cohort(settings),
         prompt_tokens=settings.prompt_tokens,
         kv_tokens=kv_tokens_of(settings),
@@ -215,8 +215,14 @@ def simulated_workload(settings: SimulatedSettings) -> Workload:
         learner_seconds_per_token=settings.learner_seconds_per_token,
         stream=settings.stream,
         share_gpu=settings.share_gpu,
+        separate_learner=settings.separate_learner,
         score_seconds=settings.score_seconds,
     )
+    if settings.learner_seconds is None:
+        return workload
+    schedule = simulated_schedule(settings)
+    tokens = schedule.rollouts_needed * mean_response_tokens(workload, schedule)
+    return replace(workload, learner_seconds_per_token=settings.learner_seconds / tokens)
 
 
 def episodes_of(settings: SimulatedSettings) -> EpisodeOf | None:
@@ -324,7 +330,7 @@ def kv_tokens_of(settings: StepTimeSettings) -> int | None:
 
 
 def check_simulated(settings: SimulatedSettings) -> None:
-    for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_streaming, check_engines):
+    for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_learner, check_engines):
         check(settings)
 
 
@@ -380,20 +386,23 @@ def check_engines(settings: SimulatedSettings) -> None:
             f"they are the slots of all {settings.engines} engines together",
             f"Use --slots {settings.engines} or more.",
         )
-
-
-def check_streaming(settings: SimulatedSettings) -> None:
-    if settings.share_gpu and not settings.stream:
-        raise ConfigurationError(
-            "share_gpu", True, "without --stream, engine and learner take turns", "Set --stream too, or leave it out."
-        )
-    if settings.stream and not settings.learner_seconds_per_token:
-        raise ConfigurationError(
-            "stream",
-            True,
-            "the learner's work per token is not set, so there is nothing to do during the harvest",
-            "Set --learner-seconds-per-token, for example 1.3e-4.",
-        )
+    count = settings.controllers
+    if count == 1:
+        return
+    unit = count * (settings.rollouts_per_prompt if settings.whole_groups else 1)
+    for key, value, multiple in (
+        ("engines", settings.engines, count),
+        ("slots", settings.slots, count),
+        ("rollouts_per_update", settings.rollouts_per_update, unit),
+    ):
+        if value % multiple:
+            raise ConfigurationError(
+                key, value, f"{count} controllers get equal parts of it", f"Use a multiple of {multiple}."
+            )
+    for key in ("overlap", "stream", "separate_learner"):
+        if getattr(settings, key):
+            why = "with one controller per training process, engine and learner take turns"
+            raise ConfigurationError(key, True, why, "Leave it out, or use one controller.")
 
 
 def _profile(settings: StepTimeSettings) -> profile_file.Profile | None:
