@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Callable
 
 PATIENCE_SECONDS = 60.0
 
@@ -36,7 +37,11 @@ def descendants_of(process: int) -> list[int]:
 
 
 def wait_for_end(*process_ids: int, seconds: float = PATIENCE_SECONDS) -> None:
+    wait_until(lambda: not any(map(is_running, process_ids)), seconds)
+
+
+def wait_until(holds: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     until = time.monotonic() + seconds
-    while any(map(is_running, process_ids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [one for one in process_ids if is_running(one)]
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds:g} s"
+        time.sleep(0.01)

@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from bad_environments import SHORT_LIMIT_SECONDS, BadTask
-from chat_tokenizer import chat_tokenizer
+from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, speak, turn
 from paced import PacedEngine
-from processes import PATIENCE_SECONDS
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, RejectionWatch, Schedule, events
 from sortedrl.core.environment import Answer
-from sortedrl.core.rollout import Rollout, Segment, State
-from sortedrl.core.scoring import Scored
+from sortedrl.core.rollout import Rollout
 from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 
-TOKENIZER = chat_tokenizer()
 LIMIT_SECONDS = 30.0
 HEALTHY = "healthy"
-
-
-def rollout_of(number: int, does: str) -> Rollout:
-    problem = Problem(f"p{number}", "question", does)
-    return Rollout(number, Prompt(problem.id, [3, 4], problem), 0, 0, 0, 0)
-
-
-def speak(rollout: Rollout) -> None:
-    tokens = [*TOKENIZER("go")["input_ids"], TOKENIZER.eos_token_id]
-    rollout.append(Segment(tokens, [-0.5] * len(tokens), 0))
-
-
-def answers_of(environments: TaskEnvironments, rollouts: Sequence[Rollout]) -> dict[int, Answer]:
-    for rollout in rollouts:
-        environments.submit(rollout, 0)
-    found: dict[int, Answer] = {}
-    until = time.monotonic() + PATIENCE_SECONDS
-    while len(found) < len(rollouts) and time.monotonic() < until:
-        environments.wait(1.0)
-        found |= {answer.rollout_id: answer for answer in environments.collect()}
-    return found
 
 
 def all_in_their_second_turn(environments: TaskEnvironments, rollouts: Sequence[Rollout]) -> dict[int, Answer]:
@@ -106,21 +81,12 @@ def test_an_end_that_is_pending_and_a_replay_that_differs_are_not_held_against_a
     bad, ended, random = rollout_of(0, "dies"), rollout_of(1, HEALTHY), rollout_of(2, "is random")
     with environments_of("dies") as environments:
         for rollout in (bad, ended, random, random):
-            speak(rollout)
-            (answer,) = answers_of(environments, [rollout]).values()
-            rollout.observe(list(answer.observation or ()))
-        ended.truncated, ended.ended_by, ended.state = True, "max_turns", State.FINISHED
+            turn(environments, rollout)
+        end_by("max_turns", ended)
         environments.ends.submit(ended)
-        speak(bad)
-        assert "exit code 3" in str(answers_of(environments, [bad])[0].error)
-        scored: list[Scored] = []
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not scored and time.monotonic() < until:
-            environments.ends.wait(1.0)
-            scored = environments.ends.collect()
-        assert [(one.reward, one.error) for one in scored] == [(0.5, None)]
-        speak(random)
-        lost = answers_of(environments, [random])[2]
+        assert "exit code 3" in str(turn(environments, bad).error)
+        assert [(one.reward, one.error) for one in scores_of(environments)] == [(0.5, None)]
+        lost = turn(environments, random)
         assert lost.is_lost and not lost.counts, "it lost its instance by another's fault"
 
 

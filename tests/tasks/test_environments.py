@@ -15,10 +15,9 @@ import pytest
 
 from chat_tokenizer import chat_tokenizer
 from counting_task import CountingTask
-from processes import PATIENCE_SECONDS, wait_for_end
-from sortedrl.core.environment import Answer
-from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.scoring import Scored
+from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, shown, speak, turn
+from processes import wait_for_end, wait_until
+from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.tasks.calculator import calculator
 from sortedrl.tasks.environment_calls import turns_of
 from sortedrl.tasks.environment_host import Host, LocalHost
@@ -28,60 +27,23 @@ from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment
 from sortedrl.tasks.worker_process import WorkerError
 
-TOKENIZER = chat_tokenizer()
 LIMIT_SECONDS = 30.0
 SHORT_LIMIT_SECONDS = 3.0  # beside a call that exceeds it, another one must be answered on a busy machine
 
 
 @contextlib.contextmanager
-def host_of(kind: str, task: CountingTask, limit_seconds: float = LIMIT_SECONDS) -> Iterator[Any]:
+def environments_of(
+    kind: str, task: CountingTask | None = None, limit_seconds: float = LIMIT_SECONDS, tokenizer: Any = TOKENIZER
+) -> Iterator[tuple[TaskEnvironments, Any]]:
+    """And their host."""
+    task = task or CountingTask()
     host: Host = (
         LocalHost(task.environment, limit_seconds=limit_seconds)
         if kind == "local"
         else WorkerHosts(task, workers=1, limit_seconds=limit_seconds)
     )
-    try:
-        yield host
-    finally:
-        host.close()
-
-
-def rollout_of(number: int = 0) -> Rollout:
-    problem = Problem(f"p{number}", "question", None)
-    return Rollout(number, Prompt(problem.id, [3, 4], problem), 0, 0, 0, 0)
-
-
-def speak(rollout: Rollout, text: str, *, ends: bool = True) -> None:
-    """A turn of the policy, in two chunks."""
-    tokens = [*TOKENIZER(text)["input_ids"], *([TOKENIZER.eos_token_id] if ends else [])]
-    for part in (tokens[:2], tokens[2:]):
-        rollout.append(Segment(part, [-0.5] * len(part), 0))
-
-
-def answers_of(environments: TaskEnvironments, count: int = 1) -> list[Answer]:
-    found: list[Answer] = []
-    until = time.monotonic() + PATIENCE_SECONDS
-    while len(found) < count and time.monotonic() < until:
-        environments.wait(1.0)
-        found += environments.collect()
-    assert len(found) == count and environments.pending == 0
-    return found
-
-
-def turn(environments: TaskEnvironments, rollout: Rollout, text: str, call: int = 0) -> Answer:
-    """The policy says `text`; an observation is added to the rollout."""
-    speak(rollout, text)
-    environments.submit(rollout, call)
-    (answer,) = answers_of(environments)
-    assert (answer.rollout_id, answer.call) == (rollout.id, call)
-    if answer.observation is not None:
-        rollout.observe(list(answer.observation))
-    return answer
-
-
-def shown(answer: Answer) -> str:
-    assert answer.observation is not None, answer
-    return str(TOKENIZER.decode(answer.observation))
+    with contextlib.closing(host):
+        yield TaskEnvironments(tokenizer, host), host
 
 
 @pytest.fixture(params=["local", "workers"])
@@ -95,28 +57,24 @@ def notes(log: Path) -> list[str]:
 
 def test_turns_of_an_episode_go_to_one_instance_in_order(kind: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with host_of(kind, CountingTask(str(log))) as host:
-        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+    with environments_of(kind, CountingTask(str(log))) as (environments, _):
+        rollout = rollout_of()
         first = turn(environments, rollout, "hello", call=7)
         assert shown(first) == "\n<|im_start|>user\nturn 1 of p0<|im_end|>\n<|im_start|>assistant\n"
         assert "turn 2 of p0" in shown(turn(environments, rollout, "again", call=8))
         end = turn(environments, rollout, "end", call=9)
         assert (end.reward, end.detail) == (3.0, {"correct": True, "parts": {"part": 0.5, "turns": 3}})
-        until = time.monotonic() + PATIENCE_SECONDS
-        while "p0 close" not in notes(log) and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: "p0 close" in notes(log))
     assert notes(log) == ["p0 reset", "p0 step hello", "p0 step again", "p0 step end", "p0 close"]
 
 
 def test_rollouts_have_their_own_instances(kind: str) -> None:
-    with host_of(kind, CountingTask()) as host:
-        environments = TaskEnvironments(TOKENIZER, host)
+    with environments_of(kind) as (environments, _):
         rollouts = [rollout_of(number) for number in range(20)]
         for place in range(3):
             for rollout in rollouts:
-                speak(rollout, "go")
-                environments.submit(rollout, place)
-            for answer in answers_of(environments, len(rollouts)):
+                speak(rollout)
+            for answer in answers_of(environments, rollouts, place).values():
                 assert f"turn {place + 1} of p{answer.rollout_id}" in shown(answer)
                 rollouts[answer.rollout_id].observe(list(answer.observation or ()))
 
@@ -125,14 +83,13 @@ def test_rollouts_have_their_own_instances(kind: str) -> None:
 def test_a_lost_instance_comes_back_by_replay_or_from_its_state(kind: str, tmp_path: Path, remembers: bool) -> None:
     log = tmp_path / "log"
     task = CountingTask(str(log), remembers)
-    with host_of(kind, task) as host:
-        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+    rollout = rollout_of()
+    with environments_of(kind, task) as (environments, _):
         for text in ("one", "two"):
             turn(environments, rollout, text)
         state = environments.state(rollout.id)
     assert state == ({"turns": 2} if remembers else None)
-    with host_of(kind, task) as host:  # a resumed run
-        environments = TaskEnvironments(TOKENIZER, host)
+    with environments_of(kind, task) as (environments, _):  # a resumed run
         assert environments.restore(rollout, state)
         assert "turn 3 of p0" in shown(turn(environments, rollout, "three"))
     again = [line for line in notes(log) if line != "p0 close"][3:]
@@ -142,8 +99,8 @@ def test_a_lost_instance_comes_back_by_replay_or_from_its_state(kind: str, tmp_p
 
 @pytest.mark.parametrize("earlier", ["random", "end"])
 def test_a_replay_that_differs_means_that_the_rollout_is_lost(kind: str, earlier: str) -> None:
-    with host_of(kind, CountingTask()) as host:
-        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+    with environments_of(kind) as (environments, _):
+        rollout = rollout_of()
         speak(rollout, earlier)
         rollout.observe(TOKENIZER("\nwhat was recorded")["input_ids"])
         answer = turn(environments, rollout, "next")
@@ -160,8 +117,8 @@ def test_a_replay_that_differs_means_that_the_rollout_is_lost(kind: str, earlier
     ],
 )
 def test_an_error_is_an_answer_and_the_next_call_gets_a_new_instance(kind: str, text: str, reason: str) -> None:
-    with host_of(kind, CountingTask()) as host:
-        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+    with environments_of(kind) as (environments, _):
+        rollout = rollout_of()
         turn(environments, rollout, "one")
         before = list(rollout.segments)
         answer = turn(environments, rollout, text, call=3)
@@ -181,8 +138,8 @@ ADDS_TEXTS = (  # as most templates do
 def test_a_message_that_cannot_be_turned_into_tokens_costs_its_rollout(text: str, reason: str, replayed: bool) -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = ADDS_TEXTS
-    with host_of("local", CountingTask()) as host:
-        environments, rollout = TaskEnvironments(tokenizer, host), rollout_of()
+    with environments_of("local", tokenizer=tokenizer) as (environments, _):
+        rollout = rollout_of()
         if replayed:  # an environment that answers otherwise than before
             speak(rollout, text)
             rollout.observe([5, 6])
@@ -195,8 +152,8 @@ def test_a_message_that_cannot_be_turned_into_tokens_costs_its_rollout(text: str
 def test_ctrl_c_during_a_turn_in_this_process_is_not_an_error_of_the_environment() -> None:
     """It ends the run or the evaluation. A worker process does not get it: there it can only be an error."""
     for kind in ("local", "workers"):
-        with host_of(kind, CountingTask()) as host:
-            environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+        with environments_of(kind) as (environments, _):
+            rollout = rollout_of()
             if kind == "local":
                 speak(rollout, "interrupt")
                 with pytest.raises(KeyboardInterrupt):
@@ -206,39 +163,32 @@ def test_ctrl_c_during_a_turn_in_this_process_is_not_an_error_of_the_environment
 
 
 def test_a_turn_that_waits_too_long_is_canceled_and_others_go_on(kind: str) -> None:
-    with host_of(kind, CountingTask(), limit_seconds=SHORT_LIMIT_SECONDS) as host:
-        environments = TaskEnvironments(TOKENIZER, host)
+    with environments_of(kind, limit_seconds=SHORT_LIMIT_SECONDS) as (environments, _):
         slow, quick = rollout_of(0), rollout_of(1)
         turn(environments, quick, "start")
         speak(slow, "sleep 600")
-        environments.submit(slow, 1)
-        speak(quick, "go")
-        environments.submit(quick, 2)
-        answers = {answer.rollout_id: answer for answer in answers_of(environments, 2)}
+        speak(quick)
+        answers = answers_of(environments, [slow, quick])
         assert answers[0].error == f"no answer within {SHORT_LIMIT_SECONDS:g} s"
         assert "turn 2 of p1" in shown(answers[1])
 
 
 def test_many_instances_wait_at_the_same_time_in_one_process() -> None:
-    with host_of("workers", CountingTask()) as host:
-        environments = TaskEnvironments(TOKENIZER, host)
+    with environments_of("workers") as (environments, host):
         host.wait_until_ready()
-        began = time.monotonic()
-        for number in range(50):
-            rollout = rollout_of(number)
+        rollouts = [rollout_of(number) for number in range(50)]
+        for rollout in rollouts:
             speak(rollout, "sleep 1")
-            environments.submit(rollout, number)
-        answers_of(environments, 50)
+        began = time.monotonic()
+        answers_of(environments, rollouts)
         assert time.monotonic() - began < 25, "one after the other they would take 50 s"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["block", "die"])
 def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: str) -> None:
-    with host_of(
-        "workers", CountingTask(), limit_seconds=SHORT_LIMIT_SECONDS if text == "block" else LIMIT_SECONDS
-    ) as host:
-        environments = TaskEnvironments(TOKENIZER, host)
+    limit_seconds = SHORT_LIMIT_SECONDS if text == "block" else LIMIT_SECONDS
+    with environments_of("workers", limit_seconds=limit_seconds) as (environments, host):
         bystander, culprit = rollout_of(0), rollout_of(1)
         turn(environments, bystander, "one")
         (process_id,) = host.process_ids()
@@ -265,15 +215,14 @@ def test_a_process_that_its_own_timer_ended_was_blocked(since: float, reason: st
 
 
 def test_an_answer_that_is_too_large_is_an_error() -> None:
-    with host_of("workers", CountingTask()) as host:
-        answer = turn(TaskEnvironments(TOKENIZER, host), rollout_of(), "large")
+    with environments_of("workers") as (environments, _):
+        answer = turn(environments, rollout_of(), "large")
         assert "bytes; the maximum is" in str(answer.error)
 
 
 def test_a_problem_that_cannot_be_pickled_is_an_error_and_others_go_on() -> None:
-    with host_of("workers", CountingTask()) as host:
-        environments, good, bad = TaskEnvironments(TOKENIZER, host), rollout_of(0), rollout_of(1)
-        bad.prompt = Prompt("p1", [3], Problem("p1", "question", answer=lambda: None))
+    with environments_of("workers") as (environments, _):
+        good, bad = rollout_of(0), rollout_of(1, answer=lambda: None)
         turn(environments, good, "one")
         assert "cannot be sent to a worker process" in str(turn(environments, bad, "one").error)
         assert "turn 2 of p0" in shown(turn(environments, good, "two"))
@@ -282,8 +231,8 @@ def test_a_problem_that_cannot_be_pickled_is_an_error_and_others_go_on() -> None
 @pytest.mark.slow
 def test_a_canceled_call_has_no_answer_and_its_instance_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with host_of("workers", CountingTask(str(log)), limit_seconds=2.0) as host:
-        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+    with environments_of("workers", CountingTask(str(log)), limit_seconds=2.0) as (environments, host):
+        rollout = rollout_of()
         turn(environments, rollout, "one")
         (process_id,) = host.process_ids()
         speak(rollout, "sleep 600")
@@ -307,26 +256,21 @@ def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
 ) -> None:
     """A turn that the limit cut is not passed to the instance; a whole one is, before there is no room for another."""
     log = tmp_path / "log"
-    with host_of(kind, CountingTask(str(log), remembers="state" in instance)) as host:
-        environments, rollout = TaskEnvironments(TOKENIZER, host), rollout_of()
+    with environments_of(kind, CountingTask(str(log), remembers="state" in instance)) as (environments, _):
+        rollout = rollout_of()
         turn(environments, rollout, "one")
         speak(rollout, "two", ends=not cuts_a_turn)
         if not cuts_a_turn:
-            environments.submit(rollout, 5)
-            answers_of(environments)
-        rollout.truncated, rollout.ended_by, rollout.state = True, "max_response_tokens", State.FINISHED
+            answers_of(environments, [rollout])
+        end_by("max_response_tokens", rollout)
         state = environments.state(rollout.id)
         if instance != "is there":
             environments.cancel(rollout.id)
         if "resumed" in instance:
             assert environments.restore(rollout, state)
         environments.ends.submit(rollout)
-        scored: list[Scored] = []
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not scored and time.monotonic() < until:
-            environments.ends.wait(1.0)
-            scored = environments.ends.collect()
-        assert [(one.rollout_id, one.reward, one.error) for one in scored] == [(0, -1.0 if cuts_a_turn else -2.0, None)]
+        (scored,) = scores_of(environments)
+        assert (scored.rollout_id, scored.reward, scored.error) == (0, -1.0 if cuts_a_turn else -2.0, None)
         assert environments.ends.pending == environments.pending == 0
     assert "p0 finish max_response_tokens" in notes(log)
     assert notes(log).count("p0 reset") == 1 + (instance != "is there")
@@ -418,11 +362,8 @@ def test_no_process_or_socket_is_left_after_close() -> None:
         speak(rollout, "sleep 600")
         environments.submit(rollout, number)
     host.wait_until_ready()
-    until = time.monotonic() + PATIENCE_SECONDS
-    while len(host.process_ids()) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: len(host.process_ids()) == 2)
     processes = host.process_ids()
-    assert len(processes) == 2
     host.close()
     wait_for_end(*processes)
     assert set(os.listdir("/proc/self/fd")) <= before
