@@ -23,7 +23,8 @@ from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.log.reading import read_events, read_intact
+from sortedrl.log.reading import read_events, read_intact, without_rolled_back
+from sortedrl.observe.metrics import Metrics
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
 from toy_runs import SMALL_TRAINING, flags, metrics_of
@@ -399,5 +400,23 @@ def test_a_signal_saves_and_the_run_can_be_resumed(number: signal.Signals, train
     run = tmp_path / "run"
     count = len(updates_of(run))
     assert (run / "checkpoints" / f"update-{count:06d}").is_dir()
+    assert f"--resume {run}" in done.stderr
     assert resume(run, count + 1).returncode == 0
     assert updates_of(run) == list(range(count + 1))
+    assert_nothing_lost_or_trained_twice(run)
+
+
+def assert_nothing_lost_or_trained_twice(run: Path) -> None:
+    """Over the joined log: each rollout at most once, slot-time sound, tokens accounted for."""
+    log = without_rolled_back(read_events(run / "events.jsonl"))
+    updates = toy_runs.updates_of(run)
+    times = Counter(id for update in updates for id in update.rollouts)
+    assert max(times.values()) == 1
+    assert times.keys() <= {e.first + i for e in log if isinstance(e, events.Loaded) for i in range(e.rollouts)}
+    metrics = Metrics().fold(log).run_metrics()
+    assert 0 <= metrics.bubble <= metrics.idle <= 1 + 1e-9 and metrics.cached_tokens >= 0
+    assert metrics.generated_tokens == metrics.trained_tokens + metrics.dropped_tokens + metrics.cached_tokens
+    for update in updates:
+        for length, segments in zip(update.lengths, update.segments, strict=True):
+            assert length == sum(tokens for _, tokens in segments) <= 40
+            assert [version for version, _ in segments] == sorted(version for version, _ in segments)
