@@ -66,7 +66,7 @@ def coverage_of_scores(differing: float, draws: int) -> tuple[float, float]:
 
 
 def _bootstrap_alone(scores: list[float]) -> Estimate:
-    return _resampled(scores, 0.95) if max(scores) > min(scores) else bootstrap(scores)
+    return _resampled(scores) if max(scores) > min(scores) else bootstrap(scores)
 
 
 def _covers(interval: Estimate, true: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sortedrl.learner.losses import (
+    PolicyLoss,
     effective_sample_fraction,
     kl_k3,
     loss_normalizer,
@@ -38,16 +40,9 @@ def random_policies(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     return new.requires_grad_(), behavior, proximal, advantages, mask
 
 
-def losses(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> Tensor:
-    result = policy_loss(
-        *tensors,
-        off_policy_correction=off_policy_correction,
-        level=level,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        cap=CAP,
-    )
-    return result.loss_bt
+def loss_of(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> PolicyLoss:
+    clip: dict[str, Any] = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "cap": CAP}
+    return policy_loss(*tensors, off_policy_correction=off_policy_correction, level=level, **clip)
 
 
 def direct_loss(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> Tensor:
@@ -89,7 +84,8 @@ def direct_loss(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *
 def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorrection, level: RatioLevel) -> None:
     tensors = random_policies()
     weights = torch.rand(5, 7, generator=torch.Generator().manual_seed(9))
-    ours, direct = losses(off_policy_correction, level, *tensors), direct_loss(off_policy_correction, level, *tensors)
+    ours = loss_of(off_policy_correction, level, *tensors).loss_bt
+    direct = direct_loss(off_policy_correction, level, *tensors)
     assert torch.allclose(ours, direct, atol=1e-5)
     (gradient,) = torch.autograd.grad((ours * weights).sum(), tensors[0])
     (expected,) = torch.autograd.grad((direct * weights).sum(), tensors[0])
@@ -99,18 +95,7 @@ def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorre
 
 def test_the_example_has_every_case_of_clipping() -> None:
     new, behavior, proximal, advantages, mask = random_policies()
-    result = policy_loss(
-        new,
-        behavior,
-        proximal,
-        advantages,
-        mask,
-        off_policy_correction="ppo_clip",
-        level="token",
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        cap=CAP,
-    )
+    result = loss_of("ppo_clip", "token", new, behavior, proximal, advantages, mask)
     high, low = result.ratio_bt > 1 + CLIP_HIGH, result.ratio_bt < 1 - CLIP_LOW
     gains = advantages > 0
     assert result.clipped_bt[high & gains & mask].all() and (high & gains & mask).any()
@@ -124,18 +109,7 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(
     off_policy_correction: OffPolicyCorrection, level: RatioLevel
 ) -> None:
     new, _, _, advantages, mask = random_policies()
-    result = policy_loss(
-        new,
-        new.detach(),
-        new.detach(),
-        advantages,
-        mask,
-        off_policy_correction=off_policy_correction,
-        level=level,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        cap=CAP,
-    )
+    result = loss_of(off_policy_correction, level, new, new.detach(), new.detach(), advantages, mask)
     assert torch.equal(result.ratio_bt[mask], torch.ones_like(result.ratio_bt[mask]))
     assert torch.equal(result.weight_bt[mask], torch.ones_like(result.weight_bt[mask]))
     assert not result.clipped_bt.any()
@@ -145,23 +119,15 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(
 
 def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
     new, behavior, _, advantages, mask = random_policies()
-    plain = losses("ppo_clip", "token", new, behavior, behavior, advantages, mask)
-    assert torch.equal(losses("decoupled", "token", new, behavior, behavior, advantages, mask), plain)
+    plain = loss_of("ppo_clip", "token", new, behavior, behavior, advantages, mask).loss_bt
+    assert torch.equal(loss_of("decoupled", "token", new, behavior, behavior, advantages, mask).loss_bt, plain)
 
 
 def test_an_absurd_ratio_stays_finite() -> None:
     new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
-    behavior = torch.tensor([[-500.0, -500.0]])
+    behavior, advantages, mask = torch.tensor([[-500.0, -500.0]]), torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool()
     for off_policy_correction in CORRECTIONS:
-        loss = losses(
-            off_policy_correction,
-            "token",
-            new,
-            behavior,
-            new.detach(),
-            torch.tensor([[0.0, 1.0]]),
-            torch.ones(1, 2).bool(),
-        )
+        loss = loss_of(off_policy_correction, "token", new, behavior, new.detach(), advantages, mask).loss_bt
         (gradient,) = torch.autograd.grad(loss.sum(), new)
         assert loss.isfinite().all() and gradient.isfinite().all()
 

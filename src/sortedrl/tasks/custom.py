@@ -109,18 +109,21 @@ def make(task_class: Callable[..., T], name: str, options: Mapping[str, Any], *a
 
 def _require_kind(option: str, value: Any, default: Any) -> None:
     """Refuse an option of another kind than its default; anything goes for one without."""
-    kinds: dict[type, tuple[str, Callable[[], bool]]] = {
-        bool: ("True or False", lambda: isinstance(value, bool)),
-        int: ("a whole number", lambda: isinstance(value, int) and not isinstance(value, bool)),
-        float: ("a number", lambda: isinstance(value, int | float) and not isinstance(value, bool)),
-        str: ("text", lambda: isinstance(value, str)),
-        tuple: (
-            f"a list, such as {list(default) if isinstance(default, tuple) else []}",
-            lambda: isinstance(value, Sequence) and not isinstance(value, str),
-        ),
-    }
-    kind, fits = kinds.get(type(default), ("", lambda: True))
-    if not fits():
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    match default:
+        case bool():
+            fits, kind = isinstance(value, bool), "True or False"
+        case int():
+            fits, kind = is_number and isinstance(value, int), "a whole number"
+        case float():
+            fits, kind = is_number, "a number"
+        case str():
+            fits, kind = isinstance(value, str), "text"
+        case tuple():
+            fits, kind = isinstance(value, Sequence) and not isinstance(value, str), f"a list, such as {[*default]}"
+        case _:
+            return
+    if not fits:
         raise ValueError(f"{option} = {value!r}: it should be {kind}")
 
 

@@ -44,9 +44,9 @@ def read_rows(source: Source) -> Iterator[Row]:
     """Iterate over the rows, so that a file may be larger than memory."""
     path = Path(source.location).expanduser()
     if path.suffix in (".jsonl", ".json"):
-        return _read_jsonl(_existing(path))
+        return _read_jsonl(_existing_file(path))
     if path.suffix == ".parquet":
-        return _read_parquet(_existing(path))
+        return _read_parquet(_existing_file(path))
     if path.is_file():
         raise ValueError(f"cannot read {path}: the suffix {path.suffix!r} is not supported, use .jsonl or .parquet")
     return _read_hub(source)
@@ -108,15 +108,11 @@ def split_off(problems: Distinct, share: float, seed: int) -> tuple[Distinct, Di
     return train, Distinct(problems[index] for index in sorted(chosen))
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError(f"no such file: {path}" + _neighbours(path))
-    return path
-
-
-def _neighbours(path: Path) -> str:
+def _existing_file(path: Path) -> Path:
+    if path.is_file():
+        return path
     beside = sorted(other.name for other in path.parent.glob(f"*{path.suffix}"))
-    return f"; {path.parent} has {', '.join(beside[:8])}" if beside else ""
+    raise ValueError(f"no such file: {path}" + (f"; {path.parent} has {', '.join(beside[:8])}" if beside else ""))
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -24,7 +24,7 @@ An instance sees each turn of its rollout once. If it is lost (a killed worker p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sortedrl.core.environment import Environments
@@ -168,10 +168,3 @@ def reset_of(task: EnvironmentTask) -> Callable[[Problem], tuple[Prompt, str]]:
             return None, fault_in_your_code(error)
 
     return reset
-
-
-async def closed(environment: Any) -> None:
-    """Close it, if it can be closed."""
-    method: Callable[[], Awaitable[None]] | None = getattr(environment, "close", None)
-    if method is not None:
-        await method()

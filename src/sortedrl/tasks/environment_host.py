@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.scoring import reason_of
-from sortedrl.tasks.environment import Environment, Response, as_messages, closed, end_of, is_end
+from sortedrl.tasks.environment import Environment, Response, as_messages, end_of, is_end
 from sortedrl.tasks.task import Problem
 
 
@@ -111,11 +111,11 @@ class Instances:
                 limit.reschedule((limit.when() or 0.0) + seconds)
 
     async def close(self, instance: int, limit_seconds: float) -> None:
-        environment = self._live.pop(instance, None)
-        if environment is not None:
+        close = getattr(self._live.pop(instance, None), "close", None)
+        if close is not None:
             try:
                 async with asyncio.timeout(limit_seconds):
-                    await closed(environment)
+                    await close()
             except self._errors:
                 return  # its rollout has all that it needs
 

@@ -1,6 +1,6 @@
 """Held-out scores with intervals: mean@k, pass@k, and the difference of two evaluations of the same problems.
 
-All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 % by default: Wilson's if
+All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 %: Wilson's if
 every problem was sampled once, otherwise a bootstrap over problems (samples of one problem are not independent, but
 problems are). If all problems have the same score or the same difference, a bootstrap has no spread, and Wilson's
 interval over the problems is used: 20 of 20 correct is not certainty.
@@ -24,6 +24,8 @@ from typing import NamedTuple
 Correct = Sequence[Sequence[bool]]
 
 RESAMPLES = 2000
+TAIL = 0.025  # on either side of an interval
+NORMAL_QUANTILE = NormalDist().inv_cdf(1 - TAIL)
 FEW = 20  # with fewer problems that differ from the others, a bootstrap is too narrow
 
 
@@ -89,20 +91,20 @@ def mean_parts(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(values) for name, values in found.items()}
 
 
-def mean_at_k(correct: Correct, confidence: float = 0.95) -> Estimate:
+def mean_at_k(correct: Correct) -> Estimate:
     """The fraction of correct samples."""
     if samples_per_problem(correct) == 1:
-        return wilson(sum(row[0] for row in correct), len(correct), confidence)
-    return bootstrap([fmean(row) for row in correct], confidence)
+        return wilson(sum(row[0] for row in correct), len(correct))
+    return bootstrap([fmean(row) for row in correct])
 
 
-def pass_at_k(correct: Correct, k: int, confidence: float = 0.95) -> Estimate:
+def pass_at_k(correct: Correct, k: int) -> Estimate:
     """The probability that at least one of k samples is correct: the unbiased estimator from n >= k samples."""
     if not 1 <= k <= (samples := samples_per_problem(correct)):
         raise ValueError(f"pass@{k}: k must be between 1 and the number of samples per problem, {samples}")
     if samples == 1:
-        return mean_at_k(correct, confidence)
-    return bootstrap([pass_probability(samples, sum(row), k) for row in correct], confidence)
+        return mean_at_k(correct)
+    return bootstrap([pass_probability(samples, sum(row), k) for row in correct])
 
 
 def pass_probability(samples: int, right: int, k: int) -> float:
@@ -110,7 +112,7 @@ def pass_probability(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def paired_difference(before: Correct, after: Correct, confidence: float = 0.95) -> Estimate:
+def paired_difference(before: Correct, after: Correct) -> Estimate:
     """Mean of `after` minus mean of `before`, problems paired by position; a bootstrap if enough pairs differ."""
     if len(before) != len(after):
         raise ValueError(f"{len(before)} problems before and {len(after)} after cannot be paired")
@@ -118,38 +120,38 @@ def paired_difference(before: Correct, after: Correct, confidence: float = 0.95)
     samples_per_problem(after)
     differences = [fmean(new) - fmean(old) for old, new in zip(before, after, strict=True)]
     if min(differences) == max(differences):
-        return _equal_difference(differences[0], len(differences), confidence)
+        return _equal_difference(differences[0], len(differences))
     if _differing(differences) < FEW:
         largest = max(map(abs, differences))
-        return _normal(differences, (-largest, largest), (-1.0, 1.0), confidence)
-    return _resampled(differences, confidence)
+        return _normal(differences, (-largest, largest), (-1.0, 1.0))
+    return _resampled(differences)
 
 
-def _equal_difference(difference: float, problems: int, confidence: float) -> Estimate:
+def _equal_difference(difference: float, problems: int) -> Estimate:
     """The mean difference if all problems have the same one. Wilson's interval bounds the fraction of problems with
     another one, which can be anything from -1 to 1."""
-    others = wilson(0, problems, confidence).high
+    others = wilson(0, problems).high
     middle = difference * (1 - others)
     return Estimate(difference, max(-1.0, middle - others), min(1.0, middle + others))
 
 
-def wilson(right: float, trials: int, confidence: float = 0.95) -> Estimate:
+def wilson(right: float, trials: int) -> Estimate:
     """A proportion and Wilson's score interval."""
     share = right / trials
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NORMAL_QUANTILE
     scale = 1 + z * z / trials
     middle = (share + z * z / (2 * trials)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     return Estimate(share, min(max(middle - half, 0.0), share), max(min(middle + half, 1.0), share))
 
 
-def bootstrap(scores: Sequence[float], confidence: float = 0.95) -> Estimate:
+def bootstrap(scores: Sequence[float]) -> Estimate:
     """The mean of scores in [0, 1] with a percentile bootstrap over them, if enough of them differ."""
     if min(scores) == max(scores):
-        return wilson(scores[0] * len(scores), len(scores), confidence)
+        return wilson(scores[0] * len(scores), len(scores))
     if _differing(scores) < FEW:
-        return _normal(scores, (0.0, 0.0, 1.0, 1.0), (0.0, 1.0), confidence)
-    return _resampled(scores, confidence)
+        return _normal(scores, (0.0, 0.0, 1.0, 1.0), (0.0, 1.0))
+    return _resampled(scores)
 
 
 def samples_per_problem(correct: Correct) -> int:
@@ -170,22 +172,19 @@ def _differing(scores: Sequence[float]) -> int:
     return len(scores) - max(Counter(scores).values())
 
 
-def _normal(
-    scores: Sequence[float], added: Sequence[float], possible: tuple[float, float], confidence: float
-) -> Estimate:
+def _normal(scores: Sequence[float], added: Sequence[float], possible: tuple[float, float]) -> Estimate:
     """The mean, and the normal interval of the mean of `scores` and `added`, within the possible values."""
     padded = [*scores, *added]
-    half = NormalDist().inv_cdf((1 + confidence) / 2) * pstdev(padded) / math.sqrt(len(padded))
+    half = NORMAL_QUANTILE * pstdev(padded) / math.sqrt(len(padded))
     middle = fmean(padded)
     return Estimate(fmean(scores), max(middle - half, possible[0]), min(middle + half, possible[1]))
 
 
-def _resampled(scores: Sequence[float], confidence: float) -> Estimate:
+def _resampled(scores: Sequence[float]) -> Estimate:
     """The mean, and quantiles of the means of resamples. The seed is fixed: the same data give the same interval."""
     draw = random.Random(0)
     means = sorted(fmean(draw.choices(scores, k=len(scores))) for _ in range(RESAMPLES))
-    tail = (1 - confidence) / 2
-    return Estimate(fmean(scores), _quantile(means, tail), _quantile(means, 1 - tail))
+    return Estimate(fmean(scores), _quantile(means, TAIL), _quantile(means, 1 - TAIL))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -38,35 +38,24 @@ class _FairSemaphore:
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._lock = threading.Lock()
-        self._waiting: deque[threading.Event] = deque()
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._free:
+        place = object()
+        with self._changed:
+            self._line.append(place)
+            try:
+                self._changed.wait_for(lambda: self._free and self._line[0] is place)
                 self._free -= 1
-                return
-            turn = threading.Event()
-            self._waiting.append(turn)
-        try:
-            turn.wait()
-        except BaseException:
-            with self._lock:
-                if turn not in self._waiting:  # its turn had come
-                    self._pass_on()
-                else:
-                    self._waiting.remove(turn)
-            raise
+            finally:
+                self._line.remove(place)
+                self._changed.notify_all()
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set()
-        else:
+        with self._changed:
             self._free += 1
+            self._changed.notify_all()
 
 
 class WorkerPool:

@@ -28,7 +28,6 @@ from sortedrl.core.engine import (
     Finished,
     Preempted,
     Request,
-    Sampling,
     Started,
     Tokens,
     missing_members,
@@ -134,15 +133,8 @@ class Ledger:
 
 def resumed(request: Request, segments: Sequence[Segment]) -> Request:
     """The request that continues where these segments ended."""
-    made = sum(map(len, segments))
-    return Request(
-        id=request.id,
-        prompt=request.prompt,
-        prefix=(*request.prefix, *segments),
-        max_new_tokens=request.max_new_tokens - made,
-        seed=request.seed,
-        sampling=request.sampling,
-    )
+    left = request.max_new_tokens - sum(map(len, segments))
+    return request._replace(prefix=(*request.prefix, *segments), max_new_tokens=left)
 
 
 class EngineContract:
@@ -169,12 +161,7 @@ class EngineContract:
     def requests(self, token_limits: Sequence[int] = TOKEN_LIMITS, first_id: int = 0) -> list[Request]:
         return [
             Request(
-                id=first_id + index,
-                prompt=Prompt(f"prompt {index}", self.prompt_tokens(index)),
-                prefix=(),
-                max_new_tokens=limit,
-                seed=1000 + index,
-                sampling=Sampling(),
+                first_id + index, Prompt(f"prompt {index}", self.prompt_tokens(index)), (), limit, seed=1000 + index
             )
             for index, limit in enumerate(token_limits)
         ]
