@@ -30,7 +30,7 @@ def examples(count: int) -> settings:
 def check_rollout(rollout: Rollout, scenario: Scenario) -> None:
     check_tokens(rollout, scenario)
     assert rollout.versions == sorted(rollout.versions)
-    assert rollout.reward == len(rollout)
+    assert rollout.reward == scenario.reward_of(rollout)
     assert len(rollout.prompt.tokens) <= (scenario.schedule.max_prompt_tokens or 0)
 
 
@@ -57,7 +57,7 @@ def check_counts(run: Run) -> None:
     assert not (buffer.running.keys() & buffer.in_environment.keys())
     if run.environments is not None:
         assert run.environments.pending == len(buffer.in_environment)
-    assert buffer.loaded == sum(states.values()) + buffer.trained + buffer.rejected
+    assert buffer.loaded == sum(states.values()) + buffer.trained + buffer.rejected + buffer.filtered
     never_started = sum(r.state == "waiting" and not r.segments and not r.attempt for r in buffer.live.values())
     assert buffer.never_started == never_started
     started = [group for group in buffer.groups() if all(member.state != "waiting" for member in group.members)]

@@ -66,6 +66,7 @@ class Case:
             "publishes not every update": bool(scenario.silent_updates),
             "ends early": scenario.max_updates is not None,
             "several turns": bool(scenario.turns),
+            "filter": schedule.filter_groups is not None,
         }
         return [kind for kind, holds in has.items() if holds]
 
@@ -130,7 +131,7 @@ class MortalPool(Mortal, WatchedPool):
             self.died += 1
 
 
-def case_of(seed: int, *, with_turns: bool = False) -> Case:
+def case_of(seed: int, *, with_turns: bool = False, with_filter: bool = False) -> Case:
     rng = random.Random(seed)
     mode = rng.choice(MODES)
     troubled = rng.random() < 0.8
@@ -139,6 +140,9 @@ def case_of(seed: int, *, with_turns: bool = False) -> Case:
         scenario = _with_turns(rng, scenario, troubled)
         if seed % 4 == 0:
             scenario = _with_slow_environments(scenario)
+    if with_filter:
+        scenario = _with_filter(rng, scenario)
+        mode = scenario.schedule.mode
     lives = rng.choice((0, 1, 1, 2, 3)) if troubled else 0
     endings = tuple(
         Ending(rng.choice((rng.randint(1, 30), rng.randint(20, 200))), dies=rng.random() < 0.7) for _ in range(lives)
@@ -225,6 +229,21 @@ def _with_turns(rng: random.Random, scenario: Scenario, troubled: bool) -> Scena
         observations=some((1, 2, 4)),
         calls=tuple(calls),
         bring_back=rng.choice(("replay", "replay", "state", "never")),
+    )
+
+
+def _with_filter(rng: random.Random, scenario: Scenario) -> Scenario:
+    schedule = scenario.schedule
+    compares = schedule.whole_groups and rng.random() < 0.8
+    kinds = rng.choice((("mixed",), ("right", "wrong", "mixed"), ("right", "wrong", "half", "mixed", "mixed", "mixed")))
+    schedule = replace(
+        schedule,
+        mode="partial" if schedule.mode == "tail-batching" else schedule.mode,  # refuses filters
+        filter_groups="equal_rewards" if compares else "scenarios:keeps_two_of_three",
+        max_filtered_fraction=1.0,
+    )
+    return replace(
+        scenario, schedule=schedule, group_rewards=tuple(rng.choice(kinds) for _ in range(rng.randint(1, 7)))
     )
 
 

@@ -49,6 +49,14 @@ E = TypeVar("E")
 PATIENCE = 5_000  # waits and events after which a small run counts as endless
 
 
+EQUAL_REWARD = {"right": 1.0, "wrong": 0.0, "half": 0.5}
+
+
+def keeps_two_of_three(group: Sequence[Rollout]) -> bool:
+    """A filter of one's own, which may judge groups of one."""
+    return bool(group[0].prompt.payload % 3)
+
+
 class Endless(AssertionError):
     """The schedule makes no progress."""
 
@@ -87,6 +95,7 @@ class Scenario:
     observations: tuple[int, ...] = (2,)  # tokens of an environment's answer to turn i
     calls: tuple[EnvironmentCall, ...] = (EnvironmentCall(),)
     bring_back: str = "replay"  # the turns of a closed instance; or "state", from a checkpoint only; or "never"
+    group_rewards: tuple[str, ...] = ()  # of prompt i: right, wrong, half, or mixed; empty: each reward is the length
 
     def length_of(self, prompt: Prompt, seed: int) -> int:
         number: int = prompt.payload
@@ -98,6 +107,12 @@ class Scenario:
 
     def seed_of(self, rollout: Rollout) -> int:
         return rollout.seed if self.schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
+
+    def reward_of(self, rollout: Rollout) -> float:
+        if not self.group_rewards:
+            return float(len(rollout))
+        kind = self.group_rewards[rollout.prompt.payload % len(self.group_rewards)]
+        return EQUAL_REWARD[kind] if kind in EQUAL_REWARD else float(rollout.index_in_group % 2)
 
     def turns_of(self, prompt: Prompt) -> int:
         return self.turns[prompt.payload % len(self.turns)] if self.turns else 1
@@ -231,7 +246,7 @@ class WatchedEnvironments(SimulatedEnvironments):
             call.seconds,
             None if is_last else scenario.observation_of(turn),
             "the tool broke" if call.fails else None,
-            float(len(rollout)) if is_last and call.rewards else None,
+            scenario.reward_of(rollout) if is_last and call.rewards else None,
         )
 
 
@@ -389,7 +404,7 @@ class Run:
     def _reward(self, rollout: Rollout) -> float:
         if rollout.id in self.scenario.unscorable:
             raise ValueError("the judge cannot read this")
-        return float(len(rollout))
+        return self.scenario.reward_of(rollout)
 
 
 def run(mode: str, lengths: list[int], *, slots: int = 4, **knobs: Any) -> Run:

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from random_runs import Outcome
 from scenarios import Scenario
 from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
-from sortedrl.core.strategies.paper import Partial
+from sortedrl.core.strategies.paper import CohortAtOnce, Partial
 from sortedrl.core.strategies.peers import AsyncPool
 from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
@@ -22,7 +22,8 @@ from sortedrl.observe.metrics import Metrics
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 ENVIRONMENT, RETURNING = "environment", "returning"
 NOT_SAMPLED = -1  # in place of a version
-READY, TRAINED, REJECTED = "ready", "trained", "rejected"
+READY, TRAINED, REJECTED, FILTERED = "ready", "trained", "rejected", "filtered"
+GONE = (TRAINED, REJECTED, FILTERED)
 EPSILON = 1e-9
 
 
@@ -97,8 +98,11 @@ class Replay:
         self.version = 0
         self.updates = 0
         self.trained: list[int] = []
+        self.last_judged = -1  # the rollout that was scored or rejected last
 
     def apply(self, event: Event) -> None:
+        if isinstance(event, events.Scored | events.Rejected):
+            self.last_judged = event.rollout
         match event:
             case events.RunBegan() | events.SlotsChanged():
                 assert event.slots != self.slots
@@ -136,6 +140,8 @@ class Replay:
                 rollout = self._in_state(event.rollout, WAITING, FINISHED, ENVIRONMENT)
                 assert event.dropped == rollout.sampled and event.reason
                 rollout.state = REJECTED
+            case events.Filtered():
+                self._filter(event)
             case events.Published():
                 assert event.version == self.version + 1
                 self.version = event.version
@@ -242,25 +248,75 @@ class Replay:
         self.updates += 1
         self._check_groups(event.rollouts)
         self._check_gate(event.rollouts)
+        self._check_filter(event.rollouts)
+
+    def _filter(self, event: events.Filtered) -> None:
+        """A complete group, as soon as its last member is scored or rejected, that its filter does not keep."""
+        members = [self._in_state(id, READY) for id in event.rollouts]
+        group = {id for id, rollout in self.rollouts.items() if rollout.group == members[0].group}
+        if self.schedule.whole_groups:
+            assert {id for id in group if self.rollouts[id].state != REJECTED} == set(event.rollouts)
+        else:
+            assert len(event.rollouts) == 1
+        assert self.last_judged in group, "judged late"
+        rewards = [rollout.reward or 0.0 for rollout in members]
+        assert not self._keeps(members), "filtered, and has something to teach"
+        assert event.tokens == sum(rollout.sampled for rollout in members)
+        assert abs(event.reward - sum(rewards) / len(rewards)) < EPSILON
+        own = self.schedule.filter_groups != "equal_rewards"
+        assert event.reason == self.schedule.filter_groups if own else event.reason in self._reasons(rewards)
+        for rollout in members:
+            rollout.state = FILTERED
+
+    def _keeps(self, members: list[Known]) -> bool:
+        if self.schedule.filter_groups == "equal_rewards":
+            return len({rollout.reward for rollout in members}) > 1
+        return bool(int(members[0].prompt.removeprefix("p")) % 3)
+
+    def _reasons(self, rewards: list[float]) -> set[str]:
+        if len(rewards) == 1:
+            return {"too few members"}
+        return {"equal", "right", "wrong"} - {"wrong" if rewards[0] == 1.0 else "right" if rewards[0] == 0.0 else ""}
+
+    def _check_filter(self, ids: tuple[int, ...]) -> None:
+        """All groups of the batch are kept ones, and the batch is full as long as there is more data."""
+        if self.schedule.filter_groups is None:
+            return
+        of_group: defaultdict[int, list[Known]] = defaultdict(list)
+        for id in ids:
+            of_group[self.rollouts[id].group if self.schedule.whole_groups else id].append(self.rollouts[id])
+        assert all(map(self._keeps, of_group.values())), "a group that its filter does not keep"
+        last = max(self.rollouts[id].cohort for id in ids)
+        has_more = self.groups < len(self.scenario.lengths) * self.scenario.epochs or (
+            self.strategy.gated and any(r.cohort > last and r.state not in GONE for r in self.rollouts.values())
+        )
+        if has_more:
+            needed = self.schedule.rollouts_needed
+            at_once = isinstance(self.strategy, CohortAtOnce)
+            ragged = self.schedule.rollouts_per_prompt - 1  # groups that lost members by rejections
+            assert len(ids) >= (needed / 2 - ragged if at_once else needed), "an update that is not full"
+            exact = not (self.strategy.on_policy or at_once) and self.schedule.max_staleness is None
+            assert not exact or len(ids) < needed + self.schedule.rollouts_per_prompt, "more than the update needs"
 
     def _check_groups(self, ids: tuple[int, ...]) -> None:
         """Where groups are trained on whole, nothing of a group of this batch is left but what was rejected."""
         if self.schedule.whole_groups:
             groups = {self.rollouts[id].group for id in ids}
             members = {id for id, rollout in self.rollouts.items() if rollout.group in groups}
-            assert all(self.rollouts[id].state in (TRAINED, REJECTED) for id in members), "a group is torn apart"
+            assert all(self.rollouts[id].state in GONE for id in members), "a group is torn apart"
             assert set(ids) == {id for id in members if self.rollouts[id].state == TRAINED}, "a group in two batches"
 
     def _check_gate(self, ids: tuple[int, ...]) -> None:
         if self.strategy.gated:
-            (cohort,) = {self.rollouts[id].cohort for id in ids}
-            before = [rollout for rollout in self.rollouts.values() if rollout.cohort < cohort]
-            assert all(rollout.state in (TRAINED, REJECTED) for rollout in before), "trained on before its cohort"
+            cohorts = {self.rollouts[id].cohort for id in ids}
+            assert len(cohorts) == 1 or self.schedule.filter_groups is not None
+            before = [rollout for rollout in self.rollouts.values() if rollout.cohort < max(cohorts)]
+            assert all(rollout.state in GONE for rollout in before), "trained on before its cohort"
 
     def check_end(self, live: set[int]) -> None:
         """Each rollout was trained on once, or rejected, or (in a run that ended early) is still there."""
         assert len(self.trained) == len(set(self.trained))
-        left = {id for id, rollout in self.rollouts.items() if rollout.state not in (TRAINED, REJECTED)}
+        left = {id for id, rollout in self.rollouts.items() if rollout.state not in GONE}
         assert left == live
         assert all(rollout.slot is None and rollout.state != RUNNING for rollout in self.rollouts.values())
         if self.scenario.max_updates is None:
@@ -327,6 +383,11 @@ def check_metrics(outcome: Outcome, counted: list[Event]) -> None:
     assert run_metrics.updates == len(outcome.batches)
     rollouts = [rollout for batch in outcome.batches for rollout in batch]
     assert run_metrics.trained_tokens == sum(rollout.policy_length for rollout in rollouts)
+    filtered = [event for event in counted if isinstance(event, events.Filtered)]
+    assert run_metrics.filtered == sum(len(event.rollouts) for event in filtered)
+    spent = run_metrics.trained_tokens + run_metrics.dropped_tokens + run_metrics.filtered_tokens
+    assert run_metrics.generated_tokens == spent + run_metrics.cached_tokens
+    assert outcome.live or not run_metrics.cached_tokens
     assert run_metrics.environment_tokens == sum(len(rollout) - rollout.policy_length for rollout in rollouts)
     turns = sum(rollout.observations + 1 for rollout in rollouts)
     assert run_metrics.turns_mean == (turns / len(rollouts) if rollouts else 0.0)

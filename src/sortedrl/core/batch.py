@@ -17,7 +17,8 @@ class StaleTokens(RuntimeError):
 class Batch:
     """One update: scored rollouts, shortest first. `version` is the learner's when the batch was handed out.
 
-    `complete_cohorts`: no later batch has a rollout of a cohort with a lower number than this.
+    `complete_cohorts`: no later batch has a rollout of a cohort with a lower number than this. `filtered_rewards`:
+    (cohort, reward) of the rollouts that were filtered since the batch before, for statistics of rewards.
     """
 
     update: int
@@ -25,6 +26,7 @@ class Batch:
     version: int
     rollouts: tuple[Rollout, ...]
     complete_cohorts: int = 0
+    filtered_rewards: tuple[tuple[int, float], ...] = ()
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -5,19 +5,22 @@ It owns all state changes:
     load -> WAITING -> start -> RUNNING -> finish -> FINISHED -> score -> READY -> train -> TRAINED
                ^                   |                     |                  |
                +--- abort / fail --+----- regenerate ----+------------------+       any but TRAINED -> reject
+                                                                            |
+                                                            its group ------+-> FILTERED
 
 Between two turns:  RUNNING -> end_turn -> ENVIRONMENT -> observe -> RETURNING -> resume -> RUNNING
                                                 |                        |
                                                 +-> finish               +-> regenerate (also from ENVIRONMENT)
 
 Invariants after every change: loaded = waiting + running + in_environment + returning + finished + ready + trained +
-rejected, and each rollout is trained on exactly once or rejected. Trained and rejected rollouts leave the buffer, so it
+rejected + filtered, and each rollout is trained on exactly once, rejected, or filtered. These leave the buffer, so it
 holds live rollouts only. Rollouts in their environments and returning ones were started and are not in the queue: no
 strategy starts them a second time, holds them back, or counts them as waiting.
 
 A harvest takes whole groups: all responses to a prompt with `whole_groups`, otherwise each rollout is a group of one.
 A group is ready when its last member is. Each group has a gate, the number of its cohort (0 for all groups if the
-mode has no cohort gate): a harvest takes from the lowest gate that has untrained rollouts.
+mode has no cohort gate): a harvest takes from the lowest gate that has untrained rollouts. When filtered groups leave
+too few for an update, the next cohort joins the gate.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from sortedrl.core.rollout import Prompt, Rollout, State
 
 Key = tuple[float, ...]
 # Names of their own: Python 3.11 takes longer for `State.WAITING` than for a call.
-WAITING, RUNNING, ENVIRONMENT, RETURNING, FINISHED, READY, TRAINED, REJECTED = State
+WAITING, RUNNING, ENVIRONMENT, RETURNING, FINISHED, READY, TRAINED, REJECTED, FILTERED = State
 
 
 class Group:
@@ -47,6 +50,10 @@ class Group:
         self.waiting = 0
 
     @property
+    def cohort(self) -> int:
+        return self.members[0].cohort
+
+    @property
     def oldest_version(self) -> int | None:
         versions = [v for v in (member.oldest_version for member in self.members) if v is not None]
         return min(versions, default=None)
@@ -59,10 +66,11 @@ class Group:
 class Gate:
     """Counts of the untrained rollouts behind one gate."""
 
-    __slots__ = ("ready", "ready_groups", "started", "untrained")
+    __slots__ = ("cohorts", "ready", "ready_groups", "started", "untrained")
 
     def __init__(self) -> None:
         self.untrained = 0
+        self.cohorts: dict[int, int] = {}  # untrained rollouts by cohort, oldest first
         self.started = 0  # in groups without a waiting member
         self.ready = 0  # in complete groups
         self.ready_groups: dict[int, Group] = {}  # complete groups by id, first completed first
@@ -77,6 +85,7 @@ class Buffer:
         self.loaded = 0
         self.trained = 0
         self.rejected = 0
+        self.filtered = 0
         self.never_started = 0  # waiting rollouts of which no token was ever sampled
         self.gate: int | None = None  # the lowest with untrained rollouts
         self.here = Gate()  # the counts behind it, all 0 if there is none
@@ -159,7 +168,7 @@ class Buffer:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
         self.loaded += len(rollouts)
-        self._gate_at(gate).untrained += len(rollouts)
+        self._count_loaded(rollouts, gate)
         for rollout in rollouts:
             heapq.heappush(self._queue, (key(rollout), rollout.id, rollout))
             self.never_started += 1
@@ -226,14 +235,22 @@ class Buffer:
         return group
 
     def train(self, group: Group) -> None:
+        self._end(group, TRAINED)
+        self.trained += len(group.members)
+
+    def filter(self, group: Group) -> None:
+        """Remove a complete group for good."""
+        self._end(group, FILTERED)
+        self.filtered += len(group.members)
+
+    def _end(self, group: Group, state: State) -> None:
         gate = self.gates[group.gate]
         del gate.ready_groups[group.id]
         gate.ready -= len(group.members)
         gate.started -= len(group.members)
         for rollout in group.members:
-            rollout.state = TRAINED
+            rollout.state = state
             self._release(rollout, group.gate)
-        self.trained += len(group.members)
 
     def reject(self, rollout: Rollout) -> int:
         """Remove the rollout for good; its group continues without it. Returns how many tokens were dropped."""
@@ -289,10 +306,33 @@ class Buffer:
     def _release(self, rollout: Rollout, gate: int) -> None:
         del self.live[rollout.id]
         del self._groups[rollout.id]
-        self.gates[gate].untrained -= 1
-        if not self.gates[gate].untrained:
+        at = self.gates[gate]
+        at.untrained -= 1
+        at.cohorts[rollout.cohort] -= 1
+        if not at.cohorts[rollout.cohort]:
+            del at.cohorts[rollout.cohort]
+        if not at.untrained:
             del self.gates[gate]
             self._note_lowest_gate()
+
+    def _count_loaded(self, rollouts: list[Rollout], gate: int) -> None:
+        at, cohort = self._gate_at(gate), rollouts[0].cohort
+        at.untrained += len(rollouts)
+        at.cohorts[cohort] = at.cohorts.get(cohort, 0) + len(rollouts)
+
+    def join_next_gate(self) -> None:
+        """What waits behind the second gate goes behind the first one. Keys may change with it: call `rekey`."""
+        assert self.gate is not None
+        number = list(self.gates)[1]
+        joining = self.gates.pop(number)
+        for group in self.groups():
+            if group.gate == number:
+                group.gate = self.gate
+        self.here.untrained += joining.untrained
+        self.here.started += joining.started
+        self.here.ready += joining.ready
+        self.here.ready_groups |= joining.ready_groups
+        self.here.cohorts |= joining.cohorts
 
     def _gate_at(self, number: int) -> Gate:
         if number not in self.gates:
@@ -310,14 +350,15 @@ class Buffer:
         if self.running:
             raise RuntimeError(f"{len(self.running)} rollouts are in the engine: abort them before a checkpoint")
         return {
-            "counts": [self.loaded, self.trained, self.rejected],
+            "counts": [self.loaded, self.trained, self.rejected, self.filtered],
             "groups": [[group.id, group.gate, [rollout_state(m) for m in group.members]] for group in self.groups()],
             "ready": [group_id for gate in self.gates.values() for group_id in gate.ready_groups],
             "returning": list(self.returning),
         }
 
     def restore(self, state: dict[str, Any], prompts: dict[str, Prompt], key: Callable[[Rollout], Key]) -> None:
-        self.loaded, self.trained, self.rejected = state["counts"]
+        self.loaded, self.trained, self.rejected, *filtered = state["counts"]
+        self.filtered = sum(filtered)  # sortedrl 0.2 did not save it
         by_id: dict[int, Group] = {}
         for group_id, gate, members in state["groups"]:
             rollouts = [restored_rollout(fields, prompts) for fields in members]
@@ -325,7 +366,7 @@ class Buffer:
             group.missing = sum(rollout.state is not READY for rollout in rollouts)
             by_id[group.id] = group
             self._gate_at(gate).started += len(rollouts)
-            self._gate_at(gate).untrained += len(rollouts)
+            self._count_loaded(rollouts, gate)
             for rollout in rollouts:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group

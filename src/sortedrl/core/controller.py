@@ -15,7 +15,7 @@ With `stream_to`, rollouts that are certain to be in the coming batch go to the 
 (core/streaming.py).
 
 Guarantees for every strategy:
-- every rollout of a loaded prompt is in exactly one batch or rejected with a reason;
+- every rollout of a loaded prompt is in exactly one batch, rejected with a reason, or filtered with its group;
 - a batch holds no token older than the mode allows: `StaleTokens` is raised instead;
 - a resumed rollout gets only the rest of its token limit;
 - every change is in the event log before it is visible outside.
@@ -39,6 +39,7 @@ from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
+from sortedrl.core.group_filter import Keeps, group_filter
 from sortedrl.core.ledger import LateScores, Ledger, SlotClock
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch
@@ -72,6 +73,7 @@ class Controller:
         *,
         environments: Environments | None = None,  # for rollouts of several turns
         strategy: Strategy | None = None,  # your own instead of `schedule.mode`
+        filter_groups: Keeps | None = None,  # your own instead of `schedule.filter_groups`
         expectation: Expectation | None = None,
         sampling: Sampling | None = None,
         log: EventLog | None = None,  # None: only a `RejectionWatch`, which warns and may stop the run
@@ -94,7 +96,10 @@ class Controller:
             buffer=self.buffer,
             prompts=prompts,
             expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
+            filter=group_filter(schedule, filter_groups),
         )
+        if self._state.filter is not None:
+            self.strategy.check_filter()
         self._clock = SlotClock(engine)
         release = environments.cancel if environments is not None else None
         self._ledger = Ledger(self._state, self.strategy, self._clock, self.log, release)
@@ -179,6 +184,8 @@ class Controller:
     def first_event(self) -> events.RunBegan:
         """The first event of every log of this run."""
         settings, strategy = asdict(self.schedule), self.strategy
+        if self._state.filter is not None:
+            settings["filter_groups"] = self._state.filter.name
         return events.RunBegan(self._clock.now(), self._state.slots, strategy.name, settings, gated=strategy.gated)
 
     def _has_more(self) -> bool:
@@ -324,7 +331,12 @@ class Controller:
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
         batch = Batch(
-            s.updates, s.harvests - 1, s.version, tuple(rollouts), self._generation.loader.complete_cohorts(rollouts)
+            s.updates,
+            s.harvests - 1,
+            s.version,
+            tuple(rollouts),
+            self._generation.loader.complete_cohorts(rollouts),
+            tuple(s.filtered_rewards),
         )
         self._ledger.train(batch, groups)
         s.updates += 1

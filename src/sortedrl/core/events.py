@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-FORMAT = 2  # changes with any change of the events; 1 was that of sortedrl 0.1
+FORMAT = 3  # changes with any change of the events; 2 was that of sortedrl 0.2, and has no `Filtered`
+READABLE_FORMATS = (2, FORMAT)
 GATES = ("open", "drain", "held back")
 
 
@@ -176,6 +177,18 @@ class Rejected(NamedTuple):
     reason: str
 
 
+class Filtered(NamedTuple):
+    """A complete group is not trained on (`filter_groups`). `tokens`: what the policy sampled for it. `reason`: right,
+    wrong or equal for rewards that are all the same, "too few members", or the name of your filter. `reward`: the
+    shared one, or the mean."""
+
+    at: float
+    rollouts: tuple[int, ...]
+    tokens: int
+    reason: str
+    reward: float
+
+
 class Streamed(NamedTuple):
     """During the harvest, the learner computed the gradient of these rollouts for the coming update. It took `seconds`
     and ended just before this event."""
@@ -243,6 +256,7 @@ Event = (
     | Regenerated
     | Scored
     | Rejected
+    | Filtered
     | Streamed
     | Updated
     | Published

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sortedrl.core import events
@@ -104,8 +104,11 @@ class Ledger:
         self._phase = self._refill = ""
 
     def key(self, rollout: Rollout) -> Key:
-        """The rollout's place in the queue of waiting rollouts."""
-        return self.strategy.key(rollout, self.state)
+        """The rollout's place in the queue of waiting rollouts. Older cohorts, if a later one joined, are first."""
+        s = self.state
+        if s.filter is not None and self.strategy.gated and s.is_of_older_cohort(s.buffer.group_of(rollout)):
+            return (-1,)
+        return self.strategy.key(rollout, s)
 
     def mark_phase(self, phase: str) -> None:
         """Log the phase that starts now, unless it is the current one."""
@@ -267,19 +270,42 @@ class Ledger:
         )
         for group in groups:
             self.state.buffer.train(group)
+        self.state.filtered_rewards.clear()
         self._forget_expectations(batch)
 
-    def _forget_expectations(self, batch: Batch) -> None:
+    def _filter(self, group: Group, reason: str) -> None:
+        s, rollouts = self.state, tuple(group.members)
+        rewards = [rollout.reward or 0.0 for rollout in rollouts]
+        s.filtered_rewards += [(rollout.cohort, reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
+        s.buffer.filter(group)
+        self.log.append(
+            events.Filtered(
+                at=self.clock.now(),
+                rollouts=tuple([rollout.id for rollout in rollouts]),
+                tokens=sum(rollout.policy_length for rollout in rollouts),
+                reason=reason,
+                reward=sum(rewards) / len(rewards),
+            )
+        )
+        self._forget_expectations(rollouts)
+
+    def _forget_expectations(self, rollouts: Iterable[Rollout]) -> None:
         """Of prompts that are not loaded again."""
         s, per_prompt = self.state, self.state.schedule.rollouts_per_prompt
         if per_prompt == 1 or s.schedule.whole_groups:
-            for rollout in batch:
+            for rollout in rollouts:
                 if s.prompts.is_in_last_epoch(rollout.id // per_prompt):
                     s.expectation.forget(rollout.prompt.id)
 
     def _note_if_complete(self, group: Group) -> None:
-        if not group.missing:
-            self.state.must_finish.discard(group.id)
+        if group.missing:
+            return
+        self.state.must_finish.discard(group.id)
+        if self.state.filter is not None and group.members:
+            reason = self.state.filter.judge(group.members)
+            if reason:
+                self._filter(group, reason)
+                self.state.filter.check_fraction()
 
 
 class PromptLoader:
@@ -296,6 +322,11 @@ class PromptLoader:
     def load(self) -> bool:
         """Whether anything was loaded."""
         s = self._state
+        joins = self._ledger.strategy.gated and s.is_short and s.buffer.untrained > 0
+        if joins and len(s.buffer.gates) > 1:
+            s.buffer.join_next_gate()
+            s.buffer.rekey(self._ledger.key)
+            return True
         count = self._ledger.strategy.to_load(s) if s.prompts.remaining else 0
         if count <= 0:
             return False
@@ -306,8 +337,11 @@ class PromptLoader:
         rollouts = len(prompts) * s.schedule.rollouts_per_prompt
         ids = tuple([prompt.id for prompt in prompts])
         self._ledger.log.append(events.Loaded(self._ledger.clock.now(), cohort, self._next_id, rollouts, ids))
+        gate = s.buffer.gate if joins else None
         for prompt in prompts:
-            self._load_group(prompt, cohort)
+            self._load_group(prompt, cohort, gate)
+        if joins:  # what is left of the older cohort comes first now
+            s.buffer.rekey(self._ledger.key)
         return True
 
     def _next_cohort(self) -> int:
@@ -322,7 +356,8 @@ class PromptLoader:
         oldest = next((rollout for rollout in self._state.buffer.live.values() if rollout not in now), None)
         return self._next_cohort() if oldest is None else oldest.cohort
 
-    def _load_group(self, prompt: Prompt, cohort: int) -> None:
+    def _load_group(self, prompt: Prompt, cohort: int, gate: int | None) -> None:
+        """`gate`: the one that its cohort joins; None: its own, or the only one if the mode has none."""
         s, schedule = self._state, self._state.schedule
         ids = range(self._next_id, self._next_id + schedule.rollouts_per_prompt)
         members = [
@@ -330,7 +365,8 @@ class PromptLoader:
             for index, id in enumerate(ids)
         ]
         self._next_id += len(members)
-        gate = cohort if self._ledger.strategy.gated else 0
+        if gate is None:
+            gate = cohort if self._ledger.strategy.gated else 0
         s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._ledger.key)
         limit = self._limit_exceeded_by(len(prompt.tokens))
         if limit:
@@ -393,7 +429,7 @@ class LateScores:
         """Finished rollouts whose scores alone the harvest waits for."""
         s, buffer = self._state, self._state.buffer
         if s.ready >= self._ledger.strategy.wanted(s):
-            return [r for r in buffer.unscored() if buffer.group_of(r).id in s.must_finish]
+            return [r for r in buffer.unscored() if self._ledger.strategy.waits_for(buffer.group_of(r), s)]
         if not (buffer.running or buffer.in_environment):
             return [r for r in buffer.unscored() if buffer.group_of(r).gate == buffer.gate]
         return []

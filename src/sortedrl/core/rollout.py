@@ -51,6 +51,7 @@ class State(StrEnum):
     READY = "ready"  # finished and scored
     TRAINED = "trained"
     REJECTED = "rejected"
+    FILTERED = "filtered"  # complete and scored, but its group teaches nothing
 
 
 @dataclass(slots=True)

@@ -17,8 +17,13 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "oversubscribe": (lambda x: x <= 1e6, "of 1 or more, or leave it out for no cap"),
     "max_environment_seconds": (lambda x: x > 0, "of seconds above 0"),
     "score_wait_seconds": (lambda x: x >= 0, "of seconds, 0 or more"),
+    "max_filtered_fraction": (lambda x: 0 <= x <= 1, "from 0 to 1"),
 }
 _HINTS = {"max_staleness": " For 0 use mode = on-policy+planned."}
+_NAMES = {  # of the settings that are text: what each names, and where a Python object goes
+    "mode": ("a mode", "An instance of your own goes to Controller(..., strategy=...)."),
+    "filter_groups": ("a filter", "A function of your own goes to Controller(..., filter_groups=...)."),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,8 @@ class Schedule:
     overlap: bool = False  # the engine generates while the learner steps
     max_retries: int = 2
     score_wait_seconds: float = 60.0
+    filter_groups: str | None = None  # equal_rewards, or your.module:name: which complete groups are trained on
+    max_filtered_fraction: float = 0.95  # of four updates' worth of rollouts; more ends the run
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -127,6 +134,6 @@ def _checked(key: str, kind: str, value: Any) -> Any:
     if kind.startswith("float"):
         return checked_float(key, value, *_NUMBERS[key])
     if not isinstance(value, str):
-        fix = "An instance of your own goes to Controller(..., strategy=...)."
-        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not the name of a mode", fix)
+        what, fix = _NAMES[key]
+        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not the name of {what}", fix)
     return value

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from sortedrl.core.errors import UserError
-from sortedrl.core.events import FORMAT, Event, Lost, RolledBack, RunBegan
+from sortedrl.core.events import FORMAT, READABLE_FORMATS, Event, Lost, RolledBack, RunBegan
 from sortedrl.log.decoder import decoded_text
 from sortedrl.log.lines import Damage, decode
 
@@ -171,7 +171,7 @@ def require_known_format(path: Path) -> None:
     if not isinstance(first, dict) or first.get("event") != "RunBegan":
         return
     found = first.get("format", 1)
-    if found != FORMAT:
+    if found not in READABLE_FORMATS:
         age = "an older" if type(found) is int and found < FORMAT else "a newer"
         raise UnknownFormat(
             f"{path} has event log format {found}, written by {age} sortedrl; this one reads format {FORMAT}. "

@@ -26,8 +26,8 @@ from sortedrl.observe.wall_clock import Moment, WallClock
 HARVEST = "harvest"
 BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back", "environment")
 _COUNTS = (  # metrics of these names: of rollouts, then of tokens
-    *("loaded", "trained", "rejected", "failures", "regenerated", "truncated", "preemptions"),
-    *("generated_tokens", "trained_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
+    *("loaded", "trained", "rejected", "filtered", "failures", "regenerated", "truncated", "preemptions"),
+    *("generated_tokens", "trained_tokens", "filtered_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
 )
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
@@ -67,6 +67,7 @@ class Metrics:
         self._expected_lengths, self._real_lengths = array("d"), array("d")
         self._attempts = Attempts() if estimates_uncut_length else None
         self._reasons = Reasons()  # of rejections
+        self._filtered_reasons: Counter[str] = Counter()  # rollouts
         self._wall_clock = WallClock()
         self._turns = TurnTally()
         self._rollouts_per_prompt = 1
@@ -90,6 +91,7 @@ class Metrics:
             events.Regenerated: self._on_regenerated,
             events.Scored: lambda event: self._wall_clock.score(event.rollout, self._now()),
             events.Rejected: self._on_rejected,
+            events.Filtered: self._on_filtered,
             events.Streamed: self._on_streamed,
             events.Updated: self._on_updated,
             events.Published: lambda event: self._wall_clock.publish(self._now()),
@@ -262,6 +264,17 @@ class Metrics:
             self._attempts.forget(event.rollout)
         self._first_expected.pop(event.rollout, None)
 
+    def _on_filtered(self, event: events.Filtered) -> None:
+        self._count["filtered"] += len(event.rollouts)
+        self._count["filtered_tokens"] += event.tokens
+        self._filtered_reasons[event.reason] += len(event.rollouts)
+        self._reward_sum += event.reward * len(event.rollouts)
+        for rollout in event.rollouts:
+            self._first_expected.pop(rollout, None)
+            self._turns.drop(rollout, event.at)
+            if self._attempts is not None:
+                self._attempts.trained(rollout, self._group_of(rollout), event.tokens // len(event.rollouts))
+
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped_tokens"] += dropped
@@ -347,6 +360,7 @@ class Metrics:
             idle=sum(self._idle_parts().values()),
             goodput=_ratio(count["trained_tokens"], self._harvest_seconds),
             waste=_ratio(count["dropped_tokens"], count["generated_tokens"]),
+            filtered=_ratio(count["filtered"], count["filtered"] + count["trained"]),
             rejected=count["rejected"],
             rejected_most=self._reasons.most_frequent() if count["rejected"] else "",
             staleness_mean=_ratio(sum(age * n for age, n in self._staleness.items()), count["trained_tokens"]),
@@ -363,10 +377,13 @@ class Metrics:
         now = self.snapshot()
         wall = now.wall_seconds
         capacity = self._harvest_capacity()
-        cached = count["generated_tokens"] - count["dropped_tokens"] - count["trained_tokens"]
+        scored_tokens, scored = (count[f"trained{of}"] + count[f"filtered{of}"] for of in ("_tokens", ""))
+        cached = count["generated_tokens"] - count["dropped_tokens"] - scored_tokens
         updates = len(self._updates)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
-        uncut = self._uncut_mean_length() if uncut_mean_length is None else uncut_mean_length
+        uncut, length_of_all = uncut_mean_length, mean_length
+        if uncut is None:  # estimated, with the filtered ones
+            uncut, length_of_all = self._uncut_mean_length(), _ratio(scored_tokens, scored)
         return RunMetrics(
             mode=self.mode,
             slots=self.slots,
@@ -384,6 +401,7 @@ class Metrics:
             waste=now.waste,
             cached_tokens=cached,
             rejected_reasons=self._reasons.counts(),
+            filtered_reasons=dict(self._filtered_reasons.most_common()),
             updates=updates,
             harvests=len(self._harvest_marks),
             rollouts_per_update_mean=_ratio(count["trained"], updates),
@@ -397,10 +415,10 @@ class Metrics:
             sortedness=sortedness(self._updates),
             mean_length=mean_length,
             uncut_mean_length=uncut,
-            length_bias=None if uncut is None else mean_length / uncut - 1 if uncut else 0.0,
+            length_bias=None if uncut is None else length_of_all / uncut - 1 if uncut else 0.0,
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
-            mean_reward=_ratio(self._reward_sum, count["trained"]),
+            mean_reward=_ratio(self._reward_sum, scored),
             streamed_fraction=_ratio(self._trained_streamed, count["trained"]),
             streamed_seconds=self._streamed_seconds,
             turns_mean=_ratio(self._turns.trained_turns, count["trained"]),

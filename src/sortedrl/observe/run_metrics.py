@@ -15,6 +15,7 @@ class Snapshot:
     idle: float
     goodput: float
     waste: float
+    filtered: float  # of the trained and filtered rollouts
     rejected: int
     rejected_most: str  # the most frequent reason
     staleness_mean: float
@@ -40,6 +41,7 @@ class RunMetrics:
     waste: float
     generated_tokens: int
     trained_tokens: int
+    filtered_tokens: int  # of complete groups that teach nothing (`filter_groups`)
     dropped_tokens: int
     cached_tokens: int
     prefill_tokens: int
@@ -49,6 +51,8 @@ class RunMetrics:
     trained: int
     rejected: int
     rejected_reasons: dict[str, int]
+    filtered: int
+    filtered_reasons: dict[str, int]  # rollouts
     failures: int
     regenerated: int
     truncated: int
@@ -65,10 +69,10 @@ class RunMetrics:
     sortedness: float | None  # None: unknown, each update is one unit
     mean_length: float
     uncut_mean_length: float | None  # None: unknown
-    length_bias: float | None
+    length_bias: float | None  # what the schedule favors, not what a filter does
     expectation_quality: float | None
     longest_wait_updates: int
-    mean_reward: float
+    mean_reward: float  # of trained and filtered rollouts
     streamed_fraction: float  # of the trained rollouts: their gradient was computed during the harvest
     streamed_seconds: float  # the learner's work during harvests
     turns_mean: float  # of trained rollouts

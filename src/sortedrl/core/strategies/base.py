@@ -27,6 +27,7 @@ from sortedrl.core.checkpoint import prompts_of_saved
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.core.expectation import Expectation, SensedLengths, expected_length
+from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
@@ -55,6 +56,8 @@ class SchedulerState:
     harvests: int = 0  # started
     learning: bool = False  # a batch is with the learner: with overlap, tokens sampled now are older by its update
     sweep: Sweep = field(default_factory=Sweep)  # elevator: where it is
+    filter: GroupFilter | None = None  # of complete groups
+    filtered_rewards: list[tuple[int, float]] = field(default_factory=list)  # since the last batch: cohort and reward
     long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
     must_finish: set[int] = field(default_factory=set)  # ids of groups that the staleness bound requires in this update
     prompts_per_cohort: int = field(init=False)  # the schedule's, or all prompts of the epoch
@@ -80,12 +83,17 @@ class SchedulerState:
             "updates": self.updates,
             "harvests": self.harvests,
             "sweep": list(self.sweep),
+            "filter": None if self.filter is None else self.filter.state(),
+            "filtered_rewards": self.filtered_rewards,
         }
 
     def restore(self, state: dict[str, Any], key: Callable[[Rollout], Key]) -> None:
         """`key`: the strategy's, for the queue of waiting rollouts."""
         self.version, self.updates, self.harvests = state["version"], state["updates"], state["harvests"]
         self.sweep = Sweep(*state["sweep"])
+        if self.filter is not None and state.get("filter") is not None:  # sortedrl 0.2 had no filter
+            self.filter.restore(state["filter"])
+        self.filtered_rewards = [(cohort, reward) for cohort, reward in state.get("filtered_rewards", ())]
         self.prompts.restore(state["prompts"])
         self.expectation.restore(state["expectation"])
         prompts = prompts_of_saved(state["buffer"], self.prompts, self.schedule.rollouts_per_prompt)
@@ -102,10 +110,13 @@ class SchedulerState:
         return self.slots - len(self.buffer.running)
 
     @property
-    def in_hand(self) -> int:
+    def in_hand(self) -> float:
         """Rollouts that this harvest can get without starting more: behind the current gate, in groups
-        without a waiting member."""
-        return self.buffer.here.started
+        without a waiting member. Those that a filter has not judged count with the fraction that it keeps."""
+        here = self.buffer.here
+        if self.filter is None:
+            return here.started
+        return here.ready + self.filter.kept_fraction * (here.started - here.ready)
 
     @property
     def untrained_here(self) -> int:
@@ -116,6 +127,32 @@ class SchedulerState:
     def ready(self) -> int:
         """Ready rollouts, in complete groups, behind the current gate."""
         return self.buffer.here.ready
+
+    # With a filter: cohorts that have joined at one gate
+
+    @property
+    def is_short(self) -> bool:
+        """Whether filtered groups left fewer rollouts behind the gate than an update needs."""
+        return self.filter is not None and self.untrained_here < self.schedule.rollouts_needed
+
+    @property
+    def has_later_data(self) -> bool:
+        """Whether an update that lacks rollouts can get them from a later cohort."""
+        return self.prompts.remaining > 0 or len(self.buffer.gates) > 1
+
+    def is_of_older_cohort(self, group: Group) -> bool:
+        """Whether a later cohort has joined the group's at the current gate. The coming update then waits for it: no
+        update has a rollout of a cohort before all of the cohorts before it are trained on."""
+        cohorts = self.buffer.here.cohorts
+        return self.filter is not None and len(cohorts) > 1 and group.cohort < next(reversed(cohorts))
+
+    @property
+    def unready_of_older_cohorts(self) -> int:
+        here = self.buffer.here
+        if self.filter is None or len(here.cohorts) < 2:
+            return 0
+        older = here.untrained - here.cohorts[next(reversed(here.cohorts))]
+        return older - sum(len(g.members) for g in here.ready_groups.values() if self.is_of_older_cohort(g))
 
 
 @dataclass(frozen=True)
@@ -172,9 +209,12 @@ class Strategy:
                 "Leave it out, or use baseline, an on-policy or a partial mode.",
             )
 
+    def check_filter(self) -> None:
+        """Raise a ConfigurationError if this strategy cannot filter groups."""
+
     def to_load(self, s: SchedulerState) -> int:
         if self.gated:
-            return 0 if s.buffer.untrained else prompts_closing_epoch(s, s.prompts_per_cohort)
+            return 0 if s.buffer.untrained and not s.is_short else prompts_closing_epoch(s, s.prompts_per_cohort)
         missing = s.free_slots - s.buffer.never_started
         return max(0, -(-missing // s.schedule.rollouts_per_prompt))
 
@@ -183,33 +223,50 @@ class Strategy:
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """The oversubscribe cap. It does not apply to the last batch, nor to members of a started group."""
-        if self.has_backlog(s) and opens_more(rollout, s):
+        if self.has_backlog(s) and self._opens_more(rollout, s):
             return False
         cap = s.schedule.oversubscribe or self.oversubscribe
         if cap is None or s.in_hand < math.ceil(cap * self.wanted(s)) or self.reachable(s) <= self.wanted(s):
             return True
-        return completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
+        return completes_a_group(rollout, s) or self.waits_for(s.buffer.group_of(rollout), s)
+
+    def waits_for(self, group: Group, s: SchedulerState) -> bool:
+        """Whether the coming update cannot be handed out without this group, unless it is rejected or filtered."""
+        return group.id in s.must_finish or (self.gated and s.is_of_older_cohort(group))
 
     def has_backlog(self, s: SchedulerState) -> bool:
         """Whether so many rollouts are in their environments, or without a score, that no further one is opened."""
         return False
 
+    def _opens_more(self, rollout: Rollout, s: SchedulerState) -> bool:
+        """Whether its start would open one more rollout that nothing waits for yet: it has no tokens, and neither its
+        group nor the coming update needs it."""
+        group = s.buffer.group_of(rollout)
+        return not (rollout.segments or completes_a_group(rollout, s) or self.waits_for(group, s))
+
     def enough(self, s: SchedulerState) -> bool:
-        return s.ready >= self.wanted(s) and not s.must_finish
+        if s.ready < self.wanted(s) or s.must_finish:
+            return False
+        return not self.gated or not s.unready_of_older_cohorts
 
     def certain(self, s: SchedulerState) -> list[Group]:
         """Ready groups that are in the coming update, however this harvest continues, first completed first.
 
-        On-policy, every ready group; otherwise the first ones up to the need, and overdue ones. None of them can leave
-        again: a complete group stays complete, the order is that of completion, and the need never falls below the
-        rollouts that are ready (if rollouts are rejected, it becomes all that are left).
+        On-policy, every ready group; otherwise those of older cohorts, the first ones up to the need, and overdue ones.
+        None of them can leave again: a complete group stays complete, the order is that of completion, and the need
+        never falls below the rollouts that are ready (if rollouts are rejected, it becomes all that are left). Older
+        cohorts that are not ready keep their places.
         """
         if s.buffer.gate is None:
             return []
         batch: list[Group] = []
-        rollouts, wanted = 0, self.wanted(s)
-        for group in s.buffer.ready_groups(s.buffer.gate):
-            if self.on_policy or rollouts < wanted or is_overdue(group, s):
+        groups = s.buffer.ready_groups(s.buffer.gate)
+        rollouts, room = 0, self.wanted(s)
+        if self.gated and s.filter is not None:
+            groups = sorted(groups, key=s.is_of_older_cohort, reverse=True)
+            room -= s.unready_of_older_cohorts
+        for group in groups:
+            if self.on_policy or rollouts < room or self.waits_for(group, s) or is_overdue(group, s):
                 batch.append(group)
                 rollouts += len(group.members)
         return batch
@@ -227,7 +284,9 @@ class Strategy:
         return s.untrained_here + not_loaded
 
     def wanted(self, s: SchedulerState) -> int:
-        """Rollouts that the coming update wants."""
+        """Rollouts that the coming update wants. With a filter, it gets them from the next cohort if need be."""
+        if self.gated and s.filter is not None and s.has_later_data:
+            return s.schedule.rollouts_needed
         return update_size(self.reachable(s), s.schedule.rollouts_needed)
 
 
@@ -264,8 +323,11 @@ def prompts_per_update(s: SchedulerState) -> int:
 
 
 def prompts_closing_epoch(s: SchedulerState, count: int) -> int:
-    """`count`, or the whole rest of the epoch if fewer than half an update would remain after `count`."""
+    """`count`, or the whole rest of the epoch if fewer than half an update would remain after `count`. With a filter,
+    an update may cross the end of an epoch: only the last one is closed."""
     in_epoch = s.prompts.remaining_in_epoch or len(s.prompts.dataset)  # none left: the next epoch starts
+    if s.filter is not None and s.prompts.remaining > in_epoch:
+        return count
     rest = (in_epoch - count) * s.schedule.rollouts_per_prompt
     return in_epoch if 0 < 2 * rest < s.schedule.rollouts_needed else count
 
@@ -274,13 +336,6 @@ def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:
     """Whether other members of its group were started: a group is of no use until it is complete."""
     group = s.buffer.group_of(rollout)
     return len(group.members) > 1 and group.is_started
-
-
-def opens_more(rollout: Rollout, s: SchedulerState) -> bool:
-    """Whether its start would open one more rollout that nothing waits for yet: it has no tokens, and neither its group
-    nor the coming update needs it."""
-    is_needed = rollout.segments or completes_a_group(rollout, s) or s.buffer.group_of(rollout).id in s.must_finish
-    return not is_needed
 
 
 def is_overdue(group: Group, s: SchedulerState) -> bool:

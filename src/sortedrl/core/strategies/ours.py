@@ -10,6 +10,7 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.strategies.base import (
     SchedulerState,
     Sweep,
+    completes_a_group,
     prompts_closing_epoch,
     updates_left,
 )
@@ -35,6 +36,20 @@ class PlannedOnPolicy(OnPolicy):
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (s.expected(rollout),)
+
+    def waits_for(self, group: Group, s: SchedulerState) -> bool:
+        """With a filter, nothing is aborted at a cap of 1 either: an update has all started groups that are kept."""
+        return super().waits_for(group, s) or (self._aborts_nothing(s) and group.is_started)
+
+    def enough(self, s: SchedulerState) -> bool:
+        if not super().enough(s):
+            return False
+        here, head = s.buffer.here, s.buffer.head()
+        is_between_two = here.started > here.ready or (head is not None and completes_a_group(head, s))
+        return not (self._aborts_nothing(s) and is_between_two)
+
+    def _aborts_nothing(self, s: SchedulerState) -> bool:
+        return s.filter is not None and (s.schedule.oversubscribe or self.oversubscribe) == 1.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ class LookaheadPartial(Partial):
         may_look_ahead = (
             s.free_slots > 0 and s.buffer.waiting == 0 and s.buffer.last_gate == s.buffer.gate and self._in_time(s)
         )
-        if s.buffer.untrained and not may_look_ahead:
+        if s.buffer.untrained and not may_look_ahead and not s.is_short:
             return 0
         return prompts_closing_epoch(s, s.prompts_per_cohort)
 

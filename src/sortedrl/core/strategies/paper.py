@@ -6,6 +6,7 @@ The cohort gate and the harvest, which they share, are in `Strategy`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -35,13 +36,24 @@ class Baseline(Strategy):
         return self.longest_first
 
     def to_load(self, s: SchedulerState) -> int:
-        return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
+        if s.filter is None:
+            return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
+        if s.buffer.untrained >= self.least(s):
+            return 0
+        missing = s.schedule.rollouts_needed - s.ready
+        rollouts = missing / s.filter.kept_fraction - (s.buffer.untrained - s.ready)
+        return prompts_closing_epoch(s, max(1, math.ceil(rollouts / s.schedule.rollouts_per_prompt)))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (-s.expected(rollout),) if self.longest_first else ()
 
     def wanted(self, s: SchedulerState) -> int:
-        return self.reachable(s)
+        """All that is loaded, and at least what an update needs: more is loaded as soon as that cannot be reached."""
+        return max(self.reachable(s), self.least(s) if s.filter is not None and s.has_later_data else 0)
+
+    def least(self, s: SchedulerState) -> int:
+        """Rollouts of which a filter must leave as many, or more are loaded."""
+        return s.schedule.rollouts_needed
 
 
 @dataclass(frozen=True)
@@ -56,11 +68,16 @@ class CohortAtOnce(Baseline):
     order: Literal["load", "ascending", "descending"] = "load"
 
     def to_load(self, s: SchedulerState) -> int:
-        return 0 if s.buffer.untrained else prompts_closing_epoch(s, s.prompts_per_cohort)
+        is_too_little = s.filter is not None and s.buffer.untrained < self.least(s)
+        return 0 if s.buffer.untrained and not is_too_little else prompts_closing_epoch(s, s.prompts_per_cohort)
+
+    def least(self, s: SchedulerState) -> int:
+        return -(-s.schedule.rollouts_needed // 2)
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
         assert s.buffer.gate is not None
         ready = sorted(s.buffer.ready_groups(s.buffer.gate), key=self._place)
+        ready.sort(key=s.is_of_older_cohort, reverse=True)  # keeps the order within the cohorts
         batches: list[list[Group]] = []
         left = sum(len(group.members) for group in ready)
         missing = 0

@@ -33,6 +33,14 @@ class TailBatching(OnPolicy):
     reorders: ClassVar[bool] = True
     surplus: ClassVar[float] = 1.25
 
+    def check_filter(self) -> None:
+        raise ConfigurationError(
+            "filter_groups",
+            True,
+            f"mode {self.name} sizes its rounds by what it set aside, which filtered groups would change",
+            "Leave it out, or use another mode, such as partial+elevator.",
+        )
+
     def to_load(self, s: SchedulerState) -> int:
         if self._long_round_is_due(s) if s.long_round is None else s.long_round:
             wanted = self.wanted(s) - s.buffer.untrained  # above 0 only if rollouts were rejected

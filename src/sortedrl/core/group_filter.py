@@ -1,0 +1,163 @@
+"""Dynamic sampling: a complete group that teaches nothing is filtered, and the scheduler refills its place.
+
+With GRPO a group whose rewards are all equal has no gradient. A filter sees the scored rollouts of one complete group
+and returns True to keep it. The kept fraction of the last updates tells the strategies how much a rollout that is not
+judged yet will probably add to the coming update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.errors import UserError
+from sortedrl.core.import_path import fault_in_your_code, import_object
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.wording import kind_of
+
+Keeps = Callable[[Sequence[Rollout]], bool]  # whether to train on the scored rollouts of a group
+EQUAL_REWARDS = "equal_rewards"
+EQUAL_WITHIN = 1e-8
+WINDOW_UPDATES = 4  # of judged rollouts, for the kept fraction
+LEAST_KEPT = 0.05  # of the kept fraction: a round of twenty times an update's rollouts is as large as it gets
+TOO_FEW = "too few members"
+
+
+class TooManyFiltered(UserError, RuntimeError):
+    """So many groups were filtered that the run would hardly make an update."""
+
+
+class FilterFailed(UserError, RuntimeError):
+    """A filter raised an error or returned something else than True or False."""
+
+
+def has_unequal_rewards(rollouts: Sequence[Rollout]) -> bool:
+    """The filter `equal_rewards`: keeps groups that have a gradient under GRPO and RLOO."""
+    rewards = [rollout.reward or 0.0 for rollout in rollouts]
+    return max(rewards) - min(rewards) > EQUAL_WITHIN
+
+
+class GroupFilter:
+    """Judges every complete group once.
+
+    `kept_fraction` is that of the rollouts judged in the last four updates' worth. Until the first update's worth is
+    judged, the rest of it counts as kept.
+    """
+
+    def __init__(self, name: str, keeps: Keeps, schedule: Schedule) -> None:
+        self.name = name
+        self._keeps = keeps
+        self._update_size = schedule.rollouts_needed
+        self._max_fraction = schedule.max_filtered_fraction
+        self._outcomes: deque[tuple[int, str]] = deque()  # rollouts, and why they were filtered (empty: kept)
+        self._judged: Counter[str] = Counter()  # rollouts in `_outcomes`, by the same reasons
+        self._lowest, self._highest = float("inf"), float("-inf")
+
+    @property
+    def kept_fraction(self) -> float:
+        judged = self._judged.total()
+        not_judged = max(0, self._update_size - judged)
+        return max(LEAST_KEPT, (self._judged[""] + not_judged) / (judged + not_judged))
+
+    def judge(self, group: Sequence[Rollout]) -> str:
+        """Why the group is filtered; empty if it is kept."""
+        rewards = [rollout.reward or 0.0 for rollout in group]
+        self._lowest, self._highest = min(self._lowest, *rewards), max(self._highest, *rewards)
+        if self._keeps is has_unequal_rewards and len(group) == 1:
+            why = TOO_FEW
+        elif self._is_kept(tuple(group)):
+            why = ""
+        elif self._keeps is has_unequal_rewards:
+            why = self._kind_of_reward(rewards[0])
+        else:
+            why = self.name
+        self._outcomes.append((len(group), why))
+        self._judged[why] += len(group)
+        while self._judged.total() - self._outcomes[0][0] >= WINDOW_UPDATES * self._update_size:
+            rollouts, reason = self._outcomes.popleft()
+            self._judged[reason] -= rollouts
+        return why
+
+    def _is_kept(self, group: tuple[Rollout, ...]) -> bool:
+        try:
+            kept: Any = self._keeps(group)
+            if kept is None or isinstance(kept, str):
+                raise TypeError(f"it returned {kind_of(kept)}: return True to keep the group, False to filter it")
+            return bool(kept)
+        except (Exception, SystemExit) as error:
+            raise FilterFailed(f"filter_groups = {self.name}: {fault_in_your_code(error)}") from error
+
+    def _kind_of_reward(self, shared: float) -> str:
+        """Rewards that most tasks would call right and wrong: the highest and the lowest so far."""
+        if self._highest - self._lowest <= EQUAL_WITHIN:
+            return "equal"
+        if shared >= self._highest - EQUAL_WITHIN:
+            return "right"
+        return "wrong" if shared <= self._lowest + EQUAL_WITHIN else "equal"
+
+    def check_fraction(self) -> None:
+        """Raise `TooManyFiltered` if too much of the last four updates' worth was filtered."""
+        judged = self._judged.total()
+        filtered = judged - self._judged[""]
+        if judged < WINDOW_UPDATES * self._update_size or filtered <= self._max_fraction * judged:
+            return
+        right, wrong = self._judged["right"], self._judged["wrong"]
+        if 2 * right > filtered:
+            what = f"{right} of them in groups that are all right: the task is too easy for this model"
+        elif 2 * wrong > filtered:
+            what = f"{wrong} of them in groups that are all wrong: the task is too hard for this model"
+        else:
+            what = "most of them neither all right nor all wrong: does the reward tell responses apart?"
+        raise TooManyFiltered(
+            f"{filtered} of the last {judged} rollouts were filtered ({self.name}), more than the fraction of "
+            f"{self._max_fraction:g} that is allowed (max_filtered_fraction); {what}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        seen = [self._lowest, self._highest] if self._outcomes else []
+        return {"outcomes": [*map(list, self._outcomes)], "rewards": seen}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._outcomes = deque((rollouts, why) for rollouts, why in state["outcomes"])
+        self._judged = Counter()
+        for rollouts, why in self._outcomes:
+            self._judged[why] += rollouts
+        if state["rewards"]:
+            self._lowest, self._highest = state["rewards"]
+
+
+def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter | None:
+    """The filter of a run: `keeps`, or the one that the schedule names; None if there is none."""
+    name = schedule.filter_groups
+    if keeps is None and name is None:
+        return None
+    if keeps is None:
+        assert name is not None
+        keeps = has_unequal_rewards if name == EQUAL_REWARDS else _from_import_path(name)
+    else:
+        name = str(getattr(keeps, "__qualname__", type(keeps).__qualname__))
+    if keeps is has_unequal_rewards and not (schedule.whole_groups and schedule.rollouts_per_prompt > 1):
+        raise ConfigurationError(
+            "filter_groups",
+            name,
+            f"it compares the rollouts of a group (rollouts_per_prompt = {schedule.rollouts_per_prompt}, "
+            f"whole_groups = {schedule.whole_groups})",
+            "Set rollouts_per_prompt to 2 or more and whole_groups = true.",
+        )
+    return GroupFilter(name, keeps, schedule)
+
+
+def _from_import_path(path: str) -> Keeps:
+    fix = f"Use {EQUAL_REWARDS}, or name a function of one group's rollouts as your.module:name."
+    if ":" not in path:
+        raise ConfigurationError("filter_groups", path, "no such filter", fix)
+    try:
+        found: Any = import_object(path)
+    except ValueError as error:
+        raise ConfigurationError("filter_groups", path, str(error), fix) from None
+    if not callable(found):
+        raise ConfigurationError("filter_groups", path, f"it is {kind_of(found)}, not a function", fix)
+    return found  # type: ignore[no-any-return]
