@@ -288,10 +288,21 @@ def test_a_shared_gpu_is_refused_where_it_cannot_be_shared(tmp_path: Path, flags
     assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
 
 
-def test_streaming_parts_of_groups_that_may_be_dropped_is_refused(tmp_path: Path) -> None:
-    """Whether a group is dropped is known with its last member: every gradient of a part would be computed again."""
-    done = sortedrl(*STREAMED, "--algorithm", "ppo", *config_file(tmp_path, drop_zero_variance_groups=True))
-    assert done.returncode == 2 and "8 rollouts per prompt are not trained on as whole groups" in done.stderr
+FILTERS = {
+    "no such filter": ("--filter-groups equal", ["filter_groups = 'equal'", "no such filter", "equal_rewards"]),
+    "nothing to compare": (
+        "--filter-groups equal_rewards --rollouts-per-prompt 1 --algorithm reinforce++",
+        ["it compares the rollouts of a group", "rollouts_per_prompt to 2"],
+    ),
+    "a module that is missing": ("--filter-groups no_such_module:f", ["no module 'no_such_module'"]),
+    "a mode that cannot": ("--filter-groups equal_rewards --mode tail-batching", ["mode tail-batching", "elevator"]),
+}
+
+
+@pytest.mark.parametrize("flags, words", FILTERS.values(), ids=FILTERS)
+def test_a_filter_that_cannot_work_is_refused_with_a_fix(flags: str, words: list[str]) -> None:
+    done = sortedrl("train", "--dry-run", *flags.split())
+    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
 
 
 STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]

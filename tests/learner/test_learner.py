@@ -433,16 +433,32 @@ def test_masked_truncated_rollouts_have_no_gradient_but_count_in_their_set() -> 
     assert_close(found, gradients(Learner(tiny_model(), settings), rollouts))
 
 
-def test_zero_variance_sets_are_counted_and_dropped_on_request() -> None:
+def test_groups_with_equal_rewards_are_counted() -> None:
     rollouts = random_rollouts(prompts=4, siblings=3)
     for rollout in rollouts[3:6]:
         rollout.reward = 0.25
-    kept = learner_with(algorithm="grpo", normalizer_tokens=100)
-    dropped = learner_with(algorithm="grpo", normalizer_tokens=100, drop_zero_variance_groups=True)
-    assert_close(gradients(dropped, rollouts), gradients(kept, rollouts))  # their advantages are 0 anyway
-    metrics = dropped.step(as_batch(rollouts))
+    metrics = learner_with(algorithm="grpo").step(as_batch(rollouts))
     assert (metrics["groups"], metrics["zero_variance_groups"]) == (4, 1)
-    assert (metrics["rollouts"], metrics["rollouts_trained"]) == (12, 9)
+
+
+def test_rewards_of_filtered_rollouts_are_part_of_the_statistics_of_previous_cohorts() -> None:
+    """As if the filtered ones had been trained on: else the reference of the next cohort has the kept rewards only."""
+    first, second = random_rollouts(siblings=1), random_rollouts(siblings=1)
+    for rollout in second:
+        rollout.cohort = 1
+    half = len(first) // 2
+    filtered = tuple((0, float(rollout.reward or 0.0)) for rollout in first[half:])
+    advantages = []
+    for batch in (
+        Batch(0, 0, 0, tuple(first), complete_cohorts=1),
+        Batch(0, 0, 0, tuple(first[:half]), complete_cohorts=1, filtered_rewards=filtered),
+        Batch(0, 0, 0, tuple(first[:half]), complete_cohorts=1),
+    ):
+        learner = learner_with(algorithm="reinforce++")
+        learner.step(batch)
+        advantages.append(learner.step(Batch(1, 1, 1, tuple(second), complete_cohorts=1))["advantage_mean"])
+    assert math.isclose(advantages[0], advantages[1], abs_tol=1e-6)
+    assert not math.isclose(advantages[0], advantages[2], abs_tol=1e-3)
 
 
 def test_equal_large_rewards_have_no_advantage() -> None:
@@ -463,9 +479,11 @@ def test_rewards_equal_to_those_of_the_initial_policy_have_no_advantage() -> Non
 
 
 def test_an_update_with_nothing_to_train_on_leaves_the_weights() -> None:
-    learner = learner_with(algorithm="grpo", drop_zero_variance_groups=True)
+    learner = learner_with(algorithm="grpo", truncated_rollouts="masked")
     before = weights_of(learner.model)
-    rollouts = random_rollouts(reward=lambda id: 1.0)
+    rollouts = random_rollouts()
+    for rollout in rollouts:
+        rollout.truncated = True
     metrics = learner.step(as_batch(rollouts))
     assert metrics["rollouts_trained"] == 0 and learner.updates == 0
     assert same(weights_of(learner.model), before)

@@ -37,10 +37,9 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "reinforce++, group": {"advantage_baseline": "group", "off_policy_correction": "cispo", "ratio_level": "sequence"},
     "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "critic_learning_rate": 1e-2},
     "ppo, token_mean, KL": {"algorithm": "ppo", "aggregation": "token_mean", "kl_coefficient": 0.1},
-    "dropped and masked": {
+    "masked": {
         "algorithm": "grpo",
         "aggregation": "token_mean",
-        "drop_zero_variance_groups": True,
         "truncated_rollouts": "masked",
     },
     "reinforce++, ESS": {"scale_learning_rate_by_ess": True, "gradient_cosine": True},

@@ -25,6 +25,7 @@ from sortedrl.core import (
     Schedule,
     Strategy,
 )
+from sortedrl.core.group_filter import Keeps
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import place_of
 from sortedrl.engines.routing import even_split
@@ -300,6 +301,7 @@ class Run:
         last_time: float = 0.0,
         expectation: Expectation | None = None,
         strategy: Strategy | None = None,
+        filter_groups: Keeps | None = None,
         engine_type: type[Watched] = WatchedEngine,
     ) -> None:
         self.scenario = scenario
@@ -326,6 +328,7 @@ class Run:
             scenario.schedule,
             environments=self.environments,
             strategy=strategy,
+            filter_groups=filter_groups,
             expectation=expectation,
             log=EventLog(self._keep, self.metrics),
             max_updates=scenario.max_updates,

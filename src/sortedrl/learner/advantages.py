@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sortedrl.core.batch import Batch
 from sortedrl.learner.settings import AdvantageBaseline, Algorithm
 
 # Previous cohorts are pooled, latest first, until they hold this many values: the standard error of the mean is then
@@ -115,6 +116,14 @@ class CohortStatistics:
             for cohort in set(cohort_n.tolist())
         }
         return replace(self, seen={**self.seen, **new})
+
+    def after(self, batch: Batch, *, of_rewards: bool) -> CohortStatistics:
+        """The statistics after the batch. If they are of rewards, those of filtered rollouts are part of them."""
+        seen = self
+        if of_rewards and batch.filtered_rewards:
+            cohorts, rewards = zip(*batch.filtered_rewards, strict=True)
+            seen = self.with_seen(torch.tensor(rewards, dtype=torch.float64), torch.tensor(cohorts))
+        return replace(seen, complete=batch.complete_cohorts)
 
     def state_dict(self) -> dict[str, Any]:
         moments = {"seen": self.seen, "references": self.references, "initial": {0: self.initial}}

@@ -254,8 +254,6 @@ class Learner:
         cohort_b = torch.tensor([rollout.cohort for rollout in rollouts])
         flat_b = zero_variance(rewards_b, group_b)
         trains_b = self._may_train(batch, truncated_b)
-        if self.settings.drop_zero_variance_groups:
-            trains_b &= ~flat_b
         baseline = self.settings.resolved_advantage_baseline
         if self.critic is None:
             advantages_b, statistics = reward_advantages(
@@ -344,7 +342,8 @@ class Learner:
                 metrics["explained_variance"] = explained_variance(returns_n - gae_n, returns_n)
                 place = handed_out.place_in_cohort  # the quality of a critic may depend on length
                 metrics[f"explained_variance/harvest_{place}"] = metrics["explained_variance"]
-        self._statistics = replace(found.statistics, complete=handed_out.complete_cohorts)
+        of_rewards = self.critic is None and settings.resolved_advantage_baseline != "group"
+        self._statistics = found.statistics.after(handed_out, of_rewards=of_rewards)
         return metrics
 
     def _step_by_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> None:

@@ -112,9 +112,6 @@ class LearnerFlags(BaseModel):
     aggregation: Annotated[
         Aggregation, Field(description="what the sum over tokens is divided by; see docs/learner.md")
     ] = "constant"
-    drop_zero_variance_groups: Annotated[
-        bool, Field(description="groups whose rewards are all equal neither train nor count in a mean")
-    ] = False
     # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
     # count in the statistics. `zero`: their reward is 0.
     truncated_rollouts: Annotated[

@@ -34,7 +34,7 @@ ROUNDING_NATS = 1e-6  # a smaller KL is rounding, as between engine and learner 
 MAX_REASON = 60  # characters of a rejection's reason on the line of an update
 _FORMATS = {
     "reward": "{:+.2f}", "correct": "{:.0%}", "held_out": "{:.3f}", "length": "{:.0f}", "bubble": "{:.1%}",
-    "goodput": "{:,.0f} tok/s", "waste": "{:.0%}", "staleness": "{:.2f}", "mismatch": "{:.1e}",
+    "goodput": "{:,.0f} tok/s", "waste": "{:.0%}", "filtered": "{:.0%}", "staleness": "{:.2f}", "mismatch": "{:.1e}",
 }  # fmt: skip
 _PHASE_STYLES = {"harvest": "green", "learner": "magenta", "evaluation": "cyan", "end": "default"}  # others: yellow
 _PLACES = {"waiting": "waiting", "resumable": "resumable", "ready": "ready"}
@@ -64,6 +64,8 @@ def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
         parts.append(f"mismatch {shown('mismatch', line['mismatch_kl'])}")
     if line.get("scoring_backlog"):
         parts.append(f"scoring backlog {line['scoring_backlog']}")
+    if line.get("filtered_fraction"):
+        parts.append(f"filtered {shown('filtered', line['filtered_fraction'])}")
     if line.get("rejected"):
         most = _cut(printable(str(line.get("rejected_most", ""))), MAX_REASON)
         parts.append(f"rejected {line['rejected']}" + (f" ({most})" if most else ""))
@@ -106,6 +108,8 @@ def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = 
     staleness = [f"mean {shown('staleness', snapshot.staleness_mean)}", f"max {snapshot.staleness_max}"]
     if view.mismatch is not None and view.mismatch > ROUNDING_NATS:
         staleness.append(f"mismatch {shown('mismatch', view.mismatch)}")
+    fraction = snapshot.filtered_fraction
+    filtered = f"filtered {shown('filtered', fraction)}" if fraction else ""
     rows = {
         "update": done if view.updates_in_all else [str(view.updates), eta],
         "phase": [f"{view.phase}{evaluated}", f"elapsed {clock(max(0.0, now - view.began_at))}"],
@@ -115,7 +119,7 @@ def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = 
         "rollouts": [f"{name} {getattr(places, place)}" for place, name in waiting.items()],
         "scoring": [f"backlog {places.finished}", f"rejected {snapshot.rejected}", snapshot.rejected_most],
         "bubble": [f"now {shown('bubble', snapshot.bubble_now)}", f"run {shown('bubble', snapshot.bubble)}"],
-        "goodput": [shown("goodput", snapshot.goodput), f"waste {shown('waste', snapshot.waste)}"],
+        "goodput": [shown("goodput", snapshot.goodput), f"waste {shown('waste', snapshot.waste)}", filtered],
         "length": length,
         "staleness": staleness,
         **({"note": [note]} if note else {}),

@@ -15,7 +15,7 @@ class Snapshot:
     idle: float
     goodput: float
     waste: float
-    filtered: float  # of the trained and filtered rollouts
+    filtered_fraction: float  # of the trained and filtered rollouts
     rejected: int
     rejected_most: str  # the most frequent reason
     staleness_mean: float
@@ -52,6 +52,7 @@ class RunMetrics:
     rejected: int
     rejected_reasons: dict[str, int]
     filtered: int
+    filtered_fraction: float
     filtered_reasons: dict[str, int]  # rollouts
     failures: int
     regenerated: int

@@ -4,7 +4,7 @@
 immutable snapshot of everything that a display shows, so another thread can draw it. A live console and one that
 follows the files of a run in another process get the same input and show the same.
 
-Invariant after every event: loaded = trained + rejected + the rollouts in all places.
+Invariant after every event: loaded = trained + rejected + filtered + the rollouts in all places.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ _PLACE_AFTER = {
 
 
 class RolloutPlaces:
-    """The place of every loaded rollout that is neither trained nor rejected. Events of others, whose `Loaded` line is
-    lost, are ignored."""
+    """The place of every loaded rollout that is not trained, rejected or filtered. Events of others, whose `Loaded`
+    line is lost, are ignored."""
 
     def __init__(self) -> None:
         self._place: dict[int, str] = {}
@@ -194,7 +194,7 @@ class RolloutPlaces:
             self._loaded = max(self._loaded, new.stop)
         elif isinstance(event, events.Rejected):
             self._forget((event.rollout,))
-        elif isinstance(event, events.Updated):
+        elif isinstance(event, events.Updated | events.Filtered):
             self._forget(event.rollouts)
 
     def _move(self, rollout: int, place: str) -> None:
@@ -204,7 +204,7 @@ class RolloutPlaces:
             self._place[rollout] = place
 
     def _forget(self, rollouts: Iterable[int]) -> None:
-        """Rollouts that were trained on or rejected."""
+        """Rollouts that were trained on, rejected or filtered."""
         for rollout in rollouts:
             if rollout in self._place:
                 self._count[self._place.pop(rollout)] -= 1

@@ -8,6 +8,7 @@ applies:
     failed     the engine lost the request
     dropped    it finished or was aborted, and its tokens were discarded, then or later (aborted in a mode that keeps no
                tokens, regenerated, failed or rejected afterwards), or it was aborted before its first token
+    filtered   its group was complete, and the filter did not keep it
     lookahead  it was started for a later cohort while an earlier one still had untrained rollouts (only in modes with
                a cohort gate: without one, every rollout belongs to the current window)
     stepped    a turn ended in this slot, and the rollout went to its environment; another turn follows
@@ -39,8 +40,8 @@ from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.log.reading import without_rolled_back
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
-LOOKAHEAD, KEPT, STEPPED, TRAINED = "lookahead", "kept", "stepped", "trained"
-OUTCOMES = (TRAINED, STEPPED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
+LOOKAHEAD, KEPT, STEPPED, TRAINED, FILTERED = "lookahead", "kept", "stepped", "trained", "filtered"
+OUTCOMES = (TRAINED, FILTERED, STEPPED, KEPT, LOOKAHEAD, DROPPED, PREEMPTED, FAILED, RUNNING)
 
 
 @dataclass(slots=True)
@@ -149,6 +150,7 @@ class _Timeline:
             events.Failed: self._on_failed,
             events.Regenerated: lambda event: self._drop(event.rollout),
             events.Rejected: self._on_rejected,
+            events.Filtered: self._on_filtered,
             events.Updated: self._on_updated,
         }
         for event in log:
@@ -260,6 +262,12 @@ class _Timeline:
     def _on_rejected(self, event: events.Rejected) -> None:
         self._drop(event.rollout)
         self._close(event.rollout)
+
+    def _on_filtered(self, event: events.Filtered) -> None:
+        for rollout in event.rollouts:
+            for stay in self._untrained.pop(rollout, []):
+                stay.outcome = FILTERED if stay.outcome in (KEPT, STEPPED, LOOKAHEAD) else stay.outcome
+            self._close(rollout)
 
     def _on_updated(self, event: events.Updated) -> None:
         for rollout in event.rollouts:

@@ -39,6 +39,7 @@ PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = (
 )  # tracks; unique across processes, since viewers may mix them up
 COLORS = {
     "trained": "good",
+    "filtered": "grey",
     "stepped": "olive",
     "kept": "yellow",
     "lookahead": "rail_response",

@@ -34,6 +34,7 @@ METRICS = {  # and their units
     "idle": "fraction",
     "goodput": "tokens/s",
     "waste": "fraction",
+    "filtered_fraction": "fraction",
     "run_staleness_mean": "versions",
     "staleness_mean": "versions",
     "staleness_max": "versions",

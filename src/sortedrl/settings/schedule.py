@@ -19,6 +19,18 @@ Oversubscribe = Annotated[
 ]
 
 
+FilterGroups = Annotated[
+    str | None,
+    Field(
+        description="dynamic sampling: which complete groups are trained on, equal_rewards or your.module:name; the "
+        "scheduler refills what is filtered"
+    ),
+]
+MaxFilteredFraction = Annotated[
+    float, Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was filtered")
+]
+
+
 class ScheduleSettings(BaseModel):
     """A command may set other defaults, with the types above."""
 

@@ -24,6 +24,8 @@ from sortedrl.observe.watch import kept_readable
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
 from sortedrl.training.run_dir import RunFolder, cannot_write
 
+_OF_SNAPSHOT = ("bubble", "idle", "goodput", "waste", "filtered_fraction")  # in every line about an update
+
 
 class RunRecord:
     """Each line goes to the run folder, the trackers and the console; each event to the metrics, the console and,
@@ -94,7 +96,7 @@ class RunRecord:
         self.flush()
         run_metrics = self.metrics.snapshot()
         done = batch.update + 1
-        rewards = [rollout.reward or 0.0 for rollout in batch]
+        rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
         for rollout in sampled(batch, self._rollouts_per_update):
             self._folder.append("rollouts.jsonl", line_of(rollout, done, self._tokenizer))
         self._append(
@@ -108,7 +110,7 @@ class RunRecord:
                 "reward": fmean(rewards),
                 "correct": fmean(float((rollout.detail or {}).get("correct", False)) for rollout in batch),
                 "length": batch.tokens / len(batch),
-                **{name: getattr(run_metrics, name) for name in ("bubble", "idle", "goodput", "waste")},
+                **{name: getattr(run_metrics, name) for name in _OF_SNAPSHOT},
                 "run_staleness_mean": run_metrics.staleness_mean,
                 "rejected": run_metrics.rejected,
                 "reward_parts": mean_parts((rollout.detail or {}).get("parts", {}) for rollout in batch),

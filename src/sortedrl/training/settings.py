@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.group_filter import EQUAL_REWARDS, group_filter
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.registry import ENGINES, SERVERS, check_available, factory_named
@@ -25,6 +26,8 @@ from sortedrl.models import check_model_path
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import OptionTexts, Settings, as_json, literal, plain_reason
 from sortedrl.settings.schedule import (
+    FilterGroups,
+    MaxFilteredFraction,
     Oversubscribe,
     RolloutsPerPrompt,
     ScheduleSettings,
@@ -41,7 +44,8 @@ from sortedrl.tasks.worker_process import MAX_LIMIT_SECONDS
 # state.
 MAY_CHANGE_ON_RESUME = frozenset(
     {"updates", "epochs", "eval_every", "checkpoint_every", "keep_checkpoints", "save_rollouts", "threads"}
-    | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "tracker", "prometheus_port"}
+    | {"resume", "out", "score_limit_seconds", "reward_workers", "max_rejected_fraction", "max_filtered_fraction"}
+    | {"tracker", "prometheus_port"}
     | {"tokens_per_micro_batch", "gradient_checkpointing", "recompute_above_tokens", "compile_layers"}
     | {"stream", "stream_sms", "device", "dtype"}
     | {"engine", "engine_urls", "engine_options", "slots"}
@@ -135,7 +139,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
         | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing", "stream_sms"}
-        | {"ratio_level", "importance_cap", "aggregation", "drop_zero_variance_groups"}
+        | {"ratio_level", "importance_cap", "aggregation", "max_filtered_fraction"}
         | {"truncated_rollouts", "weight_decay", "max_grad_norm"}
         | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
@@ -157,6 +161,8 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     ] = None
     rollouts_per_prompt: RolloutsPerPrompt = 8
     oversubscribe: Oversubscribe = None
+    filter_groups: FilterGroups = None
+    max_filtered_fraction: MaxFilteredFraction = Schedule().max_filtered_fraction
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates; None: train all epochs")] = 60
     epochs: Annotated[int, Field(ge=1, description="passes over the prompts")] = 100
     eval_every: Annotated[
@@ -204,7 +210,10 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
             raise ConfigurationError(
                 "out", str(self.out), f"a resumed run continues in its own folder, {self.resume}", "Leave it out."
             )
-        strategy_named(self.mode).check(schedule_of(self))
+        schedule, strategy = schedule_of(self), strategy_named(self.mode)
+        strategy.check(schedule)
+        if group_filter(schedule) is not None:
+            strategy.check_filter()
         learner_settings_from(self, self.mode)
         if self.overlap:
             _check_overlap(self)
@@ -266,7 +275,7 @@ def limits_of(settings: ModelSettings) -> Schedule:
 def schedule_of(settings: TrainSettings) -> Schedule:
     return schedule_from(
         settings,
-        whole_groups=settings.wants_whole_groups(),
+        whole_groups=settings.wants_whole_groups() or settings.filter_groups == EQUAL_REWARDS,
         max_context_tokens=settings.longest_context(),
         max_prompt_tokens=None,  # longer prompts are skipped when the task is read
         score_wait_seconds=score_wait_seconds(settings.score_limit_seconds),
@@ -305,16 +314,6 @@ def _check_streaming(settings: TrainSettings) -> None:
         require_streamable(learner_settings_from(settings, settings.mode))
     except ValueError as error:
         raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
-    compares = settings.drop_zero_variance_groups and settings.rollouts_per_prompt > 1
-    if compares and not settings.wants_whole_groups():
-        raise ConfigurationError(
-            "stream",
-            True,
-            f"{settings.rollouts_per_prompt} rollouts per prompt are not trained on as whole groups, so a rollout may "
-            f"be streamed before others that it is compared with, and its gradient would be computed again",
-            f"Use --{'algorithm grpo' if settings.algorithm == 'ppo' else 'advantage-baseline group'}, "
-            "--rollouts-per-prompt 1, or leave stream out.",
-        )
 
 
 def _check_shared_gpu(settings: TrainSettings) -> None:

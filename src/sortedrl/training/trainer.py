@@ -15,6 +15,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineBase, EngineDied, Sampling
 from sortedrl.core.errors import UserError
+from sortedrl.core.group_filter import FilterFailed, TooManyFiltered
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
@@ -389,7 +390,7 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Run
             raise out_of_memory(error, settings, folder.path) from error
         except MemoryError as error:
             raise OutOfMemory(f"this process ran out of memory. {from_checkpoint}") from error
-        except (EngineDied, WeightsDiffer, TooManyRejected) as error:
+        except (EngineDied, WeightsDiffer, TooManyRejected, TooManyFiltered, FilterFailed) as error:
             raise type(error)(f"{error}. {from_checkpoint}") from error
 
 

@@ -219,7 +219,7 @@ class Strategy:
         return max(0, -(-missing // s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return ()
+        return (0,)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         """The oversubscribe cap. It does not apply to the last batch, nor to members of a started group."""

@@ -45,7 +45,7 @@ class Baseline(Strategy):
         return prompts_closing_epoch(s, max(1, math.ceil(rollouts / s.schedule.rollouts_per_prompt)))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
-        return (-s.expected(rollout),) if self.longest_first else ()
+        return (-s.expected(rollout),) if self.longest_first else (0,)
 
     def wanted(self, s: SchedulerState) -> int:
         """All that is loaded, and at least what an update needs: more is loaded as soon as that cannot be reached."""

@@ -17,8 +17,8 @@ from sortedrl.observe.report.series import Series
 
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
 WORK = {
-    "trained": "#2b7fb8", "stepped": "#5aa5a0", "kept": "#86bde0", "lookahead": "#8470c9", "dropped": "#c8413b",
-    "preempted": "#9c6b3f", "failed": "#93205c", "running": "#7d9db1",
+    "trained": "#2b7fb8", "filtered": "#c9a227", "stepped": "#5aa5a0", "kept": "#86bde0", "lookahead": "#8470c9",
+    "dropped": "#c8413b", "preempted": "#9c6b3f", "failed": "#93205c", "running": "#7d9db1",
 }  # fmt: skip
 BUBBLE = {
     "drain": "#eba23a", "held_back": "#f2cc74", "environment": "#d6b25e", "refill": "#d9772b", "queued": "#c4573a",

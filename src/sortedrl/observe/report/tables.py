@@ -43,6 +43,7 @@ HEADLINE = (
     Column("idle", "idle", "", "empty slot-time over wall-clock", ".1f%"),
     Column("goodput", "goodput", "tokens/s", "tokens trained on per second of harvest time", ",.0f"),
     Column("waste", "waste", "", "fraction of generated tokens that were discarded", ".1f%"),
+    Column("filtered_fraction", "filtered", "", "of the complete rollouts: their group teaches nothing", ".1f%"),
     Column("staleness_mean", "staleness", "mean", "of trained tokens, in versions", ".2f"),
     Column("staleness_max", "", "max", "maximum staleness of a trained token", ",.0f"),
     Column("sortedness", "sortedness", "", "log-length variance within updates that sorting removed", "z.2f"),
