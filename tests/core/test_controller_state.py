@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import scenarios
 from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful, run, scenario
 from sortedrl.core import (
-    STRATEGIES,
     Batch,
     ConfigurationError,
     Controller,
@@ -26,7 +26,7 @@ from sortedrl.core import (
 )
 from sortedrl.core.strategies.base import Sweep
 
-MODES = sorted(set(STRATEGIES) - {"async-pool"})
+MODES = sorted(set(scenarios.MODES) - {"async-pool"})
 LENGTHS = [7, 1, 12, 2, 5, 5, 9, 1, 1, 3, 14, 2, 6]
 
 

@@ -36,6 +36,7 @@ ONE_OF_EACH: list[Event] = [
     events.Regenerated(0.3, 1, 5, "no score in time"),
     events.Scored(0.4, 0, -1.5),
     events.Rejected(0.4, 1, 0, "no reward"),
+    events.Filtered(0.4, (2, 3), 31, "right", 1.0),
     events.Streamed(0.4, 0, 0.1, (0,)),
     events.Updated(0.5, 0, 0, 2, (0,), (8,), (-1.5,), (((0, 3), (2, 5)),), (1,)),
     events.Published(0.6, 3),

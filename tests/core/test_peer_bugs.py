@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import scenarios
 from paced import PacedEngine
 from scenarios import NEVER, Run, run, scenario
 from sortedrl.core import (
@@ -19,7 +20,7 @@ from sortedrl.core import (
 )
 from sortedrl.core.rollout import Rollout
 
-MODES = sorted(set(STRATEGIES) - {"async-pool"})
+MODES = sorted(set(scenarios.MODES) - {"async-pool"})
 ON_POLICY = [mode for mode in MODES if STRATEGIES[mode].on_policy]
 KEEPS_TOKENS = [mode for mode in MODES if STRATEGIES[mode].keeps_tokens]
 ONE_LONG = [40, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import scenarios
 from scenarios import NEVER, Run, run, scenario
 from sortedrl.core import (
     STRATEGIES,
@@ -24,7 +25,7 @@ from sortedrl.core import (
 from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.engines.step_time import linear
 
-MODES = sorted(set(STRATEGIES) - {"async-pool"})
+MODES = sorted(set(scenarios.MODES) - {"async-pool"})
 GATED = [mode for mode in MODES if STRATEGIES[mode].gated]
 
 
@@ -977,7 +978,7 @@ def test_times_in_the_log_never_go_back() -> None:
     assert all(first.at <= second.at for first, second in pairwise(result.events))
 
 
-@pytest.mark.parametrize("mode", sorted(set(STRATEGIES) - set(GATED)))
+@pytest.mark.parametrize("mode", sorted(set(scenarios.MODES) - set(GATED)))
 def test_two_epochs_of_a_prompt_are_two_groups(mode: str) -> None:
     """40 prompts in cohorts of 64: without a gate, the second epoch begins in the first cohort."""
     done = run(

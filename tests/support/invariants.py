@@ -15,7 +15,6 @@ from sortedrl.log.lines import JsonLines, decode
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
 
-MODES = sorted(STRATEGIES)
 EPSILON = 1e-9
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from scenarios import (
+    FILTER_ROUNDS,
     MODES,
     NEVER,
     STEP_TIMES,
@@ -236,9 +237,12 @@ def _with_filter(rng: random.Random, scenario: Scenario) -> Scenario:
     schedule = scenario.schedule
     compares = schedule.whole_groups and rng.random() < 0.8
     kinds = rng.choice((("mixed",), ("right", "wrong", "mixed"), ("right", "wrong", "half", "mixed", "mixed", "mixed")))
+    mode = schedule.mode
+    if mode == "tail-batching" or mode.startswith("baseline"):  # the first one refuses filters
+        mode = rng.choice((*FILTER_ROUNDS, "baseline", "on-policy+planned"))
     schedule = replace(
         schedule,
-        mode="partial" if schedule.mode == "tail-batching" else schedule.mode,  # refuses filters
+        mode=mode,
         filter_groups="equal_rewards" if compares else "scenarios:keeps_two_of_three",
         max_filtered_fraction=1.0,
     )

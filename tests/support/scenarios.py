@@ -43,7 +43,8 @@ STEP_TIMES = (
     linear(0.25, 0.125),
     linear(0.5, 0.125, per_cached_token=0.01, per_prefill_token=0.1),
 )
-MODES = sorted(STRATEGIES)
+FILTER_ROUNDS = ["filter-rounds", "filter-rounds+refill"]  # without a filter the same as the baseline
+MODES = sorted(STRATEGIES.keys() - set(FILTER_ROUNDS))
 STREAMABLE = [mode for mode in MODES if not mode.startswith("cohort-at-once")]
 NEVER = float("inf")
 E = TypeVar("E")

@@ -258,13 +258,15 @@ class Replay:
             assert {id for id in group if self.rollouts[id].state != REJECTED} == set(event.rollouts)
         else:
             assert len(event.rollouts) == 1
-        assert self.last_judged in group, "judged late"
+        assert self.last_judged in group or event.reason == "surplus", "judged late"
         rewards = [rollout.reward or 0.0 for rollout in members]
-        assert not self._keeps(members), "filtered, and has something to teach"
+        surplus = event.reason == "surplus" and self.strategy.discards_surplus
+        assert surplus or not self._keeps(members), "filtered, and has something to teach"
         assert event.tokens == sum(rollout.sampled for rollout in members)
         assert abs(event.reward - sum(rewards) / len(rewards)) < EPSILON
         own = self.schedule.filter_groups != "equal_rewards"
-        assert event.reason == self.schedule.filter_groups if own else event.reason in self._reasons(rewards)
+        reasons = {self.schedule.filter_groups} if own else self._reasons(rewards)
+        assert surplus or event.reason in reasons
         for rollout in members:
             rollout.state = FILTERED
 
@@ -295,7 +297,8 @@ class Replay:
             at_once = isinstance(self.strategy, CohortAtOnce)
             ragged = self.schedule.rollouts_per_prompt - 1  # groups that lost members by rejections
             assert len(ids) >= (needed / 2 - ragged if at_once else needed), "an update that is not full"
-            exact = not (self.strategy.on_policy or at_once) and self.schedule.max_staleness is None
+            exact = not (self.strategy.on_policy or at_once) or self.strategy.discards_surplus
+            exact &= self.schedule.max_staleness is None
             assert not exact or len(ids) < needed + self.schedule.rollouts_per_prompt, "more than the update needs"
 
     def _check_groups(self, ids: tuple[int, ...]) -> None:

@@ -291,7 +291,10 @@ class Controller:
                 self._generation.abort_running()
             self._generation.wait_for_scores()
             self._wait_for_learner()
-            return batches_of(self.strategy, self._state)
+            batches = batches_of(self.strategy, self._state)
+            if self.strategy.discards_surplus:
+                self._ledger.discard_surplus(batches)
+            return batches
 
     def _wait_for_learner(self) -> None:
         """No batch is handed out while the learner works on a part of it. With `overlap` the engine carries on."""

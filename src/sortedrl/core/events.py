@@ -179,8 +179,8 @@ class Rejected(NamedTuple):
 
 class Filtered(NamedTuple):
     """A complete group is not trained on (`filter_groups`). `tokens`: what the policy sampled for it. `reason`: right,
-    wrong or equal for rewards that are all the same, "too few members", or the name of your filter. `reward`: the
-    shared one, or the mean."""
+    wrong or equal for rewards that are all the same, "too few members", surplus (kept, but more than an update in
+    rounds), or the name of your filter. `reward`: the shared one, or the mean."""
 
     at: float
     rollouts: tuple[int, ...]

@@ -25,6 +25,8 @@ from sortedrl.core.seeds import mixing
 from sortedrl.core.strategies.base import SchedulerState, Strategy, is_overdue
 from sortedrl.core.wording import counted
 
+SURPLUS = "surplus"  # a reason of `Filtered`
+
 
 class SlotClock:
     """Stamps events with the engine's time, numbers its slots, and counts tokens since submission.
@@ -272,6 +274,14 @@ class Ledger:
             self.state.buffer.train(group)
         self.state.filtered_rewards.clear()
         self._forget_expectations(batch)
+
+    def discard_surplus(self, batches: Sequence[Sequence[Group]]) -> None:
+        """Filter the ready groups that are in no batch."""
+        taken = {group.id for batch in batches for group in batch}
+        ready = [group for number in self.state.buffer.gates for group in self.state.buffer.ready_groups(number)]
+        for group in ready:
+            if group.id not in taken:
+                self._filter(group, SURPLUS)
 
     def _filter(self, group: Group, reason: str) -> None:
         s, rollouts = self.state, tuple(group.members)

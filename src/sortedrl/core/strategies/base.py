@@ -162,6 +162,7 @@ class Strategy:
     gated: ClassVar[bool] = True  # rollouts of the next cohort are trained on after all of this one
     works_ahead: ClassVar[bool] = False  # gated, but rollouts of the next cohort may start before the end of this one
     reorders: ClassVar[bool] = False  # keys change between harvests
+    discards_surplus: ClassVar[bool] = False  # ready groups that are not taken are filtered
     # All tokens of a batch are of one version, so every ready rollout is trained on now.
     on_policy: ClassVar[bool] = False
     oversubscribe: ClassVar[float | None] = None  # the default of the schedule's setting; None: unlimited

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sortedrl.core.buffer import Key
+from sortedrl.core.buffer import Group, Key
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.base import SchedulerState, completes_a_group
-from sortedrl.core.strategies.paper import OnPolicy, Partial
+from sortedrl.core.strategies.base import SchedulerState, completes_a_group, prompts_closing_epoch, prompts_per_update
+from sortedrl.core.strategies.paper import Baseline, OnPolicy, Partial
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,42 @@ class TailBatching(OnPolicy):
 
     def _set_aside(self, s: SchedulerState) -> int:
         return s.buffer.waiting - s.buffer.never_started
+
+
+@dataclass(frozen=True)
+class FilterRounds(Baseline):
+    """Dynamic sampling in rounds, as DAPO does it: an update's worth of prompts, wait for all of it, and the same again
+    until the kept groups fill the update; what is left over is discarded. Without a filter it is the baseline.
+
+    `refill`: after the first round, only so many times the prompts that are missing, as verl's V1 trainer does.
+    """
+
+    discards_surplus: ClassVar[bool] = True
+    refill: int | None = None
+
+    def to_load(self, s: SchedulerState) -> int:
+        if s.filter is None:
+            return super().to_load(s)
+        missing = s.schedule.rollouts_needed - s.ready
+        if s.buffer.untrained > s.ready or missing <= 0:
+            return 0
+        count = prompts_per_update(s)
+        if self.refill is not None and s.ready:
+            count = self.refill * math.ceil(missing / s.schedule.rollouts_per_prompt)
+        return prompts_closing_epoch(s, count)
+
+    def take(self, s: SchedulerState) -> list[list[Group]]:
+        """The first ones, in load order."""
+        if s.filter is None:
+            return super().take(s)
+        assert s.buffer.gate is not None
+        batch: list[Group] = []
+        rollouts = 0
+        for group in sorted(s.buffer.ready_groups(s.buffer.gate), key=lambda group: group.id):
+            if rollouts < s.schedule.rollouts_needed:
+                batch.append(group)
+                rollouts += len(group.members)
+        return [batch]
 
 
 @dataclass(frozen=True)

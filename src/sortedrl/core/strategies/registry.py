@@ -9,7 +9,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.ours import ElevatorPartial, LookaheadPartial, PlannedOnPolicy, PlannedPartial
 from sortedrl.core.strategies.paper import Baseline, CohortAtOnce, OnPolicy, Partial, UngatedOnPolicy
-from sortedrl.core.strategies.peers import April, AsyncPool, TailBatching
+from sortedrl.core.strategies.peers import April, AsyncPool, FilterRounds, TailBatching
 
 _ALL: tuple[Strategy, ...] = (
     Baseline("baseline"),
@@ -27,6 +27,8 @@ _ALL: tuple[Strategy, ...] = (
     ElevatorPartial("partial+elevator"),
     April("april"),
     TailBatching("tail-batching"),
+    FilterRounds("filter-rounds"),
+    FilterRounds("filter-rounds+refill", refill=2),
     AsyncPool("async-pool"),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
