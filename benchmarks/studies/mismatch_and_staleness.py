@@ -97,7 +97,7 @@ def tokens_of_a_run(updates: int, seed: int, *, rounded_weights: bool) -> list[T
     models, found = {0: copy.deepcopy(model)}, []
     for version, batch in zip(range(updates), controller, strict=False):
         found += [token for rollout in batch for token in split(rollout, models, version)]
-        learner.step(batch.rollouts, version=version)
+        learner.step(batch)
         models[version + 1] = copy.deepcopy(learner.model)
         controller.publish(engine_weights(learner, rounded=rounded_weights))
     return found
