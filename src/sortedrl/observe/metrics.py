@@ -66,8 +66,7 @@ class Metrics:
         self._longest_wait = 0
         self._expected_lengths, self._real_lengths = array("d"), array("d")
         self._attempts = Attempts() if estimates_uncut_length else None
-        self._reasons = Reasons()  # of rejections
-        self._filtered_reasons: Counter[str] = Counter()  # rollouts
+        self._reasons, self._filtered_reasons = Reasons(), Counter[str]()  # of rejections; filtered rollouts
         self._wall_clock = WallClock()
         self._turns = TurnTally()
         self._rollouts_per_prompt = 1
@@ -84,7 +83,7 @@ class Metrics:
             events.Preempted: self._on_preempted,
             events.TurnEnded: self._on_turn_ended,
             events.Observed: self._turns.observe,
-            events.EnvironmentFailed: self._on_environment_failed,
+            events.EnvironmentFailed: self._turns.fail,
             events.Finished: self._on_finished,
             events.Aborted: self._on_aborted,
             events.Failed: self._on_failed,
@@ -227,9 +226,6 @@ class Metrics:
         if self._leave_engine(event.rollout, event.made):
             self._turns.end_turn(event)
 
-    def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
-        self._turns.failures += 1
-
     def _on_finished(self, event: events.Finished) -> None:
         rollout = event.rollout
         if not self._leave_engine(rollout, event.made) and not self._turns.leave(rollout, event.at):
@@ -350,8 +346,7 @@ class Metrics:
     def snapshot(self) -> Snapshot:
         count = self._count
         wall = self._time - self._began
-        empty = sum(self._empty.values())
-        capacity = self._harvest_capacity()
+        empty, capacity = sum(self._empty.values()), self._harvest_capacity()
         capacity_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
         return Snapshot(
             wall_seconds=wall,
@@ -375,15 +370,14 @@ class Metrics:
         """A simulation passes the exact `uncut_mean_length`; otherwise it is estimated, which can take a second."""
         count = self._count
         now = self.snapshot()
-        wall = now.wall_seconds
-        capacity = self._harvest_capacity()
+        wall, capacity = now.wall_seconds, self._harvest_capacity()
         scored_tokens, scored = (count[f"trained{of}"] + count[f"filtered{of}"] for of in ("_tokens", ""))
         cached = count["generated_tokens"] - count["dropped_tokens"] - scored_tokens
         updates = len(self._updates)
         mean_length = _ratio(count["trained_tokens"], count["trained"])
-        uncut, length_of_all = uncut_mean_length, mean_length
+        uncut, of_all = uncut_mean_length, mean_length
         if uncut is None:  # estimated, with the filtered ones
-            uncut, length_of_all = self._uncut_mean_length(), _ratio(scored_tokens, scored)
+            uncut, of_all = self._uncut_mean_length(), _ratio(scored_tokens, scored)
         return RunMetrics(
             mode=self.mode,
             slots=self.slots,
@@ -416,7 +410,7 @@ class Metrics:
             sortedness=sortedness(self._updates),
             mean_length=mean_length,
             uncut_mean_length=uncut,
-            length_bias=None if uncut is None else length_of_all / uncut - 1 if uncut else 0.0,
+            length_bias=None if uncut is None else of_all / uncut - 1 if uncut else 0.0,
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
             mean_reward=_ratio(self._reward_sum, scored),
@@ -439,9 +433,7 @@ class Metrics:
         """None with `keep_seed`: regenerating then repeats the same attempt, which carries no new information."""
         if self._attempts is None:
             raise ValueError("these metrics do not estimate the uncut length: pass it to run_metrics")
-        if self._keeps_seeds and self._attempts.was_any_cut:
-            return None
-        return self._attempts.mean_if_uncut()
+        return None if self._keeps_seeds and self._attempts.was_any_cut else self._attempts.mean_if_uncut()
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -65,6 +65,9 @@ class TurnTally:
         self._tokens[event.rollout] = self.tokens_of(event.rollout) + event.tokens
         self._unseen[event.rollout] = self._unseen.get(event.rollout, 0) + event.tokens
 
+    def fail(self, event: events.EnvironmentFailed) -> None:
+        self.failures += 1
+
     def submit(self, rollout: int, at: float) -> int:
         """How many of its tokens the engine prefills for the first time."""
         self.leave(rollout, at)
