@@ -17,10 +17,10 @@ CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
     "lines of src": 39_200,
     "lines of core": 5_160,
-    "lines of the reading path": 4_030,
-    "lines of tests": 37_800,
+    "lines of the reading path": 4_080,
+    "lines of tests": 37_700,
     "lines of the longest file in src": 450,
-    "words of docs": 52_600,
+    "words of docs": 51_700,
     "lines of README": 120,
 }
 
@@ -28,12 +28,12 @@ BOUNDS = {
 def sizes() -> dict[str, int]:
     source = sorted(PACKAGE.rglob("*.py"))
     return {
-        "lines of src": 39_200,
-        "lines of core": 5_160,
-        "lines of the reading path": 4_030,
-        "lines of tests": 37_800,
+        "lines of src": _lines(source),
+        "lines of core": _lines(CORE.rglob("*.py")),
+        "lines of the reading path": _lines(reading_path()),
+        "lines of tests": _lines((ROOT / "tests").rglob("*.py")),
         "lines of the longest file in src": max(_lines([file]) for file in source),
-        "words of docs": 52_600,
+        "words of docs": sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")),
         "lines of README": _lines([ROOT / "README.md"]),
     }
 

@@ -40,7 +40,7 @@ from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
 from sortedrl.core.group_filter import Keeps, group_filter
-from sortedrl.core.ledger import LateScores, Ledger, SlotClock
+from sortedrl.core.ledger import Ledger, SlotClock
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
@@ -104,7 +104,6 @@ class Controller:
         release = environments.cancel if environments is not None else None
         self._ledger = Ledger(self._state, self.strategy, self._clock, self.log, release)
         self._streaming = Streaming(stream_to, self._ledger)
-        self._late_scores = LateScores(self._ledger)
         self.sampling = sampling or Sampling()
         self._generation = Generation(engine, scorer, environments, self.sampling, self._ledger, self._streaming)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
@@ -285,7 +284,7 @@ class Controller:
                 self._streaming.hand_over()
                 if self.buffer.rejected > rejected_before and self._has_enough():  # fewer are left to wait for
                     break
-                if not self._late_scores.give_up():
+                if not self._generation.late_scores.give_up():
                     self._generation.advance()
             if not self.schedule.overlap:
                 self._generation.abort_running()

@@ -13,7 +13,6 @@ from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.core.import_path import fault_in_your_code, import_object
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.wording import kind_of
@@ -88,6 +87,8 @@ class GroupFilter:
                 raise TypeError(f"it returned {kind_of(kept)}: return True to keep the group, False to filter it")
             return bool(kept)
         except (Exception, SystemExit) as error:
+            from sortedrl.core.import_path import fault_in_your_code  # slow to import
+
             raise FilterFailed(f"filter_groups = {self.name}: {fault_in_your_code(error)}") from error
 
     def _kind_of_reward(self, shared: float) -> str:
@@ -152,6 +153,8 @@ def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter 
 
 def _from_import_path(path: str) -> Keeps:
     fix = f"Use {EQUAL_REWARDS}, or name a function of one group's rollouts as your.module:name."
+    from sortedrl.core.import_path import import_object
+
     if ":" not in path:
         raise ConfigurationError("filter_groups", path, "no such filter", fix)
     try:
