@@ -15,10 +15,10 @@ READ_FIRST = ("rollout", "schedule", "buffer", "ledger", "engine_reports", "cont
 READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
-    "lines of src": 39_200,
+    "lines of src": 39_700,
     "lines of core": 5_160,
     "lines of the reading path": 4_080,
-    "lines of tests": 37_700,
+    "lines of tests": 38_300,
     "lines of the longest file in src": 450,
     "words of docs": 51_700,
     "lines of README": 120,

@@ -218,7 +218,6 @@ AWAY_FROM_DEFAULT: dict[str, Any] = {
     "vllm_group_port": 1,
     "vllm_tensor_parallel_size": 2,
     "neftune_noise_alpha": 5.0,
-    "fsdp": "full_shard",
     "parallelism_config": object(),
 }  # switches are turned over
 
@@ -328,6 +327,16 @@ def test_a_cohort_that_cannot_fill_an_update_is_refused(batch: int, tmp_path: Pa
 def test_a_cohort_of_any_size_may_be_larger_than_the_default(tmp_path: Path) -> None:
     args = config(tmp_path, per_device_train_batch_size=8192, num_generations=8, gradient_accumulation_steps=1)
     assert schedule_for(args, Schedule(max_staleness=4), 0).prompts_per_cohort == 4096
+
+
+def test_a_function_makes_the_engine(tokenizer: Any, tmp_path: Path) -> None:
+    def made() -> EmbeddedEngine:
+        return EmbeddedEngine(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+
+    trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=2), engine=made).train()
+    assert len(updates_in(tmp_path)) == 2
+    with pytest.raises(ConfigurationError, match="engine = '<lambda>': it returned a str without now, submit"):
+        trainer_for(tmp_path, tokenizer, engine=lambda: "embedded").train()
 
 
 @pytest.mark.parametrize("name", SERVERS)

@@ -1,29 +1,150 @@
-"""SortedGRPOTrainer on several ranks: real processes over gloo."""
+"""SortedGRPOTrainer on several ranks: real processes over gloo, FSDP2 and ZeRO-3 on the CPU."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+import torch
+from transformers import AutoTokenizer
+
 import torchrun
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.events import Updated
+from sortedrl.core.rollout import Prompt, Rollout, Segment
+from sortedrl.integrations.trl.fields import check_model, check_parts
+from sortedrl.integrations.trl.rows import dealt, rows_in_groups
+from sortedrl.log.reading import read_events, without_rolled_back
+from sortedrl.models import BUILT_IN_MODEL
 from torchrun import SUPPORT
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_fsdp"
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+SHARDINGS = ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)]
+
+
+def variables(sharding: str) -> dict[str, str]:
+    """What `accelerate launch` makes of the example's file."""
+    if sharding == "none":
+        return {}
+    settings = yaml.safe_load((EXAMPLE / f"{sharding}.yaml").read_text())
+    if sharding == "fsdp2":
+        chosen = {name.upper(): str(value) for name, value in settings["fsdp_config"].items()}
+        return {"ACCELERATE_USE_FSDP": "true", **chosen}
+    chosen = settings["deepspeed_config"]
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(chosen["zero_stage"])}
+
+
+def trained(folder: Path, sharding: str, processes: int = 2, **settings: Any) -> dict[str, Any]:
+    """The history and weights of a run of three updates, each of 16 rollouts in all."""
+    settings = {"folder": str(folder), "engine": "shared", "accumulation": 4 // processes} | settings
+    scripts = [SUPPORT / "fsdp_on_cpu.py", str(SUPPORT / "trl_on_ranks.py"), json.dumps(settings)]
+    torchrun.run(*scripts, processes=processes, variables=variables(sharding))
+    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    log = without_rolled_back(read_events(folder / "events.jsonl"))
+    told["rollouts"] = [(event.rollouts, event.lengths) for event in log if isinstance(event, Updated)]
+    return told | {"weights": torch.load(folder / "weights.pt")}
+
+
+def losses(told: dict[str, Any]) -> list[float]:
+    return [entry["loss"] for entry in told["history"] if "loss" in entry]
+
+
+def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a["weights"].keys() == b["weights"].keys()
+    return max(float((weight - b["weights"][name]).abs().max()) for name, weight in a["weights"].items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ways",
-    [
-        ("fsdp2", "fsdp1"),
-        pytest.param(("zero3",), marks=pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")),
-    ],
+    [("fsdp2", "fsdp1"), pytest.param(("zero3",), marks=needs_deepspeed)],
 )
 def test_weights_gathered_from_shards_are_those_before_sharding(ways: tuple[str, ...]) -> None:
     told = torchrun.run(SUPPORT / "sharded_weights.py", *ways)
     for way in ways:
         assert told.count(f"equal: {way}") == 2 * 3  # on both ranks: whole model, LoRA, DoRA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_sharded_ranks_train_as_one_process_does_and_resume(sharding: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = trained(tmp_path / "one", "none", processes=1)
+    two = trained(tmp_path, sharding, evaluate=True)
+    assert two["sharded"] and not one["sharded"]
+    assert two["rollouts"] == one["rollouts"] and len(one["rollouts"]) == 3
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert difference(one, two) < 1e-4 < float(sum((w**2).sum() for w in two["weights"].values()))
+    assert max(entry["sortedrl/mismatch"] for entry in two["history"] if "loss" in entry) < 1e-5
+    assert [entry["step"] for entry in two["history"] if "eval_reward" in entry] == [2, 3]
+    again = trained(tmp_path, sharding, resume=str(tmp_path / "checkpoint-2"))
+    assert again["rollouts"] == two["rollouts"]
+    assert difference(two, again) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "rank", "said"),
+    [
+        ("reward", 1, "rank 0 ends, because rank 1 failed: KeyError: 'solution'"),
+        ("engine", 0, "rank 1 ends, because rank 0 failed: EngineDied: the server does not answer"),
+        ("SIGKILL", 1, "Signal 9"),
+    ],
+)
+def test_a_rank_that_fails_ends_all(fault: str, rank: int, said: str, tmp_path: Path) -> None:
+    settings = {"folder": str(tmp_path), "engine": "own", "fault": fault, "on_rank": rank, "lora": True}
+    scripts = [str(SUPPORT / "trl_on_ranks.py"), json.dumps(settings)]
+    started = torchrun.start(SUPPORT / "fsdp_on_cpu.py", *scripts, variables=variables("fsdp2"))
+    output, _ = started.communicate(timeout=120)
+    ended = time.time()
+    assert started.returncode != 0 and said in output, output[-4000:]
+    assert ended - float((tmp_path / "failed-at").read_text()) < 20
+
+
+def rollout(id: int, group: int, tokens: int) -> Rollout:
+    made = Rollout(id, Prompt(str(group), (1, 2), group), id % 2, 0, 0, 0)
+    made.append(Segment([5] * tokens, [0.0] * tokens, 0))
+    return made
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4, 7])
+def test_each_rank_gets_whole_groups_of_all_lengths(groups: int) -> None:
+    rows = rows_in_groups([rollout(id, id // 2, 10 * (id // 2) + 1) for id in range(2 * groups)], 2)
+    parts = dealt(rows, 3, 2, 4)
+    assert len({len(part) for part in parts}) == 1 and len(parts[0]) % 4 == 0
+    trained = [[row.rollout.id for row in part if row.trains] for part in parts]
+    assert sorted(id for part in trained for id in part) == list(range(2 * groups))
+    assert all(part[::2] == [id - 1 for id in part[1::2]] for part in trained)  # group members stay together
+    if groups == 7:
+        assert [part[::2] for part in trained] == [[0, 10, 12], [2, 8], [4, 6]]
+
+
+def test_an_engine_that_decodes_with_the_trainer_s_module_is_refused_if_that_is_sharded() -> None:
+    trainer = SimpleNamespace(
+        processing_class=AutoTokenizer.from_pretrained(BUILT_IN_MODEL),
+        model=None,
+        accelerator=SimpleNamespace(
+            state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=SimpleNamespace(fsdp_version=2))
+        ),
+    )
+    check_model(trainer, "vllm")
+    with pytest.raises(ConfigurationError, match="whose weights are sharded"):
+        check_model(trainer, "embedded")
+
+
+def test_a_function_makes_an_engine_with_slots_of_its_own() -> None:
+    check_parts("partial", lambda: None, None)
+    with pytest.raises(ConfigurationError, match="slots of its own"):
+        check_parts("partial", lambda: None, 8)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SUPPORT = Path(__file__).parent
 
 
-def start(script: str | Path, *arguments: str, processes: int = 2, **options: Any) -> subprocess.Popen[str]:
+def start(
+    script: str | Path, *arguments: str, processes: int = 2, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     paths = os.pathsep.join([str(SUPPORT), *filter(None, sys.path)])
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths}
@@ -20,14 +23,13 @@ def start(script: str | Path, *arguments: str, processes: int = 2, **options: An
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | environment,
-        **options,
+        env=os.environ | environment | dict(variables or {}),
     )
 
 
-def run(script: str | Path, *arguments: str, processes: int = 2, seconds: float = 240) -> str:
+def run(script: str | Path, *arguments: str, seconds: float = 240, **options: Any) -> str:
     """Its output. Fails if a process fails."""
-    started = start(script, *arguments, processes=processes)
+    started = start(script, *arguments, **options)
     try:
         output, _ = started.communicate(timeout=seconds)
     finally:

@@ -6,7 +6,8 @@
     trainer.train()
 
 Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `engine` (what
-generates), `run` (the scheduler's side), `rows` (converts an update to TRL's rows).
+generates), `run` (the scheduler's side), `rows` (converts an update to TRL's rows), `mismatch` (engine and trainer
+compared). On several ranks: `weights` (gathered from shards), `ranks` (rank 0 schedules for all; an error ends all).
 For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls).
 """
 
@@ -26,6 +27,7 @@ from sortedrl.integrations.trl.fields import check_version
 
 check_version()  # before the trainer class is created
 
-from sortedrl.integrations.trl.trainer import EngineMismatch, HookNeverFired, SortedGRPOTrainer  # noqa: E402
+from sortedrl.integrations.trl.mismatch import EngineMismatch  # noqa: E402
+from sortedrl.integrations.trl.trainer import HookNeverFired, SortedGRPOTrainer  # noqa: E402
 
 __all__ = ["EngineMismatch", "HookNeverFired", "SortedGRPOTrainer"]

@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl.trainer.grpo_config import GRPOConfig
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, EngineBase, EngineSpec, Request, Sampling, with_defaults
+from sortedrl.core.engine import (
+    Engine,
+    EngineBase,
+    EngineSpec,
+    Request,
+    Sampling,
+    missing_members,
+    with_defaults,
+)
 from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import make_engine
-from sortedrl.integrations.trl.weights import whole_weights
+from sortedrl.integrations.trl.weights import is_sharded, whole_weights
+
+MakeEngine = Callable[[], Engine]
+
+
+def is_function(wanted: str | Engine | MakeEngine) -> TypeGuard[MakeEngine]:
+    return not isinstance(wanted, str) and not hasattr(wanted, "poll")
+
+
+def exhaust(weights: Iterator[Any] | None) -> None:
+    for _ in weights or ():
+        pass
 
 
 class TrainerEngine:
-    """`wanted`: a name, for which `spec` is, or an engine of the user's. `model`: the trainer's."""
+    """`wanted`: a name, for which `spec` is, an engine of the user's, or a function that makes one, on rank 0 alone.
+
+    `model_now`: the trainer's model, which accelerate may wrap or shard. `is_here` is False where rank 0 generates.
+    """
 
     def __init__(
-        self, wanted: str | Engine, model: Any, spec: EngineSpec | None, schedule: Schedule, sampling: Sampling
+        self,
+        wanted: str | Engine | MakeEngine,
+        model_now: Callable[[], Any],
+        spec: EngineSpec | None,
+        schedule: Schedule,
+        sampling: Sampling,
+        *,
+        is_here: bool,
     ) -> None:
+        self.is_here = is_here
         self._wanted = wanted
-        self._model = model
+        self._model_now = model_now
         self._spec = spec
         self._schedule = schedule
         self._sampling = sampling
         self._engine: EngineBase | None = None
-        self._shares_weights = wanted == "embedded" and not is_peft_model(model)
+        self._shares_weights = wanted == "embedded" and not is_peft_model(model_now())
         self._evaluated = (0, 0)  # a step, and the responses that its evaluations have sampled
 
     def ready(self) -> EngineBase:
@@ -41,16 +72,31 @@ class TrainerEngine:
             self._engine = self._new_engine()
         return self._engine
 
+    @property
+    def is_sharded(self) -> bool:
+        """Then `weights` is a collective: all ranks call it, and read it to the end."""
+        return is_sharded(self._model_now())
+
     def update_weights(self, version: int) -> None:
-        self.ready().update_weights(self.weights(), version)
+        weights = self.weights()
+        if self.is_here:
+            self.ready().update_weights(weights, version)
+        if self.is_sharded:
+            exhaust(weights)
 
     def weights(self) -> Iterator[tuple[str, Tensor]] | None:
         """For the engine, before the next step: None if it shares the trainer's module."""
-        return None if self._shares_weights else whole_weights(self._model)
+        if self._shares_weights:
+            return None
+        return whole_weights(self._model_now(), on_host=self.is_here and self.ready().has_own_device)
 
-    def sampled(self, prompt_ids: Any, version: int, step: int) -> tuple[list[list[int]], list[list[float]]]:
-        """One response, or turn, to each prompt of a batch of an evaluation after `step` optimizer steps."""
-        self.update_weights(version)
+    def sleep_until_update(self) -> None:
+        if self.is_here:
+            self.ready().sleep_until_update()
+
+    def sampled(self, prompt_ids: Any, step: int) -> list[tuple[list[int], list[float]]]:
+        """One response, or turn, to each prompt of a batch of an evaluation after `step` optimizer steps: its tokens
+        and log-probabilities."""
         limit, context = self._schedule.max_response_tokens, self._schedule.max_context_tokens
         requests = [
             Request(i, Prompt(str(i), tuple(ids)), (), limit, seed, self._sampling)
@@ -63,7 +109,7 @@ class TrainerEngine:
             if response.failure is not None:
                 raise RuntimeError(f"prompt {id} of an evaluation failed: {response.failure}")
         made = [responses.get(request.id) for request in requests]
-        return [r.tokens if r else [] for r in made], [r.logprobs if r else [] for r in made]
+        return [(r.tokens, r.logprobs) if r else ([], []) for r in made]
 
     def _new_seeds(self, step: int, count: int) -> list[int]:
         """They differ in all batches and turns of a step. A resumed run has the same ones from its next step on."""
@@ -72,10 +118,18 @@ class TrainerEngine:
         return [derive_seed(self._schedule.seed, step, i) for i in range(first, first + count)]
 
     def _new_engine(self) -> EngineBase:
+        if is_function(self._wanted):
+            made = self._wanted()
+            missing = missing_members(made)
+            if missing:
+                why = f"it returned {kind_of(made)} without {', '.join(missing)}"
+                name = getattr(self._wanted, "__name__", "a function")
+                raise ConfigurationError("engine", name, why, "Return an engine, such as ServerPool([...]).")
+            return with_defaults(made)
         if not isinstance(self._wanted, str):
-            return with_defaults(self._wanted)
+            return with_defaults(cast(Engine, self._wanted))
         assert self._spec is not None
-        module = _module_to_decode_with(self._model) if self._wanted == "embedded" else None
+        module = _module_to_decode_with(self._model_now()) if self._wanted == "embedded" else None
         return make_engine(self._wanted, replace(self._spec, module=module))
 
 
@@ -85,16 +139,13 @@ def engine_spec(
 ) -> EngineSpec:  # fmt: skip
     options: dict[str, Any] = {}
     if wanted == "vllm":
-        if args.world_size > 1:
-            raise ConfigurationError(
-                "engine", "vllm", f"it supports one process, but there are {args.world_size}",
-                "Use engine='embedded', or launch one process.",
-            )  # fmt: skip
         options = {
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "enforce_eager": on_cpu,
         }
+        if args.world_size > 1:
+            options["distributed_executor_backend"] = "external_launcher"
     return EngineSpec(
         model=model.config._name_or_path,
         slots=slots,
@@ -116,7 +167,7 @@ def _module_to_decode_with(model: Any) -> Any:
     return module
 
 
-def longest_context(wanted: str | Engine, model: Any, args: GRPOConfig, schedule: Schedule) -> int:
+def longest_context(wanted: str | Engine | MakeEngine, model: Any, args: GRPOConfig, schedule: Schedule) -> int:
     """Tokens of prompt and response: as many as vLLM's setting or the model allows, unless the schedule bounds
     prompts."""
     if wanted == "vllm" and args.vllm_max_model_length:

@@ -14,6 +14,7 @@ from typing import Any
 import trl
 from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
+from trl.distributed import DistributedBackend
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -46,7 +47,6 @@ _OWN_ENGINE = "the scheduler generates with its own engine"
 _VLLM = "it sets up TRL's own vLLM, but the scheduler needs one that it can abort requests in"
 _USE_ENGINE = "Leave it out and pass engine= to the trainer."
 
-_SHARDED = ("sharded weights are not gathered for the engine", "Use plain data parallelism or LoRA.")
 _FIELDS_OF_TRLS_VLLM = (
     *("vllm_mode", "vllm_model_impl", "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host"),
     *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_tensor_parallel_size"),
@@ -65,8 +65,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "use_vllm": (_VLLM, "Pass engine='vllm' to the trainer instead."),
     **dict.fromkeys(_FIELDS_OF_TRLS_VLLM, (_VLLM, _USE_ENGINE)),
     "neftune_noise_alpha": ("the engine samples without this noise, so the loss would be biased", "Leave it out."),
-    "ds3_gather_for_generation": ("DeepSpeed ZeRO-3 is not supported", "Leave it out."),
-    **dict.fromkeys(("fsdp", "parallelism_config"), _SHARDED),
+    "ds3_gather_for_generation": ("weights are gathered for the engine, tensor by tensor", "Leave it out."),
+    "parallelism_config": ("models that are split within a layer were never run", "Use FSDP2 or ZeRO-3."),
 }
 # Settings of vLLM in this process.
 ENGINE_FIELDS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
@@ -142,16 +142,17 @@ def check_parts(schedule: object, engine: object, slots: int | None) -> None:
     if not isinstance(schedule, str | Schedule):
         fix = 'Pass the name of a mode, or Schedule(mode="partial", max_staleness=4), or leave it out.'
         raise ConfigurationError("schedule", schedule, f"this is {kind_of(schedule)}", fix)
-    if isinstance(engine, type) or not (isinstance(engine, str) or hasattr(engine, "poll")):
-        fix = "Pass embedded, vllm or an engine object, or leave it out."
+    if isinstance(engine, type) or not (isinstance(engine, str) or hasattr(engine, "poll") or callable(engine)):
+        fix = "Pass embedded, vllm, an engine object or a function that makes one, or leave it out."
         raise ConfigurationError("engine", engine, f"this is {kind_of(engine)}", fix)
     if isinstance(engine, str):
         check_name(engine)
         if engine in SERVERS:
             fix = "Pass the engine itself, such as engine=VllmServerEngine(URL, slots=256, eos_token_ids=[...])."
             raise ConfigurationError("engine", engine, "the trainer needs the address of a server", fix)
-    if slots is not None and checked_slots(slots) != getattr(engine, "slots", slots):
-        reason = f"the engine that you pass has {getattr(engine, 'slots', None)}"
+    own = getattr(engine, "slots", "slots of its own" if callable(engine) else slots)
+    if slots is not None and checked_slots(slots) != own:
+        reason = f"the engine that you pass has {own}"
         raise ConfigurationError("slots", slots, reason, "Leave it out.")
 
 
@@ -191,16 +192,19 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
     _check_steps(args)
 
 
-def check_model(trainer: Any) -> None:
+def check_model(trainer: Any, engine: object) -> None:
     """Refuse models that the engine cannot follow. `trainer` is a GRPOTrainer."""
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
         raise ConfigurationError(
             "processing_class", type(trainer.processing_class).__name__, "only text models are supported",
             "Use GRPOTrainer for images.",
         )  # fmt: skip
-    deepspeed = trainer.accelerator.state.deepspeed_plugin
-    if deepspeed is not None and deepspeed.zero_stage == 3:
-        raise ConfigurationError("deepspeed", "ZeRO-3", _SHARDED[0], "Use ZeRO-2.")
+    backend = DistributedBackend(trainer.accelerator)
+    if (backend.is_zero3 or backend.is_fsdp) and engine == "embedded":
+        raise ConfigurationError(
+            "engine", "embedded", "it decodes with the trainer's module, whose weights are sharded: every step would "
+            "need all ranks at once", "Use engine='vllm', or a function that returns a server or a pool.",
+        )  # fmt: skip
     if getattr(trainer.model, "is_loaded_in_4bit", False) or getattr(trainer.model, "is_loaded_in_8bit", False):
         raise ConfigurationError("model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16.")
 
@@ -224,9 +228,14 @@ def _check_steps(args: GRPOConfig) -> None:
         )  # fmt: skip
 
 
+def tools_need_an_engine_per_rank() -> ConfigurationError:
+    return ConfigurationError(
+        "engine", "a function", "with tools or environments every rank needs its own: their results do not reach other "
+        "ranks", "Pass engine='vllm', or an engine object with a URL for each rank.",
+    )  # fmt: skip
+
+
 def _is_set(name: str, value: Any, default: Any) -> bool:
-    if name == "fsdp":  # its own __post_init__ normalizes the value to a list
-        return bool(value)
     return default is not dataclasses.MISSING and value != default
 
 
@@ -245,10 +254,10 @@ def _steps_per_generation(args: GRPOConfig) -> int:
     return int(args.steps_per_generation)
 
 
-def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule:
+def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int, *, is_shared: bool = False) -> Schedule:
     """The schedule of one process: sizes from GRPOConfig, and the rest from `given`.
 
-    A generation batch is an update; each process schedules its own part of it.
+    A generation batch is an update; each process schedules its own part of it, or rank 0 all of it (`is_shared`).
     """
     rollouts = args.generation_batch_size // args.world_size
     if rollouts % args.num_generations:
@@ -258,6 +267,8 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int) -> Schedule
             f"groups of {args.num_generations}",
             f"Make per_device_train_batch_size x steps_per_generation a multiple of {args.num_generations}.",
         )  # fmt: skip
+    if is_shared:
+        rank, rollouts = 0, rollouts * args.world_size
     owned: dict[str, Any] = {
         "rollouts_per_update": rollouts,
         "rollouts_per_prompt": args.num_generations,

@@ -45,6 +45,16 @@ def rows_needed(rows: int, group_size: int, micro_batches: int) -> int:
     return -(-rows // unit) * unit
 
 
+def dealt(rows: Sequence[Row], ranks: int, group_size: int, micro_batches: int) -> list[list[Row]]:
+    """Whole groups for each rank, of about the same lengths, padded to the same number of rows."""
+    parts: list[list[Row]] = [[] for _ in range(ranks)]
+    for place in range(0, len(rows), group_size):
+        turn, rank = divmod(place // group_size, ranks)
+        parts[ranks - 1 - rank if turn % 2 else rank] += rows[place : place + group_size]
+    count = rows_needed(max(map(len, parts)), group_size, micro_batches)
+    return [filled_up(part or [Row(rows[0].rollout, False)], count) for part in parts]
+
+
 def token_staleness(rollouts: Sequence[Rollout], version: int, width: int) -> Tensor:
     """[rows, width]: the staleness of each token in versions, 0 in the padding."""
     staleness = torch.zeros(len(rollouts), width, dtype=torch.long)

@@ -186,9 +186,20 @@ class ScheduledRun:
         self._log.release(reward_of)
         self._recorder.flush()  # whoever watches the log sees whole updates
 
-    def publish(self, weights: Any) -> None:
+    @property
+    def version(self) -> int:
+        return self.controller.version
+
+    def mark_phase(self, phase: str) -> None:
+        self.controller.mark_phase(phase)
+
+    def publish(self, weights: Any, *, at_once: bool) -> None:
+        """`at_once`: the engine gets them now and not at the next harvest, while all ranks gather them."""
         self._in_hand = None
         self.controller.publish(weights)
+        if at_once:
+            self.controller.update_engine()
+            self.mark_phase("learner")
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. Only between two batches, when all that happened is in the log."""
@@ -242,6 +253,28 @@ def _refuse_other_rows(saved: str | None, prompts: DatasetPrompts) -> None:
         raise ConfigurationError(
             "train_dataset", f"{len(prompts)} rows", reason, "Restore the data of the run, or use another output_dir."
         )
+
+
+def read_state(folder: Path, rank: int, processes: int) -> dict[str, Any]:
+    """What `rank` has saved. Another number of processes is refused on all ranks for the same reason."""
+    for name in (state_name(0), state_name(rank)):
+        if not (folder / name).exists():
+            raise ConfigurationError(
+                "resume_from_checkpoint", str(folder),
+                f"it has no {name}: it was saved by another trainer, or in the middle of an update",
+                "Choose a checkpoint that SortedGRPOTrainer saved.",
+            )  # fmt: skip
+        saved: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+        if saved["processes"] != processes:
+            raise ConfigurationError(
+                "resume_from_checkpoint", str(folder), f"it was saved by {saved['processes']} processes, but there are "
+                f"{processes}", "Launch the same number.",
+            )  # fmt: skip
+    return saved
+
+
+def state_name(rank: int) -> str:
+    return f"sortedrl-{rank}.json"
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

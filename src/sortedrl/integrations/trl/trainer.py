@@ -15,8 +15,8 @@ lines. So GRPOTrainer is subclassed where it fills its generation batch:
 
 Everything else is TRL's: advantages, losses, KL, optimizer, logging, checkpoints, accelerate. The data loader still
 counts the steps, but its rows are ignored. Each process runs its own scheduler and engine over its part of the prompts,
-on its own replica of the weights; TRL synchronizes gradients. So every GPU generates, and processes synchronize at the
-optimizer step, as with GRPOTrainer.
+or rank 0 schedules for all and deals the rows of an update (`engine` is a function). TRL synchronizes gradients, so
+processes meet at the optimizer step, as with GRPOTrainer. Sharded weights are gathered in `end_step`, by all ranks.
 
 Invariants, checked at run time:
 - at the end of the first step every method above has been called (`HookNeverFired`);
@@ -28,7 +28,7 @@ Invariants, checked at run time:
 from __future__ import annotations
 
 import inspect
-import json
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -43,13 +43,23 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.configuration import ConfigurationError, checked_fraction
+from sortedrl.core.configuration import checked_fraction
 from sortedrl.core.engine import Engine, EngineSpec, Sampling
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl import fields
-from sortedrl.integrations.trl.engine import TrainerEngine, engine_spec, longest_context
+from sortedrl.integrations.trl.engine import (
+    MakeEngine,
+    TrainerEngine,
+    engine_spec,
+    exhaust,
+    is_function,
+    longest_context,
+)
+from sortedrl.integrations.trl.mismatch import check_mismatch, mismatch_of
+from sortedrl.integrations.trl.ranks import FollowedRun, Ranks
 from sortedrl.integrations.trl.rows import (
     Row,
+    dealt,
     filled_up,
     first_turn,
     loss_mask,
@@ -59,10 +69,15 @@ from sortedrl.integrations.trl.rows import (
     token_staleness,
     token_weights,
 )
-from sortedrl.integrations.trl.run import DatasetPrompts, ScheduledRun, columns_in_use, write_state
+from sortedrl.integrations.trl.run import (
+    DatasetPrompts,
+    ScheduledRun,
+    columns_in_use,
+    read_state,
+    state_name,
+    write_state,
+)
 from sortedrl.integrations.trl.tool_use import ToolUse
-
-MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
 
 # Metrics that `_compute_loss` appends per micro-batch, as means over its tokens. The second ones are means over its
 # responses if the ratio of the loss is per response.
@@ -74,10 +89,6 @@ class HookNeverFired(RuntimeError):
     """TRL did not call a hook of the scheduler, so its batches did not come from the scheduler."""
 
 
-class EngineMismatch(RuntimeError):
-    """The engine and the trainer disagree on log-probabilities."""
-
-
 _Host: Any = GRPOTrainer  # TRL lacks the type hints for type checking
 
 
@@ -86,7 +97,8 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     schedule      a mode's name, or a `Schedule` whose sizes agree with the GRPOConfig
     engine        "embedded" (in this process, shares the trainer's weights), "vllm" (in this process, with a copy of
-                  the weights), or any `core.engine.Engine`
+                  the weights), or any `core.engine.Engine`: each process has its own. Or a function without arguments
+                  that makes an engine, such as a pool of servers: called on rank 0, which generates for all processes
     slots         responses that the engine decodes at once (vLLM max_num_seqs, SGLang max_running_requests); default:
                   the rollouts per update of this process
     off_policy_correction
@@ -103,7 +115,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self,
         *positional: Any,
         schedule: Schedule | str = "partial+elevator",
-        engine: str | Engine = "embedded",
+        engine: str | Engine | MakeEngine = "embedded",
         slots: int | None = None,
         off_policy_correction: str = "ppo_clip",
         tool_threads: int = 32,
@@ -122,11 +134,15 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         except ValueError as error:
             raise fields.refused_template(error) or error from None
         fields.check_fields(self.args, off_policy_correction=off_policy_correction, engine=engine)
-        fields.check_model(self)
-        self.schedule = fields.schedule_for(self.args, schedule, self.accelerator.process_index)
+        fields.check_model(self, engine)
+        self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        self._is_shared = is_function(engine) and self._ranks.size > 1  # rank 0 generates for all
+        self.schedule = fields.schedule_for(self.args, schedule, self._ranks.rank, is_shared=self._is_shared)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
+            if self._is_shared:
+                raise fields.tools_need_an_engine_per_rank()
             context = longest_context(engine, self.model, self.args, self.schedule)
             self.schedule = fields.with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(
@@ -134,10 +150,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             )
         self._sampling = Sampling(temperature=self.temperature)
         spec = self._engine_spec(engine) if isinstance(engine, str) else None
-        self._engine = TrainerEngine(engine, self.model, spec, self.schedule, self._sampling)
+        is_here = self._ranks.rank == 0 or not self._is_shared
+        self._engine = TrainerEngine(engine, lambda: self.model, spec, self.schedule, self._sampling, is_here=is_here)
         self._max_rejected_fraction = max_rejected_fraction
         self._own_settings = {
-            "engine": engine if isinstance(engine, str) else type(engine).__name__,
+            "engine": engine if isinstance(engine, str) else getattr(engine, "__name__", type(engine).__name__),
             "off_policy_correction": off_policy_correction,
             "tool_threads": tool_threads,
             "tool_limit_seconds": tool_limit_seconds,
@@ -146,10 +163,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
-        self._run: ScheduledRun | None = None
+        self._run: ScheduledRun | FollowedRun | None = None
         self._resume_from: Path | None = None
         self._buffered_inputs: list[dict[str, Tensor]] | None = None  # TRL's own name: micro-batches of the update
         self._rows: list[Row] = []
+        self._scheduled_rows: list[Row] = []  # of the scheduler of this process
         self._loss_inputs: dict[str, Tensor] | None = None
         self._fired: set[str] = set()
         self.add_callback(_StepWatcher(self))
@@ -170,12 +188,13 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     # Start and end of a run
 
     def train(self, *positional: Any, **named: Any) -> Any:
-        try:
-            return super().train(*positional, **named)
-        finally:
-            if self._run is not None:
-                self._run.end()
-            self._run = self._resume_from = self._buffered_inputs = None
+        with self._ranks.ending_together():
+            try:
+                return super().train(*positional, **named)
+            finally:
+                if self._run is not None:
+                    self._run.end()
+                self._run = self._resume_from = self._buffered_inputs = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -185,9 +204,12 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """Called when TRL has determined the number of steps and loaded the weights of a checkpoint."""
         self._step = 0
         self._fired.clear()
-        saved = None if self._resume_from is None else self._saved_state(self._resume_from)
+        rank = self._ranks.rank if self._engine.is_here else 0
+        saved = None if self._resume_from is None else read_state(self._resume_from, rank, self._ranks.size)
         self._engine.update_weights(0 if saved is None else saved["controller"]["version"])
-        rank = self.accelerator.process_index
+        if not self._engine.is_here:
+            self._run = FollowedRun()
+            return
         self._run = ScheduledRun(
             self._engine.ready(),
             self.prompts(),
@@ -203,8 +225,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         )
 
     def prompts(self) -> DatasetPrompts:
-        """Of this process: rows `rank`, `rank + processes`, ... of the dataset."""
-        rows = range(self.accelerator.process_index, len(self.train_dataset), self.accelerator.num_processes)
+        """Of this process: all rows of the dataset if it schedules for all, else `rank`, `rank + processes`, ..."""
+        first, step = (0, 1) if self._is_shared else (self._ranks.rank, self._ranks.size)
+        rows = range(first, len(self.train_dataset), step)
         return DatasetPrompts(self.train_dataset, rows, self.args, self._prompt_tokens)
 
     def _prompt_tokens(self, row: int) -> Sequence[int]:
@@ -215,7 +238,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return list(tokens[0])
 
     @property
-    def run(self) -> ScheduledRun:
+    def run(self) -> ScheduledRun | FollowedRun:
         if self._run is None:
             raise self._never_fired(["on_train_begin"])
         return self._run
@@ -224,8 +247,16 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """Called after an optimizer step. At the end of an update, publish the weights."""
         self._require_fired(*(name for name in fields.HOOKS if self.tools or name != "_tool_call_loop"))
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
-            self.run.publish(self._engine.weights())
+            self._publish()
             self._log_metrics()
+
+    def _publish(self) -> None:
+        """The only place where weights are gathered in training: all ranks do it together."""
+        began, at_once, weights = time.perf_counter(), self._engine.is_sharded, self._engine.weights()
+        self.run.publish(weights, at_once=at_once)
+        if at_once:
+            exhaust(weights)
+            self._metrics["train"]["sortedrl/weight_update_seconds"] = [time.perf_counter() - began]
 
     def _require_fired(self, *hooks: str) -> None:
         silent = [name for name in hooks if name not in self._fired]
@@ -254,20 +285,27 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             tokens = gather(torch.stack([loss_mask(part).sum() for part in parts])).view(-1, steps).sum(dim=0)
             weights = token_weights(tokens, optimizer_steps)
             self._buffered_inputs = [part | {"token_weight": weights[i]} for i, part in enumerate(parts)]
-        self._engine.ready().sleep_until_update()  # an evaluation within an update has woken it
+        self._engine.sleep_until_update()  # an evaluation within an update has woken it
         return self._buffered_inputs[self._step % steps]
 
     def _next_update(self) -> list[dict[str, Any]]:
         """The dataset rows of the next update, one per rollout; sets `_rows` to the rollouts."""
-        batch = self.run.next_batch()
+        run, rows, steps = self.run, list[Row](), self.args.steps_per_generation
+        if isinstance(run, ScheduledRun):
+            rows = rows_in_groups(run.next_batch(), self.num_generations)
         self.model.train()  # the engine switches dropout off in the shared module
-        self._engine.ready().sleep_until_update()  # an evaluation, too, begins with a weight update
-        rows = rows_in_groups(batch, self.num_generations)
-        count = torch.tensor([len(rows)], device=self.accelerator.device)
-        most = int(gather(count).max())
-        self._rows = filled_up(rows, rows_needed(most, self.num_generations, self.args.steps_per_generation))
-        if self.tool_use is not None:
-            self.tool_use.take(self._rows, self.run.controller.live)
+        self._engine.sleep_until_update()  # an evaluation, too, begins with a weight update
+        if self._is_shared:
+            parts = dealt(rows, self._ranks.size, self.num_generations, steps) if rows else None
+            self._rows, version = self._ranks.scatter(parts and [(part, run.version) for part in parts])
+            self._scheduled_rows = [row for part in parts or () for row in part]
+            if isinstance(run, FollowedRun):
+                run.version = version
+        else:
+            most = int(gather(torch.tensor([len(rows)], device=self.accelerator.device)).max())
+            self._rows = self._scheduled_rows = filled_up(rows, rows_needed(most, self.num_generations, steps))
+        if self.tool_use is not None and isinstance(run, ScheduledRun):
+            self.tool_use.take(self._rows, run.controller.live)
         return [self.example(row.rollout.prompt.payload) for row in self._rows]
 
     def example(self, row: int) -> dict[str, Any]:
@@ -287,13 +325,15 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return [tokens for tokens, _ in turns], [logprobs for _, logprobs in turns]
 
     def _evaluated(self, prompt_ids: Any) -> tuple[list[list[int]], list[list[float]]]:
-        step = self.state.global_step
-        if self._run is None:
-            return self._engine.sampled(prompt_ids, 0, step)
-        self.run.controller.mark_phase("evaluation")
-        sampled = self._engine.sampled(prompt_ids, self.run.controller.version, step)
-        self.run.controller.mark_phase("learner")
-        return sampled
+        run, step = self._run or FollowedRun(), self.state.global_step
+        run.mark_phase("evaluation")
+        self._engine.update_weights(run.version)
+        if self._is_shared:
+            made = self._ranks.on_rank_0(lambda all_ids: self._engine.sampled(all_ids, step), list(prompt_ids))
+        else:
+            made = self._engine.sampled(prompt_ids, step)
+        run.mark_phase("learner")
+        return [tokens for tokens, _ in made], [logprobs for _, logprobs in made]
 
     def _tool_call_loop(self, *positional: Any, **named: Any) -> Any:
         assert self.tool_use is not None
@@ -312,7 +352,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             return rewards
         self._fired.add("_calculate_rewards")
-        self.run.controller.mark_phase("scores")
+        self.run.mark_phase("scores")
         if self.tool_use is not None:
             self.environments = self.tool_use.instances(self._rows)
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -322,10 +362,10 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         rewards[~trains] = torch.nan  # TRL leaves a row without a reward out of its group's statistics
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         total = total.nan_to_num(0.0, posinf=0.0, neginf=0.0)  # for the log, which is JSON; TRL takes what it was given
-        first = self.accelerator.process_index * len(self._rows)
-        ours = total[first : first + len(self._rows)].tolist()
-        self.run.score({row.rollout.id: reward for row, reward in zip(self._rows, ours, strict=True) if row.trains})
-        self.run.controller.mark_phase("learner")
+        first = 0 if self._is_shared else self._ranks.rank * len(self._rows)
+        ours = zip(self._scheduled_rows, total[first:].tolist(), strict=False)
+        self.run.score({row.rollout.id: reward for row, reward in ours if row.trains})
+        self.run.mark_phase("learner")
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -342,7 +382,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         scored["num_items_in_batch"] = gather(loss_mask(scored).sum()).sum()
         rollouts = [row.rollout for row in self._rows]
         width = scored["completion_ids"].shape[1]
-        scored["staleness"] = token_staleness(rollouts, self.run.controller.version, width).to(device)
+        scored["staleness"] = token_staleness(rollouts, self.run.version, width).to(device)
         if not self._decoupled:
             scored["old_per_token_logps"] = scored["sampling_per_token_logps"]
         return scored
@@ -372,25 +412,15 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(self, *positional: Any, **named: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*positional, **named)
-        if self._loss_inputs is not None:
-            self._compare_with_engine(found[0].detach(), self._loss_inputs)
+        mismatch = None if self._loss_inputs is None else mismatch_of(found[0].detach(), self._loss_inputs)
+        if mismatch is not None:
+            self._metrics["train"]["sortedrl/mismatch"].append(mismatch)
+            check_mismatch(mismatch)
         return found
 
-    def _compare_with_engine(self, logps: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Only on tokens of the current weights: on stale tokens the two differ legitimately."""
-        fresh = loss_mask(inputs).bool() & (inputs["staleness"] == 0)
-        if not bool(fresh.any()):
-            return
-        mismatch = (logps - inputs["sampling_per_token_logps"])[fresh].abs().mean().item()
-        self._metrics["train"]["sortedrl/mismatch"].append(mismatch)
-        if not mismatch < MISMATCH_LIMIT:
-            raise EngineMismatch(
-                f"on tokens of the current weights, engine and trainer differ by {mismatch:.2f} nats per token (limit "
-                f"{MISMATCH_LIMIT}): the engine does not hold the trainer's weights, or the trainer's dropout is on "
-                "(then set disable_dropout=True)"
-            )
-
     def _log_metrics(self) -> None:
+        if self.run.metrics is None:
+            return
         now = self.run.metrics.snapshot()
         for name in ("bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
             self._metrics["train"][f"sortedrl/{name}"] = [float(getattr(now, name))]
@@ -398,32 +428,13 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.run.controller.mark_phase("checkpoint")
+        run = self.run
+        run.mark_phase("checkpoint")
         super()._save_checkpoint(model, trial)
-        if self.run.has_batch_in_hand:  # saved by a callback in the middle of an update
+        if run.has_batch_in_hand or isinstance(run, FollowedRun):  # saved by a callback in the middle of an update
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        state = self.run.state() | {"processes": self.accelerator.num_processes}
-        write_state(folder / self._state_name(), state)
-
-    def _saved_state(self, folder: Path) -> dict[str, Any]:
-        path = folder / self._state_name()
-        if not path.exists():
-            raise ConfigurationError(
-                "resume_from_checkpoint", str(folder),
-                f"it has no {path.name}: it was saved by another trainer, or in the middle of an update",
-                "Choose a checkpoint that SortedGRPOTrainer saved.",
-            )  # fmt: skip
-        saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if saved["processes"] != self.accelerator.num_processes:
-            raise ConfigurationError(
-                "resume_from_checkpoint", str(folder), f"it was saved by {saved['processes']} processes, but there are "
-                f"{self.accelerator.num_processes}", "Launch the same number.",
-            )  # fmt: skip
-        return saved
-
-    def _state_name(self) -> str:
-        return f"sortedrl-{self.accelerator.process_index}.json"
+        write_state(folder / state_name(self._ranks.rank), run.state() | {"processes": self._ranks.size})
 
 
 class _StepWatcher(TrainerCallback):  # type: ignore[misc]

@@ -1,0 +1,67 @@
+"""GRPO on several GPUs with weights that are sharded over them.
+
+    accelerate launch --config_file fsdp2.yaml train.py --model MODEL                       # vLLM on every GPU
+    accelerate launch --config_file fsdp2.yaml train.py --model MODEL --servers URL URL     # vLLM servers elsewhere
+
+`zero3.yaml` does the same with DeepSpeed. docs/many_gpus.md has the commands for the servers and for several nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig
+
+from sortedrl.engines.servers.base import ServerPool
+from sortedrl.engines.servers.vllm import VllmServerEngine
+from sortedrl.integrations.trl import SortedGRPOTrainer
+
+SLOTS_PER_SERVER = 256
+
+
+def brief(completion_ids: list[list[int]], **columns: object) -> list[float]:
+    """Replace it with your reward."""
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--servers", nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a response, at most")
+    parser.add_argument("--output", type=Path, default=Path("trl-fsdp"))
+    parser.add_argument("--resume", help="a checkpoint")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+
+    def servers() -> ServerPool:  # called on rank 0, which generates for all ranks
+        eos = [tokenizer.eos_token_id]
+        return ServerPool([VllmServerEngine(u, slots=SLOTS_PER_SERVER, eos_token_ids=eos) for u in options.servers])
+
+    trainer = SortedGRPOTrainer(
+        model=options.model,
+        reward_funcs=brief,
+        args=GRPOConfig(
+            output_dir=str(options.output),
+            max_steps=options.steps,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+            num_generations=8,
+            max_completion_length=options.tokens,
+            save_steps=50,
+            logging_steps=1,
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"Count from {i} to {2 * i}."} for i in range(1, 1000)]),
+        processing_class=tokenizer,
+        engine=servers if options.servers else "vllm",
+    )
+    trainer.train(resume_from_checkpoint=options.resume)
+
+
+if __name__ == "__main__":
+    main()
