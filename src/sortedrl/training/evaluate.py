@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -55,12 +56,8 @@ def evaluate(
         for i, prompt in enumerate(prompts)
         for j in range(samples)
     }
-    scores = _Scores(scorer, watch or RejectionWatch(EVALUATION_WORTH), len(rollouts), on_progress)
-    turns = _Turns(engine, rollouts, scores, limits, sampling, environments)
-    waiting = list(rollouts.values())
-    while waiting:
-        waiting = turns.generate(waiting)
-    found = scores.all()
+    watch = watch or RejectionWatch(EVALUATION_WORTH)
+    found = _Run(engine, rollouts, scorer, environments, limits, sampling, watch, on_progress).scores()
     correct = tuple(
         tuple(i * samples + j in found and found[i * samples + j].correct for j in range(samples))
         for i in range(len(prompts))
@@ -70,123 +67,101 @@ def evaluate(
     return Evaluation(ids, correct, tuple(one.value for one in ordered), mean_parts(one.parts for one in ordered))
 
 
-class _Turns:
-    """Generates one turn of many rollouts. Their environments answer meanwhile; the next turn starts when all have
-    answered."""
+@dataclass(slots=True)
+class _Run:
+    """Generates one turn of all rollouts at a time. Their environments answer meanwhile; the next turn starts when all
+    have answered."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        rollouts: Mapping[int, Rollout],
-        scores: _Scores,
-        limits: Schedule,
-        sampling: Sampling,
-        environments: Environments | None,
-    ) -> None:
-        self._engine = engine
-        self._rollouts = rollouts
-        self._scores = scores
-        self._limits = limits
-        self._sampling = sampling
-        self._environments = environments
+    engine: Engine
+    rollouts: Mapping[int, Rollout]
+    scorer: Scorer
+    environments: Environments | None
+    limits: Schedule
+    sampling: Sampling
+    watch: RejectionWatch
+    on_progress: Callable[[int, int], None]
+    ended: int = 0
+    found: dict[int, Reward] = field(default_factory=dict)
 
-    def generate(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def scores(self) -> dict[int, Reward]:
+        """By rollout id, those without a score left out."""
+        waiting = list(self.rollouts.values())
+        while waiting:
+            waiting = self._next_turn(waiting)
+        while self.scorer.pending:
+            self.scorer.wait(SECONDS_BETWEEN_LOOKS)
+            self._collect()
+        return self.found
+
+    def _next_turn(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Returns those that continue."""
         requests = [
-            Request(r.id, r.prompt, tuple(r.segments), self._limits.room_for(r), r.seed, self._sampling)
-            for r in rollouts
+            Request(r.id, r.prompt, tuple(r.segments), self.limits.room_for(r), r.seed, self.sampling) for r in rollouts
         ]
-        generate(self._engine, requests, on_end=self._end_turn)
+        generate(self.engine, requests, on_end=self._end_turn)
         continued: list[Rollout] = []
-        while self._environments is not None and self._environments.pending:
-            self._environments.wait(SECONDS_BETWEEN_LOOKS)
-            continued += [self._rollouts[one.rollout_id] for one in self._environments.collect() if self._goes_on(one)]
+        while self.environments is not None and self.environments.pending:
+            self.environments.wait(SECONDS_BETWEEN_LOOKS)
+            continued += [self.rollouts[one.rollout_id] for one in self.environments.collect() if self._goes_on(one)]
         return sorted(continued, key=lambda rollout: rollout.id)
 
     def _end_turn(self, response: Response) -> None:
-        rollout = self._rollouts[response.request.id]
+        rollout = self.rollouts[response.request.id]
         for segment in response.segments:
             rollout.append(segment)
         if response.failure is not None:
-            self._cancel(rollout)
-            self._scores.end()
-            self._scores.fail(f"the engine did not generate it: {response.failure}")
-        elif self._environments is not None and not response.truncated:
-            self._environments.submit(rollout, rollout.observations)
+            self._end_without_score(rollout, f"the engine did not generate it: {response.failure}")
+        elif self.environments is not None and not response.truncated:
+            self.environments.submit(rollout, rollout.observations)
         else:
-            self._end(rollout, self._limits.limit_of_cut(rollout) if response.truncated else "")
+            self._end_to_score(rollout, self.limits.limit_of_cut(rollout) if response.truncated else "")
 
     def _goes_on(self, answer: Answer) -> bool:
-        rollout = self._rollouts[answer.rollout_id]
+        rollout = self.rollouts[answer.rollout_id]
         if (fault := answer.error or fault_of(answer)) is not None:
-            self._cancel(rollout)
-            self._scores.end()
-            self._scores.fail(fault)
+            self._end_without_score(rollout, fault)
         elif answer.observation is None and answer.reward is not None:
-            self._scores.end()
-            self._scores.add(rollout.id, Reward(answer.reward, **answer.detail))
+            self._count_end()
+            self._add(rollout.id, answer.reward, answer.detail)
         elif answer.observation is None:
-            self._end(rollout, "")
-        elif limit := self._limits.limit_reached(rollout, len(answer.observation)):
-            self._end(rollout, limit)
+            self._end_to_score(rollout, "")
+        elif limit := self.limits.limit_reached(rollout, len(answer.observation)):
+            self._end_to_score(rollout, limit)
         else:
             rollout.observe(answer.observation)
             return True
         return False
 
-    def _cancel(self, rollout: Rollout) -> None:
-        """The next evaluation has rollouts with the same ids."""
-        if self._environments is not None:
-            self._environments.cancel(rollout.id)
+    def _end_without_score(self, rollout: Rollout, reason: str) -> None:
+        """Its environment is canceled: the next evaluation has rollouts with the same ids."""
+        if self.environments is not None:
+            self.environments.cancel(rollout.id)
+        self._count_end()
+        self._count_rejected(reason)
 
-    def _end(self, rollout: Rollout, limit: str) -> None:
+    def _end_to_score(self, rollout: Rollout, limit: str) -> None:
         rollout.truncated, rollout.ended_by = bool(limit), limit
-        self._scores.end()
-        self._scores.submit(rollout)
-
-
-class _Scores:
-    """The scores of an evaluation. A response without one counts as wrong; `watch` raises if too many do."""
-
-    def __init__(
-        self, scorer: Scorer, watch: RejectionWatch, total: int, on_progress: Callable[[int, int], None]
-    ) -> None:
-        self._scorer = scorer
-        self._watch = watch
-        self._total = total
-        self._on_progress = on_progress
-        self._ended = 0
-        self._found: dict[int, Reward] = {}
-
-    def end(self) -> None:
-        """A response is complete."""
-        self._ended += 1
-        self._on_progress(self._ended, self._total)
-
-    def submit(self, rollout: Rollout) -> None:
-        self._scorer.submit(rollout)
+        self._count_end()
+        self.scorer.submit(rollout)
         self._collect()
 
-    def add(self, rollout_id: int, reward: Reward) -> None:
-        self._watch.count_scored()
-        self._found[rollout_id] = reward
-
-    def fail(self, reason: str) -> None:
-        self._watch.count_rejected(reason, "a response of the evaluation")
-
-    def all(self) -> dict[int, Reward]:
-        """Waits until all are scored; by rollout id, those without a score left out."""
-        while self._scorer.pending:
-            self._scorer.wait(SECONDS_BETWEEN_LOOKS)
-            self._collect()
-        return self._found
-
     def _collect(self) -> None:
-        for scored in self._scorer.collect():
+        for scored in self.scorer.collect():
             if scored.reward is None:
-                self.fail(scored.error or "no reward")
+                self._count_rejected(scored.error or "no reward")
             else:
-                self.add(scored.rollout_id, Reward(scored.reward, **scored.detail))
+                self._add(scored.rollout_id, scored.reward, scored.detail)
+
+    def _add(self, rollout_id: int, reward: float, detail: Any) -> None:
+        self.watch.count_scored()
+        self.found[rollout_id] = Reward(reward, **detail)
+
+    def _count_rejected(self, reason: str) -> None:
+        self.watch.count_rejected(reason, "a response of the evaluation")
+
+    def _count_end(self) -> None:
+        self.ended += 1
+        self.on_progress(self.ended, len(self.rollouts))
 
 
 def unscored_notice(watch: RejectionWatch) -> str | None:

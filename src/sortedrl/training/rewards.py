@@ -6,7 +6,8 @@ control experiment: every rollout gets the reward of another one, so there is no
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.environment import Answer, Environments
@@ -27,6 +28,13 @@ from sortedrl.training.resources import Resources
 from sortedrl.training.settings import ModelSettings, cannot_be_sent
 
 Scoring = Literal["at-once", "background"]
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closes)
 THREADS = 4  # for rewards in this process
 
 
@@ -46,57 +54,37 @@ class Rewards:
         self._settings = settings
         self._resources = resources
         self._scoring = scoring or ("at-once" if built_in else "background")
-        self._open: list[BackgroundScorer | Host] = []
+        self._to_close = ExitStack()
         self._pool: WorkerPool | None = None
         self._hosts: list[WorkerHosts] = []
         self._served: ServedEnvironments | None = None
-        task = resources.task
+        task, workers, limit_seconds = resources.task, settings.reward_workers, settings.score_limit_seconds
         if isinstance(task, ServedTask):
-            self._served = self._serve(task)
+            eos_token_ids, workers = resources.eos_token_ids, max(workers, 1)
+            options: dict[str, Any] = {"eos_token_ids": eos_token_ids, "workers": workers}
+            self._served = self._opened(task.serve(resources.tokenizer, **options, limit_seconds=limit_seconds))
             return
-        if isinstance(task, EnvironmentTask):
-            if self._scoring == "background" and settings.reward_workers:
-                self._hosts = [self._worker_hosts(task) for _ in range(2)]  # for training and for evaluation
-                self._open += self._hosts
-            return
-        if not built_in and settings.reward_workers:
-            self._pool = self._started_pool(task)
-        self._score = reward_function(task, resources.tokenizer, pool=self._pool)
-
-    def _serve(self, task: ServedTask) -> ServedEnvironments:
-        workers, limit_seconds = max(self._settings.reward_workers, 1), self._settings.score_limit_seconds
-        return task.serve(
-            self._resources.tokenizer,
-            eos_token_ids=self._resources.eos_token_ids,
-            workers=workers,
-            limit_seconds=limit_seconds,
-        )
-
-    def _started_pool(self, task: Task) -> WorkerPool:
-        settings = self._settings
         try:
-            pool = reward_workers(task, workers=settings.reward_workers, limit_seconds=settings.score_limit_seconds)
+            if isinstance(task, EnvironmentTask):
+                count = 2 if self._scoring == "background" and workers else 0  # for training and for evaluation
+                hosts = (WorkerHosts(task, workers=workers, limit_seconds=limit_seconds) for _ in range(count))
+                self._hosts = [self._opened(host) for host in hosts]
+            elif not built_in and workers:
+                self._pool = self._opened(reward_workers(task, workers=workers, limit_seconds=limit_seconds))
+                self._pool.start()
         except ValueError as error:
             raise cannot_be_sent(settings, error) from None
-        pool.start()
-        return pool
 
-    def _worker_hosts(self, task: EnvironmentTask) -> WorkerHosts:
-        settings = self._settings
-        try:
-            return WorkerHosts(task, workers=settings.reward_workers, limit_seconds=settings.score_limit_seconds)
-        except ValueError as error:
-            raise cannot_be_sent(settings, error) from None
+    def _opened(self, part: C) -> C:
+        self._to_close.callback(part.close)
+        return part
 
     def require_ready(self) -> None:
         """Wait for the first worker: a module that cannot be imported there is an error before the run."""
+        first = self._pool or self._served or next(iter(self._hosts), None)
         try:
-            if self._pool is not None:
-                self._pool.wait_until_ready()
-            elif self._hosts:
-                self._hosts[0].wait_until_ready()
-            elif self._served is not None:
-                self._served.wait_until_ready()
+            if first is not None:
+                first.wait_until_ready()
         except WorkerError as error:
             raise ConfigurationError(
                 "task",
@@ -108,10 +96,11 @@ class Rewards:
     def source(self) -> RewardSource:
         """A new one: evaluation and training do not share what is pending."""
         task = self._resources.task
-        if self._served is not None:
+        if isinstance(task, ServedTask):
+            assert self._served is not None
             return RewardSource(*self._served.source())
         if not isinstance(task, EnvironmentTask):
-            return RewardSource(self._scorer())
+            return RewardSource(self._scorer(task))
         tools = tuple(getattr(task.environment(), "tools", ()))
         environments = TaskEnvironments(
             self._resources.tokenizer, self._host(task), tools, eos_token_ids=self._resources.eos_token_ids
@@ -121,28 +110,20 @@ class Rewards:
     def _host(self, task: EnvironmentTask) -> Host:
         if self._hosts:
             return self._hosts.pop()
-        host = LocalHost(task.environment, limit_seconds=self._settings.score_limit_seconds)
-        self._open.append(host)
-        return host
+        return self._opened(LocalHost(task.environment, limit_seconds=self._settings.score_limit_seconds))
 
-    def _scorer(self) -> Scorer:
+    def _scorer(self, task: Task) -> Scorer:
+        score = reward_function(task, self._resources.tokenizer, pool=self._pool)
         if self._scoring == "at-once":
-            return DirectScorer(self._score)
-        if self._pool is not None:
-            scorer = BackgroundScorer(self._score, threads=self._settings.reward_workers, limit_seconds=None)
-        else:
-            limit_seconds = self._settings.score_limit_seconds
-            scorer = BackgroundScorer(self._score, threads=THREADS, limit_seconds=limit_seconds)
-        self._open.append(scorer)
-        return scorer
+            return DirectScorer(score)
+        if self._pool is not None:  # it has a time limit of its own
+            return self._opened(BackgroundScorer(score, threads=self._settings.reward_workers, limit_seconds=None))
+        limit_seconds = self._settings.score_limit_seconds
+        return self._opened(BackgroundScorer(score, threads=THREADS, limit_seconds=limit_seconds))
 
     def close(self) -> None:
-        for one in self._open:
-            one.close()
-        if self._served is not None:
-            self._served.close()
-        if self._pool is not None:
-            self._pool.close()
+        """What was opened last is closed first: scorers before the processes that score."""
+        self._to_close.close()
 
 
 POOL = 256  # recent rewards to draw from
