@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,17 +16,7 @@ from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, KnightsAndKnaves, r
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "warm_start.py"
-
-
-@pytest.fixture(scope="module")
-def warm_start() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("warm_start", SCRIPT)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["warm_start"] = module  # dataclasses look their module up by name
-    specification.loader.exec_module(module)
-    return module
+import warm_start  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +30,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def sampled(warm_start: ModuleType, model: Any, tokenizer: Any) -> list[Any]:
+def sampled(model: Any, tokenizer: Any) -> list[Any]:
     """Responses to 64 held-out puzzles at temperature 1."""
     task = KnightsAndKnaves.small()
     torch.manual_seed(0)
@@ -58,7 +44,7 @@ def test_it_is_small_and_of_a_kind_that_every_engine_loads(model: Any) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_it_is_what_the_script_makes(warm_start: ModuleType, tokenizer: Any) -> None:
+def test_it_is_what_the_script_makes(tokenizer: Any) -> None:
     report = json.loads((BUILT_IN_MODEL / "recipe.json").read_text(encoding="utf-8"))
     assert report["recipe"] == asdict(warm_start.Recipe())
     assert warm_start.make_tokenizer(phrases()).get_vocab() == tokenizer.get_vocab()

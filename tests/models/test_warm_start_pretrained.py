@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,22 +15,14 @@ from sortedrl.models import BUILT_IN_MODEL
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import warm_start_pretrained as script  # noqa: E402
+
 from small_models import VOCABULARY, model_of  # noqa: E402
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "warm_start_pretrained.py"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("warm_start_pretrained", SCRIPT)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def random_batch(script: ModuleType) -> tuple[Any, Any]:
+def random_batch() -> tuple[Any, Any]:
     """Five rows: prompts of 4 to 12 tokens, responses of 1 to 5, padding after them."""
     generator = torch.Generator().manual_seed(3)
 
@@ -46,7 +36,7 @@ def random_batch(script: ModuleType) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def test_each_example_is_in_one_batch_beside_others_of_similar_length(script: ModuleType) -> None:
+def test_each_example_is_in_one_batch_beside_others_of_similar_length() -> None:
     source = random.Random(5)
     rows = [([1], [2] * source.randint(5, 200)) for _ in range(2 * script.EXAMPLES_TO_SORT)]
     found, left = [], sum(len(response) for _, response in rows)
@@ -61,9 +51,9 @@ def test_each_example_is_in_one_batch_beside_others_of_similar_length(script: Mo
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Gemma2"])  # Gemma2 caps its logits
-def test_the_loss_and_its_gradient_are_those_of_all_logits(script: ModuleType, family: str) -> None:
+def test_the_loss_and_its_gradient_are_those_of_all_logits(family: str) -> None:
     model = model_of(family)
-    inputs, targets = random_batch(script)
+    inputs, targets = random_batch()
     loss = script.Loss(model)(inputs, targets)
     loss.backward()
     gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
@@ -76,10 +66,10 @@ def test_the_loss_and_its_gradient_are_those_of_all_logits(script: ModuleType, f
         torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_only_positions_with_a_target_get_logits(script: ModuleType) -> None:
+def test_only_positions_with_a_target_get_logits() -> None:
     model = model_of("Llama")
     loss_of = script.Loss(model)
-    inputs, targets = random_batch(script)
+    inputs, targets = random_batch()
     rows = 0
 
     def count(_: Any, arguments: tuple[Any, ...], __: Any) -> None:
@@ -93,7 +83,7 @@ def test_only_positions_with_a_target_get_logits(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("variable", [None, *ALLOCATOR_VARIABLES])
 def test_segments_of_gpu_memory_can_grow_unless_the_user_has_set_the_allocator(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, variable: str | None
+    monkeypatch: pytest.MonkeyPatch, variable: str | None
 ) -> None:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -107,9 +97,9 @@ def test_segments_of_gpu_memory_can_grow_unless_the_user_has_set_the_allocator(
     )
 
 
-def test_it_trains_a_model_from_a_folder(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_trains_a_model_from_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ["--model", str(BUILT_IN_MODEL), "--out", str(tmp_path), "--steps", "2", "--tokens-per-step", "600"]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    monkeypatch.setattr(sys, "argv", ["warm_start_pretrained.py", *arguments])
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     script.main()
     before = transformers.AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.bfloat16).state_dict()

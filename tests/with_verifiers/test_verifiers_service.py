@@ -16,7 +16,7 @@ import pytest
 from verifiers.v1.serve.client import EnvClient
 
 from chat_tokenizer import chat_tokenizer
-from processes import is_running, wait_for_end
+from processes import is_running, wait_for_end, wait_until
 from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Scored
@@ -34,6 +34,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     chat_tokenizer().save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def collected(source: Any, count: int) -> list[Any]:
+    """So many answers or scores, as they come."""
+    found: list[Any] = []
+
+    def all_came() -> bool:
+        source.wait(1.0)
+        found.extend(source.collect())
+        return len(found) >= count
+
+    wait_until(all_came, PATIENCE_SECONDS)
+    return found
 
 
 class Game:
@@ -63,13 +76,9 @@ class Game:
         return self.next_answer()
 
     def next_answer(self) -> Answer:
-        until = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < until:
-            self.environments.wait(1.0)
-            for answer in self.environments.collect():
-                assert answer.call == self.calls
-                return answer
-        raise TimeoutError
+        (answer,) = collected(self.environments, 1)
+        assert answer.call == self.calls
+        return answer
 
     def observed(self, rollout: Rollout, text: str) -> str:
         """Say it, and return what the environment adds."""
@@ -82,12 +91,8 @@ class Game:
     def score(self, rollout: Rollout, limit: str) -> Scored:
         rollout.truncated, rollout.ended_by = True, limit
         self.ends.submit(rollout)
-        until = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < until:
-            self.ends.wait(1.0)
-            for scored in self.ends.collect():
-                return scored
-        raise TimeoutError
+        (scored,) = collected(self.ends, 1)
+        return scored
 
 
 @contextmanager
@@ -181,15 +186,11 @@ def test_many_rollouts_at_a_time(tokenizer: Any) -> None:
         for rollout in rollouts.values():
             game.speak(rollout, "a" * (rollout.id + 1))
             game.environments.submit(rollout, rollout.id)
-        answered: set[int] = set()
-        until = time.monotonic() + PATIENCE_SECONDS
-        while len(answered) < 8 and time.monotonic() < until:
-            game.environments.wait(1.0)
-            for answer in game.environments.collect():
-                assert answer.call == answer.rollout_id
-                assert f"turn 1: {answer.rollout_id + 1} l" in tokenizer.decode(answer.observation)
-                answered.add(answer.rollout_id)
-        assert len(answered) == 8 and len(game.served.process_ids()) == 2
+        answers = collected(game.environments, 8)
+        for answer in answers:
+            assert answer.call == answer.rollout_id
+            assert f"turn 1: {answer.rollout_id + 1} l" in tokenizer.decode(answer.observation)
+        assert {answer.rollout_id for answer in answers} == set(range(8)) and len(game.served.process_ids()) == 2
 
 
 @pytest.mark.parametrize(
@@ -272,10 +273,8 @@ def test_a_server_whose_health_check_raises_is_replaced(tokenizer: Any, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(EnvClient, "health", broken_check)
             wait_for_end(process, seconds=PATIENCE_SECONDS)  # a check that is under way may take its limit
-        until = time.monotonic() + PATIENCE_SECONDS
-        while process in game.served.process_ids():  # an ask before the service notices the end gets an error
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        # An ask before the service notices the end gets an error.
+        wait_until(lambda: process not in game.served.process_ids(), PATIENCE_SECONDS)
         game.speak(rollout, "two")
         answer = game.answer(rollout)
         assert answer.error is None and "turn 2: 3" in tokenizer.decode(answer.observation), "replayed in a new server"

@@ -7,18 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chat_tokenizer import chat_tokenizer
-from processes import wait_for_end
+from processes import descendants_of, wait_for_end, wait_until
 from sortedrl.core import events
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
+from toy_runs import metrics_of
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_SECONDS = 600.0
@@ -99,9 +99,8 @@ def test_a_run_trains_on_episodes_of_verifiers(model: Path, tmp_path: Path, mode
     log = trained(model, run, *WORD_GAME, "--mode", mode)
     assert Metrics().fold(log).run_metrics().rejected == 0
     assert max(map(sum, kinds(log))) == 2, "three turns, two observations between them"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(1 <= line["reward_parts"]["replies"] <= 3 for line in lines if "reward" in line)
-    assert all(0 <= line["held_out_parts"]["has_a"] <= 1 for line in lines if "held_out" in line)
+    assert all(1 <= line["reward_parts"]["replies"] <= 3 for line in metrics_of(run, "reward"))
+    assert all(0 <= line["held_out_parts"]["has_a"] <= 1 for line in metrics_of(run, "held_out"))
 
 
 def test_textarenas_hangman_runs_unchanged(model: Path, tmp_path: Path) -> None:
@@ -116,11 +115,9 @@ def test_a_killed_run_leaves_no_process_and_resumes(model: Path, tmp_path: Path)
     run = tmp_path / "run"
     words = [*WORD_GAME, "--mode", "partial+elevator"]
     started = subprocess.Popen(command(model, run, *words, updates=200), env=environment(), stderr=subprocess.DEVNULL)
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not _has_updates(run, 2) and started.poll() is None and time.monotonic() < until:
-        time.sleep(0.2)
-    assert _has_updates(run, 2)
-    children = [pid for pid in _processes() if _parent(pid) == started.pid]
+    wait_until(lambda: _has_updates(run, 2) or started.poll() is not None, PATIENCE_SECONDS)
+    assert started.poll() is None
+    children = descendants_of(started.pid)
     assert children
     started.send_signal(signal.SIGKILL)
     started.wait()
@@ -131,16 +128,5 @@ def test_a_killed_run_leaves_no_process_and_resumes(model: Path, tmp_path: Path)
 
 
 def _has_updates(run: Path, count: int) -> bool:
-    metrics = run / "metrics.jsonl"
+    metrics = run / "metrics.jsonl"  # whose last line may be half written
     return metrics.exists() and sum('"reward"' in line for line in metrics.read_text().splitlines()) >= count
-
-
-def _processes() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _parent(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return -1

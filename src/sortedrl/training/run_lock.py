@@ -15,28 +15,21 @@ class FolderInUse(UserError, RuntimeError):
     """Another process holds the lock; the text names it."""
 
 
-class FolderLock:
-    """Holds the lock from construction to `release`.
+class FolderLock(ProcessLock):
+    """Holds the lock of a folder from construction to `release`.
 
     `warning` is set where the file system has no locks: the run continues, and nothing keeps a second process out.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._lock = ProcessLock(folder / RUN_LOCK)
+            super().__init__(folder / RUN_LOCK)
         except HeldByAnother as error:
             raise _in_use(folder, str(error)) from None
-        self.warning = self._lock.why_not and (
-            f"{folder} cannot be locked on this file system ({self._lock.why_not}): "
+        self.warning = self.why_not and (
+            f"{folder} cannot be locked on this file system ({self.why_not}): "
             "make sure that no second process writes to it"
         )
-
-    def is_in_place(self) -> bool:
-        """Whether the folder is still there, and still the one that was locked."""
-        return self._lock.is_in_place()
-
-    def release(self) -> None:
-        self._lock.release()
 
 
 @contextmanager
