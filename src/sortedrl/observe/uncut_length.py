@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, pairwise
+from functools import cache, partial
+from itertools import accumulate, chain, pairwise
 
 KINDS = 4
 KINDS_APART = 1.2  # initial spread: survival of all attempts, raised to powers from exp(-this) to exp(this)
@@ -89,11 +89,13 @@ class Attempts:
         for group, length, finished in zip(self._groups, self._lengths, self._finished, strict=True):
             seen[group].append(steps.code(length, finished=bool(finished)))
         every = -(-len(self._groups) // MOST_ATTEMPTS)
-        kinds = _Kinds.fitted(steps.count, [tuple(codes) for codes in list(seen.values())[::every]])
-        beyond = [kind.expected_beyond(steps.means) for kind in kinds.kinds]
+        kinds = _fitted(steps.count, [tuple(codes) for codes in list(seen.values())[::every]])
+        beyond = [kind.expected_beyond(steps.means) for kind in kinds]
         for group, cut in zip(self._cut_groups, self._cut_lengths, strict=True):
             place = steps.passed(cut)
-            expected = sum(p * lengths[place] for p, lengths in zip(kinds.posterior(seen[group]), beyond, strict=True))
+            expected = sum(
+                p * lengths[place] for p, lengths in zip(_posterior(kinds, seen[group]), beyond, strict=True)
+            )
             yield max(cut + 1, expected)  # no response that long has finished: at least one more token
 
 
@@ -127,18 +129,15 @@ class _Steps:
         return bisect_left(self.last, length) if finished else self.count + self.passed(length)
 
 
-@dataclass(frozen=True, slots=True)
 class _Kind:
     """A kind of group: how common it is, and the probability that a response that reaches a step ends there."""
 
-    share: float
-    chances: list[float]
-
-    def log_likelihoods(self) -> list[float]:
-        """Indexed by an attempt's code."""
-        clipped = [min(1 - LEAST_CHANCE, max(LEAST_CHANCE, chance)) for chance in self.chances]
+    def __init__(self, share: float, chances: list[float]) -> None:
+        self.log_share, self.chances = math.log(share), chances
+        clipped = [min(1 - LEAST_CHANCE, max(LEAST_CHANCE, chance)) for chance in chances]
         passed = [0.0, *accumulate(math.log1p(-chance) for chance in clipped)]
-        return [before + math.log(chance) for before, chance in zip(passed, clipped, strict=False)] + passed
+        ended = [before + math.log(chance) for before, chance in zip(passed, clipped, strict=False)]
+        self.log_likelihoods = ended + passed  # by an attempt's code
 
     def expected_beyond(self, means: Sequence[float]) -> list[float]:
         """Mean length of a response by the steps that it has passed; every response ends at the last step."""
@@ -148,57 +147,33 @@ class _Kind:
         return expected[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    kinds: list[_Kind]
-    tables: list[list[float]]  # log-likelihoods by code
-
-    @classmethod
-    def of(cls, kinds: list[_Kind]) -> _Kinds:
-        return cls(kinds, [kind.log_likelihoods() for kind in kinds])
-
-    @classmethod
-    def fitted(cls, steps: int, groups: Sequence[tuple[int, ...]]) -> _Kinds:
-        """Fitted by expectation maximization to the codes of each group's attempts."""
-        count = [0.0] * (2 * steps + 1)
-        for codes in groups:
-            for code in codes:
-                count[code] += 1
-        of_all = _chances(steps, count, prior=[0.0] * steps, weight=0.0)
-        powers = [math.exp(KINDS_APART * (1 - 2 * kind / (KINDS - 1))) for kind in range(KINDS)]
-        kinds = cls.of([_Kind(1 / KINDS, [1 - (1 - c) ** power for c in of_all]) for power in powers])
-        for _ in range(ROUNDS):
-            kinds = kinds._refitted(steps, groups, of_all)
-        return kinds
-
-    def _refitted(self, steps: int, groups: Sequence[tuple[int, ...]], of_all: Sequence[float]) -> _Kinds:
-        shares = [1e-3] * KINDS
-        counts = [[0.0] * (2 * steps + 1) for _ in range(KINDS)]
-        posterior = cache(self.posterior)  # groups of one attempt have few codes
+def _fitted(steps: int, groups: Sequence[tuple[int, ...]]) -> list[_Kind]:
+    """Kinds fitted by expectation maximization to the codes of each group's attempts."""
+    by_code = Counter(chain.from_iterable(groups))
+    of_all = _chances(steps, [by_code[code] for code in range(2 * steps + 1)], prior=[0.0] * steps, weight=0.0)
+    powers = [math.exp(KINDS_APART * (1 - 2 * kind / (KINDS - 1))) for kind in range(KINDS)]
+    kinds = [_Kind(1 / KINDS, [1 - (1 - chance) ** power for chance in of_all]) for power in powers]
+    for _ in range(ROUNDS):
+        posterior = cache(partial(_posterior, kinds))  # groups of one attempt have few codes
+        shares, counts = [1e-3] * KINDS, [[0.0] * (2 * steps + 1) for _ in range(KINDS)]
         for codes in groups:
             for kind, p in enumerate(posterior(codes)):
                 shares[kind] += p
-                count = counts[kind]
                 for code in codes:
-                    count[code] += p
-        whole = sum(shares)
-        return _Kinds.of(
-            [
-                _Kind(share / whole, _chances(steps, count, of_all, PRIOR_ATTEMPTS))
-                for share, count in zip(shares, counts, strict=True)
-            ]
-        )
-
-    def posterior(self, codes: Sequence[int]) -> list[float]:
-        """Posterior probability of each kind for a group with these attempts."""
-        logs = [
-            math.log(kind.share) + sum(map(table.__getitem__, codes))
-            for kind, table in zip(self.kinds, self.tables, strict=True)
+                    counts[kind][code] += p
+        kinds = [
+            _Kind(share / sum(shares), _chances(steps, count, of_all, PRIOR_ATTEMPTS))
+            for share, count in zip(shares, counts, strict=True)
         ]
-        top = max(logs)
-        weights = [math.exp(log - top) for log in logs]
-        whole = sum(weights)
-        return [weight / whole for weight in weights]
+    return kinds
+
+
+def _posterior(kinds: Sequence[_Kind], codes: Sequence[int]) -> list[float]:
+    """Posterior probability of each kind for a group with these attempts."""
+    logs = [kind.log_share + sum(map(kind.log_likelihoods.__getitem__, codes)) for kind in kinds]
+    top = max(logs)
+    weights = [math.exp(log - top) for log in logs]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _chances(steps: int, count: Sequence[float], prior: Sequence[float], weight: float) -> list[float]:
