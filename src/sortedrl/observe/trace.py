@@ -19,7 +19,7 @@ the one before it, so that arrows have a slice to end in.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple, TextIO
 
@@ -27,30 +27,16 @@ from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.run_state import RolloutPlaces
-from sortedrl.observe.timeline import Slice, Visit, slices, slot_counts, visits
+from sortedrl.observe.timeline import slices, slot_counts, visits
 
 RUN, SLOTS, ENVIRONMENTS = 1, 2, 3  # processes
-PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = (
-    101,
-    102,
-    103,
-    1001,
-    10_000_001,
-)  # tracks; unique across processes, since viewers may mix them up
+# Tracks; their numbers are unique across processes, since viewers may mix them up.
+PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = 101, 102, 103, 1001, 10_000_001
 COLORS = {
-    "trained": "good",
-    "filtered": "grey",
-    "stepped": "olive",
-    "kept": "yellow",
-    "lookahead": "rail_response",
-    "dropped": "terrible",
-    "preempted": "bad",
-    "failed": "black",
-    "running": "gray",
-}
-_OUTLINE = frozenset(
-    {events.RunBegan, events.SlotsChanged, events.Phase, events.Updated, events.Streamed, events.Published}
-)
+    "trained": "good", "stepped": "olive", "kept": "yellow", "lookahead": "rail_response", "dropped": "terrible",
+    "filtered": "grey", "preempted": "bad", "failed": "black", "running": "gray",
+}  # fmt: skip
+_OUTLINE = (events.RunBegan, events.SlotsChanged, events.Phase, events.Updated, events.Streamed, events.Published)
 COUNTERS = ("running", "waiting", "resumable", "environment", "ready")
 Json = dict[str, Any]
 
@@ -65,28 +51,7 @@ class _Span(NamedTuple):
 def trace_events(log: Iterable[Event]) -> list[Json]:
     """Names of processes and tracks first, then everything in time order."""
     kept = without_rolled_back(log)
-    if not kept:
-        return []
-    began = kept[0].at
-    stays, in_environments = slices(kept), visits(kept)
-    outline = [*(event for event in kept[:-1] if type(event) in _OUTLINE), kept[-1]]
-    updates = _learner_spans(outline, began)
-    timed = [
-        *_slot_slices(stays, began),
-        *_environment_slices(in_environments, began),
-        *_phase_slices(outline, began),
-        *_learner_slices(outline, updates),
-        *_streamed_slices(outline, updates, began),
-        *_versions(outline, began),
-        *_counters(kept, began),
-        *_arrows(stays, updates, began),
-    ]
-    timed.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # a slice comes before arrows into it
-    for event in timed:
-        event["ts"] /= 1000  # the format counts in microseconds
-        if "dur" in event:
-            event["dur"] /= 1000
-    return [*_names(outline, 1 + max((visit.lane for visit in in_environments), default=-1)), *timed]
+    return _Trace(kept).events() if kept else []
 
 
 def write_trace(log: Iterable[Event], file: TextIO) -> None:
@@ -97,34 +62,140 @@ def write_trace(log: Iterable[Event], file: TextIO) -> None:
     file.write("\n]}\n")
 
 
-def _nanoseconds(at: float, began: float) -> int:
-    return round((at - began) * 1e9)
+class _Trace:
+    def __init__(self, log: list[Event]) -> None:
+        self._log = log
+        self._outline = [*(event for event in log[:-1] if isinstance(event, _OUTLINE)), log[-1]]
+        self._slices, self._visits = slices(log), visits(log)
+        self._updates = self._learner_spans()
 
+    def events(self) -> list[Json]:
+        timed = [
+            *self._slot_slices(),
+            *self._environment_slices(),
+            *self._phase_slices(),
+            *self._learner_slices(),
+            *self._counters(),
+            *self._arrows(),
+        ]
+        timed.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # a slice comes before arrows into it
+        for event in timed:
+            event["ts"] /= 1000  # the format counts in microseconds
+            if "dur" in event:
+                event["dur"] /= 1000
+        return [*self._names(), *timed]
 
-def _span(start: float, end: float, began: float) -> _Span:
-    return _Span(_nanoseconds(start, began), _nanoseconds(end, began))
+    def _time(self, at: float) -> int:
+        return round((at - self._log[0].at) * 1e9)
 
+    def _span(self, start: float, end: float) -> _Span:
+        return _Span(self._time(start), self._time(end))
 
-def _slice(process: int, track: int, span: _Span, name: str, **more: Any) -> Json:
-    return {
-        "ph": "X", "pid": process, "tid": track, "ts": span.start, "dur": span.end - span.start, "name": name, **more
-    }  # fmt: skip
+    def _names(self) -> Iterator[Json]:
+        counts = slot_counts(self._outline)
+        mode = next((event.mode for event in self._outline if isinstance(event, events.RunBegan)), "")
+        processes = {RUN: f"run, {mode}", SLOTS: f"slots, {', then '.join(map(str, counts))}"}
+        tracks = {PHASES: "phases", LEARNER: "learner", VERSIONS: "weight versions"}
+        tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(max(counts, default=0))}
+        if lanes := {visit.lane for visit in self._visits}:
+            processes[ENVIRONMENTS] = f"environments, {len(lanes)} at a time"
+            tracks |= {FIRST_ENVIRONMENT + lane: f"environment {lane}" for lane in sorted(lanes)}
+        for process, name in processes.items():
+            yield from _named("process", {"pid": process}, name, process)
+        for track, name in tracks.items():
+            process = RUN if track < FIRST_SLOT else SLOTS if track < FIRST_ENVIRONMENT else ENVIRONMENTS
+            yield from _named("thread", {"pid": process, "tid": track}, name, track)
 
+    def _slot_slices(self) -> Iterator[Json]:
+        for stay in self._slices:
+            span, name = self._span(stay.start, stay.end), f"{stay.outcome} #{stay.rollout}"
+            facts = {key: getattr(stay, key) for key in ("rollout", "attempt", "version", "harvest")}
+            facts |= {"tokens": stay.made, "update": None if stay.update is None else stay.update + 1}
+            found = _slice(SLOTS, FIRST_SLOT + stay.slot, span, name, stay.outcome, facts)
+            yield found | {"cname": COLORS[stay.outcome]}
 
-def _names(log: Sequence[Event], environments: int) -> Iterator[Json]:
-    counts = slot_counts(log)
-    mode = next((event.mode for event in log if isinstance(event, events.RunBegan)), "")
-    processes = {RUN: f"run, {mode}", SLOTS: f"slots, {', then '.join(map(str, counts))}"}
-    tracks = {PHASES: "phases", LEARNER: "learner", VERSIONS: "weight versions"}
-    tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(max(counts, default=0))}
-    if environments:
-        processes[ENVIRONMENTS] = f"environments, {environments} at a time"
-        tracks |= {FIRST_ENVIRONMENT + lane: f"environment {lane}" for lane in range(environments)}
-    for process, name in processes.items():
-        yield from _named("process", {"pid": process}, name, process)
-    for track, name in tracks.items():
-        process = RUN if track < FIRST_SLOT else SLOTS if track < FIRST_ENVIRONMENT else ENVIRONMENTS
-        yield from _named("thread", {"pid": process, "tid": track}, name, track)
+    def _environment_slices(self) -> Iterator[Json]:
+        for visit in self._visits:
+            span, name = self._span(visit.start, visit.end), f"environment #{visit.rollout}"
+            facts = {"rollout": visit.rollout, "turn": visit.turn, "failures": visit.failures}
+            if span.end > span.start:
+                yield _slice(ENVIRONMENTS, FIRST_ENVIRONMENT + visit.lane, span, name, "environment", facts)
+
+    def _phase_slices(self) -> Iterator[Json]:
+        marks = [event for event in self._outline if isinstance(event, events.Phase)]
+        ends = [*(mark.at for mark in marks[1:]), self._log[-1].at]
+        for mark, end in zip(marks, ends, strict=bool(marks)):
+            span = self._span(mark.at, end)
+            if span.end > span.start:
+                yield _slice(RUN, PHASES, span, mark.phase, "phase")
+
+    def _learner_spans(self) -> dict[int, _Span]:
+        """By update: from its batch to the publication of its weights or, without one, to the next batch or phase."""
+        found: list[tuple[int, _Span]] = []
+        end = self._log[-1].at
+        for event in reversed(self._outline):
+            if isinstance(event, events.Updated):
+                found.append((event.update, self._span(event.at, end)))
+            is_phase = isinstance(event, events.Phase) and event.phase != "learner"
+            if is_phase or isinstance(event, events.Updated | events.Published):
+                end = event.at
+        spans: dict[int, _Span] = {}
+        free_from = 0
+        for update, span in reversed(found):
+            start = max(span.start, free_from)
+            free_from = max(span.end, start + 1)
+            spans[update] = _Span(start, free_from)
+        return spans
+
+    def _learner_slices(self) -> Iterator[Json]:
+        """Updates, the learner's work during harvests, which starts after the update before it has ended, and versions
+        of the weights."""
+        free_from = 0
+        for event in self._outline:
+            if isinstance(event, events.Updated):
+                span = self._updates[event.update]
+                free_from = span.end
+                facts = {"rollouts": len(event.rollouts), "tokens": sum(event.lengths), "version": event.version}
+                yield _slice(RUN, LEARNER, span, f"update {event.update + 1}", "update", facts)
+            elif isinstance(event, events.Streamed):
+                start = max(free_from, self._time(event.at - event.seconds))
+                span = _Span(start, max(start, self._time(event.at)))
+                free_from = span.end
+                if span.end > span.start:
+                    facts = {"rollouts": len(event.rollouts)}
+                    yield _slice(RUN, LEARNER, span, f"streamed to update {event.update + 1}", "streamed", facts)
+            elif isinstance(event, events.Published):
+                where = {"pid": RUN, "tid": VERSIONS, "ts": self._time(event.at)}
+                yield {"ph": "i", "s": "t", **where, "name": f"version {event.version}", "cat": "version"}
+
+    def _counters(self) -> Iterator[Json]:
+        """A sample of each counter at every change; only the last of several changes at the same time."""
+        places = RolloutPlaces()
+        shown: dict[str, int] = {}
+        times = [self._time(event.at) for event in self._log]
+        for event, time, following in zip_longest(self._log, times, times[1:]):
+            places(event)
+            if following == time:
+                continue
+            counts = places.counts()._asdict()
+            for name in COUNTERS:
+                if shown.get(name) != counts[name]:
+                    shown[name] = counts[name]
+                    yield {"ph": "C", "pid": RUN, "ts": time, "name": name, "args": {"rollouts": counts[name]}}
+
+    def _arrows(self) -> Iterator[Json]:
+        """One flow per trained rollout: through its slices, to its update. Empty slices cannot hold an arrow."""
+        path_of: dict[int, list[tuple[int, _Span]]] = {}
+        update_of: dict[int, int] = {}
+        for stay in self._slices:
+            span = self._span(stay.start, stay.end)
+            if stay.update is not None and span.end > span.start:
+                path_of.setdefault(stay.rollout, []).append((FIRST_SLOT + stay.slot, span))
+                update_of[stay.rollout] = stay.update
+        for rollout, path in path_of.items():
+            for place, (track, span) in enumerate(path):
+                yield _arrow("t" if place else "s", rollout, SLOTS, track, span.end - 1)
+            yield _arrow("f", rollout, RUN, LEARNER, self._updates[update_of[rollout]].start) | {"bp": "e"}
 
 
 def _named(kind: str, where: Json, name: str, place: int) -> Iterator[Json]:
@@ -132,141 +203,9 @@ def _named(kind: str, where: Json, name: str, place: int) -> Iterator[Json]:
     yield {"ph": "M", **where, "name": f"{kind}_sort_index", "args": {"sort_index": place}}
 
 
-def _slot_slices(stays: Iterable[Slice], began: float) -> Iterator[Json]:
-    for stay in stays:
-        yield _slice(
-            SLOTS,
-            FIRST_SLOT + stay.slot,
-            _span(stay.start, stay.end, began),
-            f"{stay.outcome} #{stay.rollout}",
-            cat=stay.outcome,
-            cname=COLORS[stay.outcome],
-            args={
-                "rollout": stay.rollout,
-                "attempt": stay.attempt,
-                "tokens": stay.made,
-                "version": stay.version,
-                "harvest": stay.harvest,
-                "update": None if stay.update is None else stay.update + 1,
-            },
-        )
-
-
-def _environment_slices(visits: Iterable[Visit], began: float) -> Iterator[Json]:
-    for visit in visits:
-        span = _span(visit.start, visit.end, began)
-        if span.end > span.start:
-            yield _slice(
-                ENVIRONMENTS,
-                FIRST_ENVIRONMENT + visit.lane,
-                span,
-                f"environment #{visit.rollout}",
-                cat="environment",
-                args={"rollout": visit.rollout, "turn": visit.turn, "failures": visit.failures},
-            )
-
-
-def _phase_slices(log: Sequence[Event], began: float) -> Iterator[Json]:
-    marks = [event for event in log if isinstance(event, events.Phase)]
-    ends = [*(mark.at for mark in marks[1:]), log[-1].at]
-    for mark, end in zip(marks, ends, strict=bool(marks)):
-        span = _span(mark.at, end, began)
-        if span.end > span.start:
-            yield _slice(RUN, PHASES, span, mark.phase, cat="phase")
-
-
-def _learner_spans(log: Sequence[Event], began: float) -> dict[int, _Span]:
-    """By update: from its batch to the publication of its weights or, without one, to the next batch or phase."""
-    spans: dict[int, _Span] = {}
-    open_update: events.Updated | None = None
-    free_from = 0
-
-    def close(at: float) -> None:
-        nonlocal open_update, free_from
-        if open_update is not None:
-            span = _span(open_update.at, at, began)
-            start = max(span.start, free_from)
-            free_from = max(span.end, start + 1)
-            spans[open_update.update] = _Span(start, free_from)
-            open_update = None
-
-    for event in log:
-        if isinstance(event, events.Updated):
-            close(event.at)
-            open_update = event
-        elif isinstance(event, events.Published) or (isinstance(event, events.Phase) and event.phase != "learner"):
-            close(event.at)
-    close(log[-1].at)
-    return spans
-
-
-def _learner_slices(log: Iterable[Event], spans: dict[int, _Span]) -> Iterator[Json]:
-    for event in log:
-        if isinstance(event, events.Updated):
-            sizes = {"rollouts": len(event.rollouts), "tokens": sum(event.lengths), "version": event.version}
-            yield _slice(
-                RUN, LEARNER, spans[event.update], f"update {event.update + 1}", cat="update", args=sizes
-            )  # fmt: skip
-
-
-def _streamed_slices(log: Iterable[Event], updates: dict[int, _Span], began: float) -> Iterator[Json]:
-    """The learner's work during harvests, which starts after the update before it has ended."""
-    free_from = 0
-    for event in log:
-        if isinstance(event, events.Updated):
-            free_from = updates[event.update].end
-        elif isinstance(event, events.Streamed):
-            start = max(free_from, _nanoseconds(event.at - event.seconds, began))
-            span = _Span(start, max(start, _nanoseconds(event.at, began)))
-            free_from = span.end
-            if span.end > span.start:
-                name, sizes = f"streamed to update {event.update + 1}", {"rollouts": len(event.rollouts)}
-                yield _slice(RUN, LEARNER, span, name, cat="streamed", args=sizes)
-
-
-def _versions(log: Iterable[Event], began: float) -> Iterator[Json]:
-    for event in log:
-        if isinstance(event, events.Published):
-            yield {
-                "ph": "i",
-                "s": "t",
-                "pid": RUN,
-                "tid": VERSIONS,
-                "ts": _nanoseconds(event.at, began),
-                "name": f"version {event.version}",
-                "cat": "version",
-            }
-
-
-def _counters(log: Sequence[Event], began: float) -> Iterator[Json]:
-    """A sample of each counter at every change; only the last of several changes at the same time."""
-    places = RolloutPlaces()
-    shown: dict[str, int] = {}
-    times = [_nanoseconds(event.at, began) for event in log]
-    for event, time, following in zip_longest(log, times, times[1:]):
-        places(event)
-        if following == time:
-            continue
-        counts = places.counts()._asdict()
-        for name in COUNTERS:
-            if shown.get(name) != counts[name]:
-                shown[name] = counts[name]
-                yield {"ph": "C", "pid": RUN, "ts": time, "name": name, "args": {"rollouts": counts[name]}}
-
-
-def _arrows(stays: Iterable[Slice], updates: dict[int, _Span], began: float) -> Iterator[Json]:
-    """One flow per trained rollout: through its slices, to its update. Empty slices cannot hold an arrow."""
-    path_of: dict[int, list[tuple[int, _Span]]] = {}
-    update_of: dict[int, int] = {}
-    for stay in stays:
-        span = _span(stay.start, stay.end, began)
-        if stay.update is not None and span.end > span.start:
-            path_of.setdefault(stay.rollout, []).append((FIRST_SLOT + stay.slot, span))
-            update_of[stay.rollout] = stay.update
-    for rollout, path in path_of.items():
-        for place, (track, span) in enumerate(path):
-            yield _arrow("t" if place else "s", rollout, SLOTS, track, span.end - 1)
-        yield _arrow("f", rollout, RUN, LEARNER, updates[update_of[rollout]].start) | {"bp": "e"}
+def _slice(process: int, track: int, span: _Span, name: str, kind: str, facts: Json | None = None) -> Json:
+    where = {"pid": process, "tid": track, "ts": span.start, "dur": span.end - span.start}
+    return {"ph": "X", **where, "name": name, "cat": kind} | ({} if facts is None else {"args": facts})
 
 
 def _arrow(kind: str, rollout: int, process: int, track: int, time: int) -> Json:

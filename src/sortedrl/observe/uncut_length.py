@@ -92,10 +92,8 @@ class Attempts:
         kinds = _fitted(steps.count, [tuple(codes) for codes in list(seen.values())[::every]])
         beyond = [kind.expected_beyond(steps.means) for kind in kinds]
         for group, cut in zip(self._cut_groups, self._cut_lengths, strict=True):
-            place = steps.passed(cut)
-            expected = sum(
-                p * lengths[place] for p, lengths in zip(_posterior(kinds, seen[group]), beyond, strict=True)
-            )
+            place, posterior = steps.passed(cut), _posterior(kinds, seen[group])
+            expected = sum(p * lengths[place] for p, lengths in zip(posterior, beyond, strict=True))
             yield max(cut + 1, expected)  # no response that long has finished: at least one more token
 
 
