@@ -23,7 +23,7 @@ from processes import is_running, wait_for_end
 from sortedrl.studies.compare import runs as compare_runs
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
 from sortedrl.studies.compare.progress import StudyProgress, TimeLeft
-from sortedrl.studies.compare.runs import Ended, Run, Runner, core_shares, error_of, runs_of
+from sortedrl.studies.compare.runs import Ended, Runner, StudyRun, core_shares, error_of, runs_of
 from sortedrl.studies.compare.study import parsed_study
 from sortedrl.studies.compare.study_folder import run_study
 
@@ -249,13 +249,15 @@ WAITS_FOR_OTHERS = (
 class Scripted:
     """Runs the script that `script_of` names for a run and its attempt."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[Run, int], str]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[StudyRun, int], str]
+    ) -> None:
         self.started: list[str] = []
         self.ended: list[Ended] = []
         self.output = io.StringIO()
         self._folder = folder
 
-        def start(run: Run, cores: Any) -> subprocess.Popen[bytes]:
+        def start(run: StudyRun, cores: Any) -> subprocess.Popen[bytes]:
             self.started.append(run.name)
             run.folder.parent.mkdir(parents=True, exist_ok=True)
             script = script_of(run, self.started.count(run.name)).format(folder=run.folder, study=folder)
@@ -293,7 +295,7 @@ def test_a_run_that_trains_shows_that_the_cause_was_temporary(monkeypatch: pytes
     trains = f"{UPDATES} && {WAITS_FOR_OTHERS}"
     until_it_trains = "until [ -s {study}/runs/baseline/seed-1/metrics.jsonl ]; do sleep 0.05; done"
 
-    def script_of(run: Run, attempt: int) -> str:
+    def script_of(run: StudyRun, attempt: int) -> str:
         if run.seed == 0 and attempt == 1:
             return FAILS if run.arm == "baseline" else f"{until_it_trains}; {FAILS}"
         if run.seed == 0:
@@ -340,7 +342,7 @@ def test_runs_that_failed_during_training_are_not_tried_again(monkeypatch: pytes
 
 
 def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def script_of(run: Run, attempt: int) -> str:
+    def script_of(run: StudyRun, attempt: int) -> str:
         if run.arm == "elevator":
             return f"touch {{study}}/go; {FAILS}" if run.seed == 1 else FAILS
         return WAITS_FOR_OTHERS

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.observe.report import charts, tables, text
-from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.runs import ReportedRun
 from sortedrl.observe.report.self_contained import render, write_page
 from sortedrl.observe.report.series import run_names, series_of
 
 
-def write(path: Path, runs: Sequence[Run], commands: Sequence[str | None], version: str) -> None:
+def write(path: Path, runs: Sequence[ReportedRun], commands: Sequence[str | None], version: str) -> None:
     """Write the page atomically, replacing an earlier one."""
     write_page(path, page(runs, commands, version))
 
@@ -27,7 +27,7 @@ def default_page(paths: Sequence[Path]) -> Path:
     return paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """The metrics of every run, equal to those on the page."""
     series = series_of(runs)
     label_of = {run.name: one.label for one in series for run in one.runs}
@@ -50,13 +50,13 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def conclusion_lines(runs: Sequence[Run]) -> list[str]:
+def conclusion_lines(runs: Sequence[ReportedRun]) -> list[str]:
     """What the page says at its top: the conclusion, then what limits it."""
     sentence, asides = text.conclusion(series_of(runs), runs)
     return [sentence, *asides]
 
 
-def page(runs: Sequence[Run], commands: Sequence[str | None], version: str) -> str:
+def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: str) -> str:
     """The HTML. `commands[i]` reproduces `runs[i]`, or None if unknown; `version` is the version of sortedrl."""
     series = series_of(runs)
     of_run = run_names(series)

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from sortedrl.core.wording import counted
-from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.runs import ReportedRun
 from sortedrl.observe.report.series import Series
 
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
@@ -62,7 +62,7 @@ def time_unit(longest_seconds: float) -> TimeUnit:
 # Slot-time
 
 
-def slot_time_fractions(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+def slot_time_fractions(runs: Sequence[ReportedRun], names: Sequence[str]) -> Chart:
     """Where all slot-time went, one bar per run."""
     data = [
         {
@@ -89,7 +89,7 @@ def ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
     return [(part, PART_COLORS.get(part, "#bcc1c7")) for part in present]
 
 
-def legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
+def legend(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Name and color of every part that appears in these runs, by kind."""
     present = {part for run in runs for part, share in run.slot_time.items() if share >= SMALLEST_IN_LEGEND}
     kinds = {part: kind for kind, parts in KINDS.items() for part in parts}
@@ -99,7 +99,7 @@ def legend(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     return list(found.items())
 
 
-def timeline(run: Run, label: str, unit: TimeUnit) -> dict[str, Any]:
+def timeline(run: ReportedRun, label: str, unit: TimeUnit) -> dict[str, Any]:
     """Which rollout was in which slot, for page/timeline.js. Times are in millionths of the range shown; `outcomes`
     holds the first letter of each outcome."""
     until, pieces = run.slices_until, run.slices
@@ -125,7 +125,7 @@ def timeline(run: Run, label: str, unit: TimeUnit) -> dict[str, Any]:
 # Per update
 
 
-def lengths(run: Run, place: int, title: str, top: float) -> Chart:
+def lengths(run: ReportedRun, place: int, title: str, top: float) -> Chart:
     """Response lengths per update: the median and the middle 50 % and 90 %."""
     x = [point.updates for point in run.points]
     p5, p25, p50, p75, p95 = ([rounded(p.length_quantiles[i]) for p in run.points] for i in range(5))
@@ -142,7 +142,7 @@ def lengths(run: Run, place: int, title: str, top: float) -> Chart:
     return Chart(f"lengths-{place}", title, _view(data, layout), height=250)
 
 
-def highest_length(runs: Sequence[Run]) -> float:
+def highest_length(runs: Sequence[ReportedRun]) -> float:
     return 1.05 * max((point.length_quantiles[-1] for run in runs for point in run.points), default=1.0)
 
 

@@ -1,7 +1,7 @@
-"""Reads the input of a report: one `Run` per run folder or bare event log, even a damaged one.
+"""Reads the input of a report: one `ReportedRun` per run folder or bare event log, even a damaged one.
 
 The event log is enough. Data that only a run folder has (held-out scores, responses, configuration) is empty for a bare
-log. Damaged content never raises; `Run.notices` lists what is missing.
+log. Damaged content never raises; `ReportedRun.notices` lists what is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HeldOut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReportedRun:
     name: str
     path: Path
     began: float
@@ -70,7 +70,7 @@ class Run:
     def is_aggregated(self) -> bool:
         return self.slices_until < self.ended or any(point.pooled > 1 for point in self.points)
 
-    def is_copy_of(self, other: Run) -> bool:
+    def is_copy_of(self, other: ReportedRun) -> bool:
         """Same settings and same log; a run that only repeats the seed takes other times."""
         mine, others = ((run.settings.get("seed"), run.comparable_settings()) for run in (self, other))
         return mine == others and (self.run_metrics, self.points) == (other.run_metrics, other.points)
@@ -79,12 +79,14 @@ class Run:
         return {key: value for key, value in self.settings.items() if key not in INCIDENTAL}
 
 
-def read_runs(paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None) -> list[Run]:
+def read_runs(
+    paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[ReportedRun]:
     """All runs under the given paths; a folder of run folders counts as all of them, several copies of a run as one."""
     logs = list(dict.fromkeys(log for path in paths for log in _logs_of(path)))
     short = [log.resolve().parent.name if log.name == EVENTS else log.stem for log in logs]
     names = [name if short.count(name) == 1 else str(log) for name, log in zip(short, logs, strict=True)]
-    runs: list[Run] = []
+    runs: list[ReportedRun] = []
     for log, name in zip(logs, names, strict=True):
         on_progress(len(runs), len(logs))
         with paused_gc():
@@ -109,7 +111,7 @@ def _logs_of(path: Path) -> list[Path]:
     return inside
 
 
-def _read_run(path: Path, name: str) -> Run:
+def _read_run(path: Path, name: str) -> ReportedRun:
     try:
         read = read_intact(path)
     except OSError as error:
@@ -134,7 +136,7 @@ def _read_run(path: Path, name: str) -> Run:
         *([f"metrics.jsonl: skipped {counted(lost_metrics, 'unreadable line')}."] if lost_metrics else []),
         *([f"rollouts.jsonl: skipped {counted(lost_responses, 'unreadable line')}."] if lost_responses else []),
     ]
-    return Run(
+    return ReportedRun(
         name=name,
         path=folder or path,
         began=log[0].at,

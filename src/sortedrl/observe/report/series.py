@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.runs import ReportedRun
 
 MODE_COLORS = {
     "baseline": "#d9772b",
@@ -25,10 +25,10 @@ class Series:
 
     label: str
     color: str
-    runs: tuple[Run, ...]
+    runs: tuple[ReportedRun, ...]
 
     @property
-    def measured(self) -> tuple[Run, ...]:
+    def measured(self) -> tuple[ReportedRun, ...]:
         """The runs with an update; all runs if none has one. One that ended before has no goodput to average."""
         return tuple(run for run in self.runs if run.run_metrics.updates) or self.runs
 
@@ -55,8 +55,8 @@ class Series:
         return fmean(known) if known else None
 
 
-def series_of(runs: Sequence[Run]) -> list[Series]:
-    groups: list[list[Run]] = []
+def series_of(runs: Sequence[ReportedRun]) -> list[Series]:
+    groups: list[list[ReportedRun]] = []
     for run in runs:
         for group in groups:
             if run.mode == group[0].mode and run.comparable_settings() == group[0].comparable_settings():
@@ -77,7 +77,7 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
     return found
 
 
-def _labels(firsts: Sequence[Run]) -> list[str]:
+def _labels(firsts: Sequence[ReportedRun]) -> list[str]:
     """The mode, plus the settings that distinguish series of the same mode."""
     labels = []
     for run in firsts:

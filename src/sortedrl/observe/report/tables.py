@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.core.wording import counted
 from sortedrl.observe.report.charts import part_name
-from sortedrl.observe.report.runs import Run
+from sortedrl.observe.report.runs import ReportedRun
 from sortedrl.observe.report.series import Series
 from sortedrl.observe.run_metrics import RunMetrics
 
@@ -86,7 +86,7 @@ def _runs_and_seeds(one: Series) -> str:
     return f"{runs} runs of one seed ({seeds[0]})" if len(seeds) == 1 else f"{runs} runs, seeds {', '.join(seeds)}"
 
 
-def rejections(runs: Sequence[Run]) -> Rows:
+def rejections(runs: Sequence[ReportedRun]) -> Rows:
     """How often each reason occurred in each run, most frequent first."""
     of_runs = [run.run_metrics.rejected_reasons for run in runs]
     total: Counter[str] = Counter()
@@ -95,7 +95,7 @@ def rejections(runs: Sequence[Run]) -> Rows:
     return [(why, [f"{r.get(why, 0):,}" for r in of_runs]) for why, _ in total.most_common(MOST_REASONS)]
 
 
-def all_metrics(runs: Sequence[Run]) -> Rows:
+def all_metrics(runs: Sequence[ReportedRun]) -> Rows:
     columns = [dict(_flattened(run.run_metrics)) for run in runs]
     keys = dict.fromkeys(key for column in columns for key in column)
     return [(key, [_number(column.get(key)) for column in columns]) for key in keys]
@@ -120,17 +120,17 @@ def _number(value: Any) -> str:
 # Settings
 
 
-def differing_keys(runs: Sequence[Run]) -> list[str]:
+def differing_keys(runs: Sequence[ReportedRun]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({shown(run.settings.get(key)) for run in runs}) > 1]
 
 
-def differences(runs: Sequence[Run]) -> Rows:
+def differences(runs: Sequence[ReportedRun]) -> Rows:
     keys = [key for key in differing_keys(runs) if key not in ("out", "resume")]
     return [(key, [shown(run.settings.get(key)) for run in runs]) for key in keys]
 
 
-def changes(run: Run) -> Rows:
+def changes(run: ReportedRun) -> Rows:
     """The setting; after how many updates, and its value before and after."""
     return [(one.setting, [f"{one.updates:,}", shown(one.old), shown(one.new)]) for one in run.changes]
 

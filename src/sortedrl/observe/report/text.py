@@ -9,14 +9,14 @@ from sortedrl.core.wording import counted
 from sortedrl.observe import wall_clock
 from sortedrl.observe.metrics import BUBBLE_PARTS
 from sortedrl.observe.report import charts
-from sortedrl.observe.report.runs import INCIDENTAL, Run
+from sortedrl.observe.report.runs import INCIDENTAL, ReportedRun
 from sortedrl.observe.report.series import Series
 from sortedrl.observe.report.tables import differing_keys, percent, shown
 
 WORKLOAD = ("task", "task_options", "data", "model")  # the settings of one workload, which schedules share
 
 
-def conclusion(series: Sequence[Series], runs: Sequence[Run]) -> tuple[str, list[str]]:
+def conclusion(series: Sequence[Series], runs: Sequence[ReportedRun]) -> tuple[str, list[str]]:
     """One sentence, and what limits or completes it."""
     measured = [one for one in series if one.has_updates]
     asides = []
@@ -106,7 +106,7 @@ def _streamed(one: Series) -> Iterable[str]:
         yield f"{percent(fraction)} of the rollouts, {one.mean('streamed_seconds'):,.1f} s of learner time"
 
 
-def subtitle(runs: Sequence[Run]) -> str:
+def subtitle(runs: Sequence[ReportedRun]) -> str:
     trained = sum(run.run_metrics.trained for run in runs)
     what = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     counts = sorted({run.slot_counts for run in runs})

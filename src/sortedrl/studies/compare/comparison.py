@@ -17,7 +17,7 @@ EQUAL_ROLLOUTS = 1.1  # arms whose numbers of trained rollouts differ by a large
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRun:
     """One finished run: its outcomes by name, for the threshold of the study."""
 
     arm: str
@@ -74,7 +74,7 @@ class Comparison:
     study: Study
     planned_after: int | None  # results that were known when the study was first recorded; None: it never was
     changes: tuple[Change, ...]
-    finished: tuple[Finished, ...]
+    finished: tuple[FinishedRun, ...]
     failures: tuple[dict[str, Any], ...]  # arm, seed and error
     not_run: tuple[Key, ...]
     contrasts: tuple[Compared, ...]  # the primary one first
@@ -86,7 +86,7 @@ class Comparison:
     def primary(self) -> Compared:
         return self.contrasts[0]
 
-    def of_arm(self, arm: str) -> list[Finished]:
+    def of_arm(self, arm: str) -> list[FinishedRun]:
         return [run for run in self.finished if run.arm == arm]
 
 
@@ -153,16 +153,16 @@ def _changes(study: Study, results: Results) -> Iterator[Change]:
                 yield Change(now.results_known, key, before.values[key], value)
 
 
-def _finished(line: Line, study: Study) -> Finished:
+def _finished(line: Line, study: Study) -> FinishedRun:
     arm, curve, threshold = line["arm"], o.curve_of(line), study.threshold
     axes = {} if threshold is None else o.NEEDS_THRESHOLD
     times = {name: o.reached(curve, threshold or 0.0, axis) for name, axis in axes.items()}
     outcomes = o.outcomes_of(line, threshold, study.metrics, study.cohort_rollouts(arm))
     used = line["device"], versions_used(line), problems_used(line)
-    return Finished(arm, line["seed"], tuple(curve), outcomes, times, *used)
+    return FinishedRun(arm, line["seed"], tuple(curve), outcomes, times, *used)
 
 
-def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *, resample: bool = True) -> Compared:
+def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, FinishedRun], *, resample: bool = True) -> Compared:
     outcome = contrast.outcome
     pairs = _pairs(contrast.arm, contrast.minus, study, runs)
     complete = [seed for seed, pair in pairs.items() if all(run.outcomes[outcome] is not None for run in pair)]
@@ -181,29 +181,31 @@ def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, Finished], *,
     return Compared(*named, seeds, missing, apart, changed, len(seeds) < paired.ENOUGH_SEEDS, found, censoring)
 
 
-def _pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, Finished]) -> dict[int, tuple[Finished, Finished]]:
+def _pairs(
+    arm: str, minus: str, study: Study, runs: Mapping[Key, FinishedRun]
+) -> dict[int, tuple[FinishedRun, FinishedRun]]:
     """By seed, where both runs are finished."""
     seeds = [seed for seed in study.seeds if {(arm, seed), (minus, seed)} <= runs.keys()]
     return {seed: (runs[arm, seed], runs[minus, seed]) for seed in seeds}
 
 
-def _have_two_devices(one: Finished, other: Finished) -> bool:
+def _have_two_devices(one: FinishedRun, other: FinishedRun) -> bool:
     """A difference of their seconds is one of the devices."""
     return one.device != other.device
 
 
-def _have_other_problems(one: Finished, other: Finished) -> bool:
+def _have_other_problems(one: FinishedRun, other: FinishedRun) -> bool:
     """Different problems, although the settings ask for the same ones."""
     if one.problems is None or other.problems is None:
         return False
     return one.problems[0] == other.problems[0] and one.problems[1] != other.problems[1]
 
 
-def _values(runs: Iterable[Finished], outcome: str) -> list[float]:
+def _values(runs: Iterable[FinishedRun], outcome: str) -> list[float]:
     return [value for run in runs if (value := run.outcomes[outcome]) is not None]
 
 
-def _summaries(study: Study, runs: Sequence[Finished]) -> dict[str, Summary]:
+def _summaries(study: Study, runs: Sequence[FinishedRun]) -> dict[str, Summary]:
     found = {}
     for outcome in study.outcomes:
         if values := _values(runs, outcome):
@@ -214,7 +216,7 @@ def _summaries(study: Study, runs: Sequence[Finished]) -> dict[str, Summary]:
     return found
 
 
-def _notices(study: Study, runs: Mapping[Key, Finished], lines: Mapping[Key, Line]) -> Iterator[str]:
+def _notices(study: Study, runs: Mapping[Key, FinishedRun], lines: Mapping[Key, Line]) -> Iterator[str]:
     finished = list(runs.values())
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
@@ -238,7 +240,7 @@ def _notices(study: Study, runs: Mapping[Key, Finished], lines: Mapping[Key, Lin
         yield f"results of other seeds are left out: {', '.join(map(str, seeds))}"
 
 
-def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, Finished]) -> Iterator[str]:
+def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, FinishedRun]) -> Iterator[str]:
     trained = [[run.curve[-1].rollouts for run in runs.values() if run.arm == name] for name in (arm, minus)]
     ours, theirs = (fmean(one) if one else 0.0 for one in trained)
     if all(trained) and max(ours, theirs) > EQUAL_ROLLOUTS * min(ours, theirs):

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from sortedrl.core.wording import printable
 from sortedrl.studies.compare.outcomes import IncompleteRun, read_run
-from sortedrl.studies.compare.runs import Ended, Run
+from sortedrl.studies.compare.runs import Ended, StudyRun
 
 LINE_SECONDS, LIVE_SECONDS = 60.0, 1.0  # between plain lines if no run ends; between changes of the bar
 
@@ -19,13 +19,13 @@ LINE_SECONDS, LIVE_SECONDS = 60.0, 1.0  # between plain lines if no run ends; be
 class TimeLeft:
     """From the work of this call, in runs: what was done so far, and what is left of all runs."""
 
-    def __init__(self, runs: Sequence[Run], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, runs: Sequence[StudyRun], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
         self._left = {run.name: 1 - run.fraction_done() for run in runs}
         self._at_start = sum(self._left.values())
         self._skipped: dict[str, float] = {}  # what runs that failed did not do: neither left nor done
 
-    def update(self, run: Run, *, ended: bool) -> None:
+    def update(self, run: StudyRun, *, ended: bool) -> None:
         undone = 1 - run.fraction_done()
         self._left[run.name], self._skipped[run.name] = (0.0, undone) if ended else (undone, 0.0)
 
@@ -39,11 +39,11 @@ class TimeLeft:
 class StudyProgress:
     """`stream` gets one line per run that ends; in between a bar, or a line per minute."""
 
-    def __init__(self, runs: Sequence[Run], stream: TextIO, *, finished_before: int = 0) -> None:
+    def __init__(self, runs: Sequence[StudyRun], stream: TextIO, *, finished_before: int = 0) -> None:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._total, self._finished_before = len(runs) + finished_before, finished_before
         self._failed: dict[str, bool] = {}  # by name, of the runs that ended
-        self._running: list[Run] = []
+        self._running: list[StudyRun] = []
         self._time_left = TimeLeft(runs)
         self._last = time.monotonic()
         self._is_live = self._console.is_terminal
@@ -57,7 +57,7 @@ class StudyProgress:
     def close(self) -> None:
         self._bar.stop()
 
-    def started(self, run: Run) -> None:
+    def started(self, run: StudyRun) -> None:
         self._running.append(run)
         self._failed.pop(run.name, None)  # it is tried again
 

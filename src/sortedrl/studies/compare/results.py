@@ -20,7 +20,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.settings.base import plain_reason
 from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
-from sortedrl.studies.compare.runs import Run
+from sortedrl.studies.compare.runs import StudyRun
 from sortedrl.studies.compare.study import Study, digest_of
 from sortedrl.studies.measurements import gpus, version_of
 from sortedrl.training.settings import TrainSettings
@@ -62,7 +62,7 @@ def record_plan(path: Path, study: Study) -> None:
         append(path, {"study": study.digest, "plan": study.plan})
 
 
-def result_line(study: Study, run: Run, error: str | None = None, before: Line | None = None) -> Line:
+def result_line(study: Study, run: StudyRun, error: str | None = None, before: Line | None = None) -> Line:
     """Of a run that ended. Raises `IncompleteRun` if the run folder of one without an error lacks results. `before`:
     its line so far, which has its machine."""
     settings = study.settings_of(run.arm)

@@ -42,7 +42,7 @@ TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StudyRun:
     arm: str
     seed: int
     settings: Settings  # all that the study sets
@@ -90,7 +90,7 @@ class Run:
 class Ended:
     """A run that ended; `error` is None if it finished."""
 
-    run: Run
+    run: StudyRun
     error: str | None
 
     @property
@@ -100,16 +100,16 @@ class Ended:
         return named is not None and named[1] in TrainSettings.model_fields.keys() - MAY_CHANGE_BY_ITSELF
 
 
-def runs_of(study: Study, folder: Path) -> list[Run]:
+def runs_of(study: Study, folder: Path) -> list[StudyRun]:
     """All arms of the first seed, then of the second: pairs are complete early, and a slowdown hits all arms."""
     return [
-        Run(arm, seed, {**study.settings_of(arm), "seed": seed}, folder / "runs" / arm / f"seed-{seed}")
+        StudyRun(arm, seed, {**study.settings_of(arm), "seed": seed}, folder / "runs" / arm / f"seed-{seed}")
         for seed in study.seeds
         for arm in study.arms
     ]
 
 
-def wait_for_earlier_runs(runs: Iterable[Run], log: Callable[[str], None], patience: float = SAVE_SECONDS) -> None:
+def wait_for_earlier_runs(runs: Iterable[StudyRun], log: Callable[[str], None], patience: float = SAVE_SECONDS) -> None:
     """Runs of an earlier call that was killed may still be saving."""
     until = 0.0
     for run in runs:
@@ -126,7 +126,7 @@ def wait_for_earlier_runs(runs: Iterable[Run], log: Callable[[str], None], patie
             time.sleep(POLL_SECONDS)
 
 
-def start(run: Run, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+def start(run: StudyRun, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     """A process of its own session: Ctrl-C in the terminal reaches this process alone, which stops the runs."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     if run.folder.exists() and not run.can_resume:
@@ -169,7 +169,7 @@ def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml(key)
 
 
-def error_of(run: Run, exit_code: int) -> str | None:
+def error_of(run: StudyRun, exit_code: int) -> str | None:
     """None if the run finished; otherwise how it ended and the last line that it printed."""
     if exit_code == 0 and run.is_finished:
         return None
@@ -192,7 +192,7 @@ def _last_lines(path: Path) -> list[str]:
 
 
 class Progress(Protocol):
-    def started(self, run: Run) -> None: ...
+    def started(self, run: StudyRun) -> None: ...
     def ended(self, ended: Ended) -> None: ...
     def tick(self) -> None: ...
     def note(self, text: str) -> None: ...
@@ -200,7 +200,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    run: Run
+    run: StudyRun
     popen: subprocess.Popen[bytes]
     cores: tuple[int, ...]
     done_before: float  # fraction of its updates, from an earlier call
@@ -224,13 +224,13 @@ class Runner:
     on_end: Callable[[Ended], None]
     most_failures: int  # in a row
     pause_seconds: float = PAUSE_SECONDS
-    _waiting: deque[Run] = field(default_factory=deque)
+    _waiting: deque[StudyRun] = field(default_factory=deque)
     _running: list[_Process] = field(default_factory=list)
-    _failed: list[Run] = field(default_factory=list)  # since the last run that finished
-    _failed_at_start: list[Run] = field(default_factory=list)  # those without an update, and no setting is wrong
+    _failed: list[StudyRun] = field(default_factory=list)  # since the last run that finished
+    _failed_at_start: list[StudyRun] = field(default_factory=list)  # those without an update, and no setting is wrong
     _has_paused: bool = False
 
-    def run_all(self, runs: Iterable[Run]) -> None:
+    def run_all(self, runs: Iterable[StudyRun]) -> None:
         """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an error, all runs save and end."""
         self._waiting = deque(runs)
         free = deque(core_shares(sorted(os.sched_getaffinity(0)), self.jobs))

@@ -17,7 +17,7 @@ from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
 from sortedrl.studies.compare.progress import StudyProgress
 from sortedrl.studies.compare.results import Results, append, read_results, record_plan, result_line
-from sortedrl.studies.compare.runs import Ended, Run, Runner, runs_of, wait_for_earlier_runs
+from sortedrl.studies.compare.runs import Ended, Runner, StudyRun, runs_of, wait_for_earlier_runs
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
 from sortedrl.training.run_lock import locked
 
@@ -89,12 +89,12 @@ def check_runs(study: Study, folder: Path, check: Validate) -> None:
     validate_runs(study, check, arms=dict.fromkeys(run.arm for run in waiting), seeds=study.seeds[:1])
 
 
-def _waiting(runs: Iterable[Run], known: Results) -> list[Run]:
+def _waiting(runs: Iterable[StudyRun], known: Results) -> list[StudyRun]:
     failed = {"error": "not run"}
     return [run for run in runs if not run.is_finished and "error" in known.runs.get((run.arm, run.seed), failed)]
 
 
-def _results_so_far(study: Study, folder: Path, runs: Iterable[Run]) -> Results:
+def _results_so_far(study: Study, folder: Path, runs: Iterable[StudyRun]) -> Results:
     """Refuses other settings than those of runs that were started; a study may add arms and seeds."""
     fix = "Use another --out, or a new name for the arm."
     known = read_results(folder / RESULTS) if (folder / RESULTS).exists() else Results({}, ())
