@@ -60,15 +60,8 @@ def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
         assert 0 <= run_metrics["bubble"] <= run_metrics["idle"] + 1e-9 <= 1 + 1e-9
         assert run_metrics["bubble"] == pytest.approx(sum(run_metrics["bubble_parts"].values()))
         assert run_metrics["trained"] + run_metrics["rejected"] == run_metrics["loaded"]
-        assert {
-            "goodput",
-            "kept",
-            "of_limit",
-            "waste",
-            "staleness_mean",
-            "staleness_max",
-            "sortedness",
-        } <= run_metrics.keys()
+        names = "goodput kept of_limit waste staleness_mean staleness_max sortedness"
+        assert set(names.split()) <= run_metrics.keys()
     assert modes["partial+elevator"]["goodput"] > modes["baseline"]["goodput"]
 
 
@@ -100,17 +93,8 @@ def test_own_measured_step_times_are_fitted(tmp_path: Path) -> None:
     rows = [(r, c, 0.005 + 3e-5 * r + 2.5e-8 * c) for r in (1, 32, 128) for c in (0, 10_000, 300_000)]
     points.write_text("running,cached_tokens,seconds\n" + "".join(f"{r},{c},{t}\n" for r, c, t in rows))
     fitted = sortedrl("simulate", "--json", "--modes", "baseline", "--step-time", str(points), *SMALL)
-    preset = sortedrl(
-        "simulate",
-        "--json",
-        "--modes",
-        "baseline",
-        "--step-time",
-        "h200-8b",
-        "--prefill-seconds-per-token",
-        "0",
-        *SMALL,
-    )
+    words = "simulate --json --modes baseline --step-time h200-8b --prefill-seconds-per-token 0"
+    preset = sortedrl(*words.split(), *SMALL)
     goodput = [json.loads(done.stdout)["modes"]["baseline"]["goodput"] for done in (fitted, preset)]
     assert goodput[0] == pytest.approx(goodput[1], rel=1e-6)
 
@@ -305,118 +289,109 @@ def test_a_filter_that_cannot_work_is_refused_with_a_fix(flags: str, words: list
     assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
 
 
-STREAMED = ["train", "--stream", "--engine", "vllm-server", "--engine-urls", "http://127.0.0.1:1"]
-BAD_INPUT = {
+STREAMED = "train --stream --engine vllm-server --engine-urls http://127.0.0.1:1"
+BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
     "a folder that is not UTF-8": (["train", "--out", "runs/\udcff"], ["'runs/\\udcff' is not UTF-8"]),
     "a file that is not UTF-8": (["simulate", "--lengths=\udcff.csv"], ["is not UTF-8: use a name that is"]),
     "deeply nested options": (["train", "--engine-options", "a", "[" * 100_000], ["engine_options"]),
-    "a cohort smaller than an update": (["simulate", "--prompts-per-cohort", "64"], ["prompts_per_cohort = 64", "128"]),
+    "a cohort smaller than an update": ("simulate --prompts-per-cohort 64", ["prompts_per_cohort = 64", "128"]),
     "more slots than any engine has": (["simulate", "--slots", "9" * 20], ["slots = 9999", "it should be at most"]),
     "a prompt beyond any context": (["simulate", "--prompt-tokens", "9" * 20], ["it should be at most 10000000"]),
     "a cohort beyond any dataset": (["train", "--prompts-per-cohort", "9" * 20], ["it should be at most 10000000"]),
     "more cohorts than one can wait for": (["plan", "--cohorts", "9" * 20], ["it should be at most 10000000"]),
-    "a number out of range": (["simulate", "--slots", "-3"], ["slots = -3", "--slots", "it should be at least 1"]),
-    "streaming beside vLLM": (["train", "--stream", "--engine", "vllm"], ["share the device", "or set stream_sms"]),
-    "an unknown mode": (["simulate", "--modes", "partial+elevater"], ["Did you mean partial+elevator?"]),
-    "an unknown flag": (["simulate", "--slotz", "3"], ["no such flag: --slotz. Did you mean --slots?"]),
-    "a flag like no other": (["train", "--xyzzy"], ["no such flag: --xyzzy. See sortedrl train --help."]),
-    "a flag of vLLM": (["simulate", "--max-num-seqs", "64"], ["no such flag: --max-num-seqs.", "use --slots"]),
-    "a flag of TRL": (["train", "--num-generations=4"], ["use --rollouts-per-prompt"]),
-    "a flag of TRL for a rare setting": (["train", "--num-train-epochs", "2"], ["set epochs in a TOML file"]),
-    "a flag of TRL for the loss": (["train", "--loss-type", "dapo"], ["set aggregation in a TOML file"]),
-    "a folder without a run": (["simulate", "--lengths", "."], ["lengths = '.'", "it has no events.jsonl"]),
-    "a trace without a run": (["trace"], ["there is no run"]),
-    "a word too many": (["train", "stray"], ["no such argument: stray."]),
-    "text for a number": (["train", "--slots", "abc"], ["--slots abc: expected INT."]),
-    "text for a number or nothing": (["train", "--updates", "abc"], ["--updates abc: expected INT."]),
-    "a flag without its value": (["train", "--slots"], ["--slots needs a value: INT."]),
-    "an unknown choice": (
-        ["train", "--engine", "vlm"],
-        ["Did you mean vllm?", "your.module:factory"],
-    ),
-    "a key without its value": (["train", "--engine-options", "a"], ["expected KEY VALUE pairs"]),
+    "a number out of range": ("simulate --slots -3", ["slots = -3", "--slots", "it should be at least 1"]),
+    "streaming beside vLLM": ("train --stream --engine vllm", ["share the device", "or set stream_sms"]),
+    "an unknown mode": ("simulate --modes partial+elevater", ["Did you mean partial+elevator?"]),
+    "an unknown flag": ("simulate --slotz 3", ["no such flag: --slotz. Did you mean --slots?"]),
+    "a flag like no other": ("train --xyzzy", ["no such flag: --xyzzy. See sortedrl train --help."]),
+    "a flag of vLLM": ("simulate --max-num-seqs 64", ["no such flag: --max-num-seqs.", "use --slots"]),
+    "a flag of TRL": ("train --num-generations=4", ["use --rollouts-per-prompt"]),
+    "a flag of TRL for a rare setting": ("train --num-train-epochs 2", ["set epochs in a TOML file"]),
+    "a flag of TRL for the loss": ("train --loss-type dapo", ["set aggregation in a TOML file"]),
+    "a folder without a run": ("simulate --lengths .", ["lengths = '.'", "it has no events.jsonl"]),
+    "a trace without a run": ("trace", ["there is no run"]),
+    "a word too many": ("train stray", ["no such argument: stray."]),
+    "text for a number": ("train --slots abc", ["--slots abc: expected INT."]),
+    "text for a number or nothing": ("train --updates abc", ["--updates abc: expected INT."]),
+    "a flag without its value": ("train --slots", ["--slots needs a value: INT."]),
+    "an unknown choice": ("train --engine vlm", ["Did you mean vllm?", "your.module:factory"]),
+    "a key without its value": ("train --engine-options a", ["expected KEY VALUE pairs"]),
     "streaming in one process": (
-        ["train", "--stream"],
+        "train --stream",
         ["stream = True", "engine embedded runs in this process", "--engine vllm-server"],
     ),
     "streaming several batches per harvest": (
-        [*STREAMED, "--mode", "cohort-at-once"],
+        f"{STREAMED} --mode cohort-at-once",
         ["mode cohort-at-once decides at the end of a harvest"],
     ),
     "streaming with the batch's own mean": (
-        [*STREAMED, "--algorithm", "reinforce++", "--advantage-baseline", "batch"],
+        f"{STREAMED} --algorithm reinforce++ --advantage-baseline batch",
         ["advantage_baseline = batch: an advantage depends on the other rollouts"],
     ),
-    "a rare setting as a flag": (["train", "--clip-low", "0.1"], ["set clip_low in a TOML file with --config"]),
-    "an unknown command": (["simulte"], ["Did you mean simulate?"]),
-    "an unknown step time": (["simulate", "--step-time", "memory-bond"], ["step_time", "memory-bound"]),
-    "no lengths file": (["simulate", "--lengths", "/nowhere.jsonl"], ["lengths", "No such file"]),
-    "memory below one response": (["simulate", "--kv-tokens", "100"], ["kv_tokens = 100", "8321"]),
-    "oversubscribe below 1": (["simulate", "--oversubscribe", "0.5"], ["oversubscribe = 0.5"]),
+    "a rare setting as a flag": ("train --clip-low 0.1", ["set clip_low in a TOML file with --config"]),
+    "an unknown command": ("simulte", ["Did you mean simulate?"]),
+    "an unknown step time": ("simulate --step-time memory-bond", ["step_time", "memory-bound"]),
+    "no lengths file": ("simulate --lengths /nowhere.jsonl", ["lengths", "No such file"]),
+    "memory below one response": ("simulate --kv-tokens 100", ["kv_tokens = 100", "8321"]),
+    "oversubscribe below 1": ("simulate --oversubscribe 0.5", ["oversubscribe = 0.5"]),
     "a time of an environment that is never asked": (
-        ["plan", "--environment-seconds", "9"],
+        "plan --environment-seconds 9",
         ["environment_seconds = 9.0 (set by flag --environment-seconds)", "one turn", "Set --turns"],
     ),
-    "tokens of an environment that is never asked": (
-        ["simulate", "--observation-tokens", "9"],
-        ["observation_tokens = 9"],
-    ),
-    "a cap that plan searches itself": (
-        ["plan", "--oversubscribe", "2"],
-        ["no such flag", "plan tries"],
-    ),
+    "tokens of an environment that is never asked": ("simulate --observation-tokens 9", ["observation_tokens = 9"]),
+    "a cap that plan searches itself": ("plan --oversubscribe 2", ["no such flag", "plan tries"]),
     "a staleness bound of 0": (
-        ["simulate", "--max-staleness", "0"],
+        "simulate --max-staleness 0",
         ["max_staleness = 0", "For 0 use mode = on-policy+planned."],
     ),
-    "a cap without end": (["bench", "--modes", "partial*inf"], ["oversubscribe = inf"]),
+    "a cap without end": ("bench --modes partial*inf", ["oversubscribe = inf"]),
     "a seed beyond PyTorch's": (["train", "--seed", str(2**64)], [f"seed = {2**64} (set by flag --seed)", "less than"]),
-    "a seed twice": (["simulate", "--seeds", "0", "1", "0"], ["seeds = (0, 1, 0)", "one is named twice"]),
-    "a mode of a bench twice": (["bench", "--modes", "partial", "partial"], ["modes = 'partial'", "there twice"]),
-    "a folder for the file of a bench": (["bench", "--out", "."], ["out = '.'", "Use bench.json."]),
-    "a folder for the file of a profile": (["profile", "--out", "."], ["out = '.'", "Use profile.json."]),
-    "a place for a profile that is not writable": (["profile", "--out", "/sys/p.json"], ["out = '/sys'"]),
-    "several seeds of a bench": (["bench", "--seeds", "0", "1"], ["no such flag: --seeds.", "use --seed"]),
-    "a bench without a prompt": (["bench", "--prompt-tokens", "0"], ["prompt_tokens = 0"]),
-    "options of the embedded engine": (["bench", "--engine-options", "a", "1"], ["engine_options", "embedded"]),
-    "a server of the embedded engine": (["train", "--engine-urls", "http://x"], ["engine_urls", "vllm-server"]),
-    "a server without its address": (["train", "--engine", "vllm-server"], ["engine_urls", "http://127.0.0.1:8000"]),
-    "a list without values": (["simulate", "--modes"], ["modes = ()", "it needs at least one value"]),
-    "a profile that does not fit": (["profile", "--max-context-tokens", "128"], ["max_context_tokens = 128"]),
+    "a seed twice": ("simulate --seeds 0 1 0", ["seeds = (0, 1, 0)", "one is named twice"]),
+    "a mode of a bench twice": ("bench --modes partial partial", ["modes = 'partial'", "there twice"]),
+    "a folder for the file of a bench": ("bench --out .", ["out = '.'", "Use bench.json."]),
+    "a folder for the file of a profile": ("profile --out .", ["out = '.'", "Use profile.json."]),
+    "a place for a profile that is not writable": ("profile --out /sys/p.json", ["out = '/sys'"]),
+    "several seeds of a bench": ("bench --seeds 0 1", ["no such flag: --seeds.", "use --seed"]),
+    "a bench without a prompt": ("bench --prompt-tokens 0", ["prompt_tokens = 0"]),
+    "options of the embedded engine": ("bench --engine-options a 1", ["engine_options", "embedded"]),
+    "a server of the embedded engine": ("train --engine-urls http://x", ["engine_urls", "vllm-server"]),
+    "a server without its address": ("train --engine vllm-server", ["engine_urls", "http://127.0.0.1:8000"]),
+    "a list without values": ("simulate --modes", ["modes = ()", "it needs at least one value"]),
+    "a profile that does not fit": ("profile --max-context-tokens 128", ["max_context_tokens = 128"]),
     "returns to an engine without a prefix cache": (
-        ["profile", "--observation-tokens", "16"],
+        "profile --observation-tokens 16",
         ["observation_tokens = 16", "no prefix cache"],
     ),
     "observations that do not fit": (
-        ["profile", "--engine", "vllm", "--observation-tokens", "400"],
+        "profile --engine vllm --observation-tokens 400",
         ["observation_tokens = 400", "room for 128"],
     ),
-    "no study": (["compare"], ["study", "sortedrl compare STUDY.toml"]),
-    "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "No such file"]),
-    "results that are not there": (["compare", "--from", "nowhere"], ["nowhere", "study.toml"]),
-    "modes of compare": (["compare", "--modes", "baseline"], ["no such flag: --modes"]),
+    "no study": ("compare", ["study", "sortedrl compare STUDY.toml"]),
+    "a study that is not there": ("compare nowhere.toml", ["nowhere.toml", "No such file"]),
+    "results that are not there": ("compare --from nowhere", ["nowhere", "study.toml"]),
+    "modes of compare": ("compare --modes baseline", ["no such flag: --modes"]),
     "a wrong option of the task": (
-        ["train", "--task-options", "count", "abc"],
+        "train --task-options count abc",
         ["task = 'knights_and_knaves:small'", "count = 'abc': it should be a whole number. See docs"],
     ),
     "a number in place of a list": (
-        ["train", "--task", "knights_and_knaves", "--task-options", "characters", "3"],
+        "train --task knights_and_knaves --task-options characters 3",
         ["characters = 3: it should be a list, such as [3, 4, 5, 6, 7]"],
     ),
-    "a fraction that is text": (["train", "--task-options", "held_out_fraction", "nan"], ["it should be a number"]),
-    "too few puzzles": (["train", "--task-options", "count", "0"], ["Use a count of at least", "16. See docs"]),
-    "all modes and some": (["simulate", "--all", "--modes", "partial"], ["modes", "--all has every mode"]),
+    "a fraction that is text": ("train --task-options held_out_fraction nan", ["it should be a number"]),
+    "too few puzzles": ("train --task-options count 0", ["Use a count of at least", "16. See docs"]),
+    "all modes and some": ("simulate --all --modes partial", ["modes", "--all has every mode"]),
     "a data file that is not there": (
-        ["train", "--task", "math:gsm8k", "--data", "nofile.jsonl"],
+        "train --task math:gsm8k --data nofile.jsonl",
         ["data = 'nofile.jsonl' (set by flag --data)", "no such file"],
     ),
-    "data of a task without": (["train", "--data", "nofile"], ["data = 'nofile' (set by flag --data)"]),
+    "data of a task without": ("train --data nofile", ["data = 'nofile' (set by flag --data)"]),
     "a model path that is not there": (
-        ["train", "--model", "./nowhere"],
+        "train --model ./nowhere",
         ["model = './nowhere' (set by flag --model): there is no such folder. Name a folder"],
     ),
-    "a model folder without a model": (["bench", "--model", "/"], ["this folder has no config.json"]),
-    "no config file": (["simulate", "--config", "/nowhere.toml"], ["config", "No such file"]),
+    "a model folder without a model": ("bench --model /", ["this folder has no config.json"]),
+    "no config file": ("simulate --config /nowhere.toml", ["config", "No such file"]),
 }
 
 
@@ -449,7 +424,7 @@ def test_a_flag_for_drawn_lengths_is_not_ignored_beside_a_file_of_lengths(
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_flags_give_one_clear_error(name: str, in_this_process: Refused, tmp_path: Path) -> None:
     words, expected = BAD_INPUT[name]
-    assert_refused(in_this_process(*words), expected, tmp_path)
+    assert_refused(in_this_process(*(words.split() if isinstance(words, str) else words)), expected, tmp_path)
 
 
 BAD_FILES = {
