@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from run_folders import EVALUATION, RESPONSE, UPDATE
 from scenarios import MODES, Run, run, scenario
 from simulated_logs import NEEDS, SCHEDULE, SMALL, figures_of, simulated_log
 from sortedrl.cli import main
@@ -331,40 +332,18 @@ def run_folder(path: Path, *, seed: int = 0) -> Path:
     simulated_log(path / "events.jsonl", "partial", seed=seed)
     settings = TrainSettings(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
     (path / "config.json").write_text(json.dumps(as_json(settings)))
-    held_out = {"update": 0, "seconds": 0.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}}
-    lines = [json.dumps(line) for line in (held_out, UPDATE, UPDATE | {"update": 2})]
+    lines = [json.dumps(line) for line in (EVALUATION, UPDATE, UPDATE | {"update": 2})]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"update": 3, "rew')
     (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RESPONSES))
     return path
 
 
-UPDATE: dict[str, Any] = {
-    "update": 1, "updates_in_all": 4, "seconds": 2.0, "reward": 0.5, "correct": 0.5, "length": 4.0, "bubble": 0.1,
-    "goodput": 9.0, "waste": 0.0, "run_staleness_mean": 0.0, "clipped_fraction": 0.02, "mismatch_kl": 1e-4,
-    "stale_ratio_mean": 1.1,
-}  # fmt: skip
-RESPONSES: list[dict[str, Any]] = [
-    {
-        "update": 1,
-        "rollout": 3,
-        "prompt": "p3",
-        "question": "Is <b>A</b> a knave?",
-        "response": "one two</script>three",
-        "reward": 1.0,
-        "segments": [[0, 2], [2, 3]],
-        "segment_ends": [7, 21],
-        "truncated": False,
-    },
-    {
-        "update": 2,
-        "rollout": 4,
-        "prompt": "p4",
-        "question": "Who?",
-        "response": "nobody",
-        "reward": -1.0,
-        "segments": [[1, 1]],
-        "truncated": True,
-    },
+RESPONSES = [
+    RESPONSE
+    | {"question": "Is <b>A</b> a knave?", "response": "one two</script>three", "segments": [[0, 2], [2, 3]]}
+    | {"segment_ends": [7, 21]},
+    {"update": 2, "rollout": 4, "prompt": "p4", "question": "Who?", "response": "nobody", "reward": -1.0}
+    | {"segments": [[1, 1]], "truncated": True},
 ]
 
 

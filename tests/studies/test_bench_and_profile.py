@@ -128,28 +128,21 @@ def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, ca
     assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
     assert simulated_workload(SimulateSettings(step_time=str(path))).weight_update_seconds == 0.1
-    assert (
-        simulated_workload(SimulateSettings(step_time=str(path), weight_update_seconds=0.0)).weight_update_seconds
-        == 0.0
-    )
+    without = SimulateSettings(step_time=str(path), weight_update_seconds=0.0)
+    assert simulated_workload(without).weight_update_seconds == 0.0
     assert bench_workload(BenchSettings(step_time=str(path))).weight_update_seconds == 0.0  # it loads none
-    replace(found, cells=(replace(cells[0], step_seconds=0.0), *cells[1:])).write(path)
-    assert main(arguments) == 2
-    assert "an impossible time" in capsys.readouterr().err
+    no_time = (replace(cells[0], step_seconds=0.0), *cells[1:])
     for broken, words in [
+        ({"cells": no_time}, "an impossible time"),
         ({"weight_update_seconds": math.nan}, "an impossible time"),
         ({"weight_update_seconds": -5.0}, "an impossible time"),
+        ({"weight_update_seconds": "many"}, "is not a profile"),
+        ({"kv_tokens": "many"}, "is not a profile"),
     ]:
         replace(found, **broken).write(path)
-        assert main(arguments) == 2
-        assert words in capsys.readouterr().err
-    for field in ("weight_update_seconds", "kv_tokens"):
-        replace(found, **{field: "many"}).write(path)
-        assert main(arguments) == 2
-        assert "is not a profile" in capsys.readouterr().err
+        assert main(arguments) == 2 and words in capsys.readouterr().err
     path.write_text('{"cells": 3}')
-    assert main(arguments) == 2
-    assert "is not a profile" in capsys.readouterr().err
+    assert main(arguments) == 2 and "is not a profile" in capsys.readouterr().err
 
 
 def test_levels_are_fitted_as_they_are() -> None:
@@ -268,10 +261,8 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     lengths = ["--median-length", "6", "--max-response-tokens", "16"]
     files = ["--step-time", str(out), "--out", str(tmp_path / "bench.json"), "--events", str(tmp_path / "logs")]
     capsys.readouterr()
-    assert (
-        main(["bench", *sizes, *lengths, *files, "--modes", "baseline", "partial", "--limit", "simulated", "--json"])
-        == 0
-    )
+    modes = ["--modes", "baseline", "partial", "--limit", "simulated"]
+    assert main(["bench", *sizes, *lengths, *files, *modes, "--json"]) == 0
     output = capsys.readouterr()
     assert output.err.startswith("4 updates in 2 modes; loading engine embedded")
     assert "all modes take about 0:" in output.err and "partial: update 2/2  elapsed" in output.err
@@ -282,21 +273,26 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert partial["trained"] == 8 and partial["predicted"]["trained"] == 8
     assert partial["of_limit"] == partial["goodput"] / printed["limit"]
     assert (tmp_path / "logs" / "partial.jsonl").read_text().count("Updated") == 2
-    assert main(["bench", "--modes", "aprill"]) == 2
-    assert "Did you mean april?" in capsys.readouterr().err
-    assert main(["bench", "--learner-seconds-per-update", "3"]) == 2
-    assert "a bench has no learner" in capsys.readouterr().err
     assert main(["bench", "--events", str(out)]) == 2
     assert "no file can be made there (File exists)" in capsys.readouterr().err
-    assert main(["bench", "--reuse-kv-cache"]) == 2
-    assert "--engine-options reuse_kv_cache True" in capsys.readouterr().err
-    assert main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "no"]) == 2
-    assert "it is either True or False" in capsys.readouterr().err
-    assert (
-        main(["bench", "--engine", "vllm", "--engine-options", "reuse_kv_cache", "True", "enable_sleep_mode", "True"])
-        == 2
-    )
-    assert "a sleeping engine frees its KV cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--modes aprill", "Did you mean april?"),
+        ("--learner-seconds-per-update 3", "a bench has no learner"),
+        ("--reuse-kv-cache", "--engine-options reuse_kv_cache True"),
+        ("--engine vllm --engine-options reuse_kv_cache no", "it is either True or False"),
+        (
+            "--engine vllm --engine-options reuse_kv_cache True enable_sleep_mode True",
+            "a sleeping engine frees its KV cache",
+        ),
+    ],
+)
+def test_a_bench_that_cannot_work_is_refused(words: str, why: str, capsys: Any) -> None:
+    assert main(["bench", *words.split()]) == 2
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
