@@ -35,7 +35,6 @@ _COLUMNS: dict[type, tuple[str, ...]] = {  # fields that are tuples, lists in JS
     if (columns := tuple(name for name, hint in get_type_hints(kind).items() if get_origin(hint) is tuple))
 }
 _PLAIN_TYPES: dict[Any, set[type]] = {int: {int}, float: {float, int}, str: {str}}  # of decoded values, by field type
-_JSON = json.JSONDecoder()
 _OF_FEW = (Gate, RunBegan, SlotsChanged, Loaded)  # kinds with values that are checked one by one
 MOST = 10_000_000  # slots of a run, or rollouts that are loaded together
 LARGEST = 1e100
@@ -83,23 +82,13 @@ def written(log: Iterable[Event]) -> str:
 
 
 def decode(line: str) -> Event:
-    fields = _from_json(line)
+    fields = json.loads(line)
     kind: Any = _TYPES[fields.pop("event")]
-    if kind in _COLUMNS:
-        for name in _COLUMNS[kind]:
-            if type(fields[name]) is list:
-                fields[name] = _frozen(fields[name])
+    for name in _COLUMNS.get(kind, ()):
+        if type(fields[name]) is list:
+            fields[name] = _frozen(fields[name])
     event: Event = _new(kind, fields.values()) if tuple(fields) == kind._fields else kind(**fields)
     return event
-
-
-def _from_json(line: str) -> Any:
-    """As `json.loads`, and faster for the lines that `JsonLines` writes."""
-    if line.startswith("{"):
-        value, end = _JSON.raw_decode(line)
-        if line[end:] == "\n":
-            return value
-    return _JSON.decode(line)
 
 
 def _frozen(column: list[Any]) -> tuple[Any, ...]:
@@ -129,16 +118,8 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Damage(number, "not an event")
     kind = type(event)
-    types_of = (kind, *map(type, event))
-    if types_of not in _SEEN_TO_FIT:
-        if not all(fits(value) for value, fits in zip(event, _checks()[kind], strict=True)):
-            return Damage(number, f"{kind.__name__} with a wrong value")
-        _SEEN_TO_FIT.add(types_of)
-    elif kind in _COLUMNS:
-        for place, fits in _checks_of_columns()[kind]:
-            if not fits(event[place]):
-                return Damage(number, f"{kind.__name__} with a wrong value")
-    if isinstance(event, _OF_FEW) and not _is_possible(event):
+    fits_all = all(fits(value) for value, fits in zip(event, _checks()[kind], strict=True))
+    if not fits_all or (isinstance(event, _OF_FEW) and not _is_possible(event)):
         return Damage(number, f"{kind.__name__} with a wrong value")
     if not is_number(event.at):
         return Damage(number, f"{type(event).__name__} without a time")
@@ -169,22 +150,10 @@ def _is_possible(event: Gate | RunBegan | SlotsChanged | Loaded) -> bool:
     return 0 < event.slots <= MOST and type(group) is int and group > 0
 
 
-_SEEN_TO_FIT: set[tuple[type, ...]] = set()  # an event and its fields; whether a column fits depends on more
-
-
 @cache
 def _checks() -> dict[type, tuple[Callable[[Any], bool], ...]]:
     """One test per field, by event type."""
     return {kind: tuple(map(_check_of, get_type_hints(kind).values())) for kind in _TYPES.values()}
-
-
-@cache
-def _checks_of_columns() -> dict[type, list[tuple[int, Callable[[Any], bool]]]]:
-    """Place and test of each column, by event type."""
-    return {
-        kind: [(i, fits) for i, fits in enumerate(_checks()[kind]) if kind._fields[i] in names]  # type: ignore[attr-defined]
-        for kind, names in _COLUMNS.items()
-    }
 
 
 def _check_of(hint: Any) -> Callable[[Any], bool]:
