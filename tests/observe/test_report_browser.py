@@ -175,7 +175,7 @@ def test_the_slot_timeline_is_painted_as_the_slices_say(browser: Chromium, compa
         wide = [stay for stay in stays if stay.end - stay.start > (times[-1] - times[0]) / 200]
         assert len(wide) > 50
         painted = browser.ask(f"({PIXELS})({json.dumps([position(stay, times[0], times[-1]) for stay in wide])})")
-        assert painted == [outcomes[stay.outcome[0]][1] for stay in wide]
+        assert painted == [dict(outcomes)[stay.outcome] for stay in wide]
 
 
 PIXELS = """(places => {

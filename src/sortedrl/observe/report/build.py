@@ -87,7 +87,6 @@ def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: s
         "timelines": timelines,
         "charts": drawn,
     }
-    outcomes = {outcome[0]: [outcome, color] for outcome, color in charts.WORK.items()}
-    data = {"timelines": timelines, "outcomes": outcomes}
+    data = {"timelines": timelines, "outcomes": list(charts.WORK.items())}
     every_chart = [chart for of_section in drawn.values() for chart in of_section]
     return render("report.html.j2", content, every_chart, version, data=data, scripts=["timeline.js"])

@@ -100,10 +100,11 @@ def legend(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, str]]
 
 
 def timeline(run: ReportedRun, label: str, unit: TimeUnit) -> dict[str, Any]:
-    """Which rollout was in which slot, for page/timeline.js. Times are in millionths of the range shown; `outcomes`
-    holds the first letter of each outcome."""
+    """Which rollout was in which slot, for page/timeline.js. Times are in millionths of the range shown; each of
+    `outcomes` is a place in `WORK`."""
     until, pieces = run.slices_until, run.slices
     seconds = until - run.began or 1.0
+    places = {outcome: place for place, outcome in enumerate(WORK)}
 
     def tick(at: float) -> int:
         return round((min(at, until) - run.began) / seconds * 1e6)
@@ -115,7 +116,7 @@ def timeline(run: ReportedRun, label: str, unit: TimeUnit) -> dict[str, Any]:
         "slot": [piece.slot for piece in pieces],
         "start": [tick(piece.start) for piece in pieces],
         "end": [tick(piece.end) for piece in pieces],
-        "outcomes": "".join(piece.outcome[0] for piece in pieces),
+        "outcomes": [places[piece.outcome] for piece in pieces],
         "rollout": [piece.rollout for piece in pieces],
         "made": [piece.made for piece in pieces],
         "version": [piece.version for piece in pieces],
