@@ -22,13 +22,16 @@ import forked
 from forked import Done
 from sortedrl.cli.workload import accuracy_line, print_notices
 from sortedrl.core.schedule import Schedule
+from sortedrl.settings.slots import default_slots, too_many_slots
 from sortedrl.studies import workload
 from sortedrl.studies.answer import conclusion, spread
-from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan
+from sortedrl.studies.paste import lines_to_paste
+from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan, candidates, fewer_slots
 from sortedrl.studies.simulate import DECIDING_MODES, Case, SimulateSettings, cases, compare, relative_error
-from sortedrl.studies.tables import ANSWER, THROUGHPUT, bubble_table, digits, settings_of, show, table_of
+from sortedrl.studies.tables import ANSWER, THROUGHPUT, bubble_table, digits, show, table_of
 from sortedrl.studies.workload import Workload, run
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
+from sortedrl.training.settings import TrainSettings
 
 PROFILE = Path(__file__).parents[2] / "benchmarks/measured/h200-8b/profile.json"
 ROWS = [
@@ -212,13 +215,60 @@ def test_plan_and_simulate_agree_on_the_same_schedule() -> None:
     assert own["best"] == planned["choice"]
 
 
-def test_plan_names_the_settings_of_a_choice() -> None:
-    capped = Schedule(mode="partial+elevator", prompts_per_cohort=256, oversubscribe=1.3)
-    found = tomllib.loads(settings_of(replace(BASELINE, schedule=capped)).replace(", ", "\n"))
-    assert found == {"mode": "partial+elevator", "prompts_per_cohort": 256, "oversubscribe": 1.3}
-    assert Schedule(**found) == capped
-    bounded = replace(capped, max_staleness=4)
-    assert settings_of(replace(BASELINE, schedule=bounded)).endswith("oversubscribe = 1.3, max_staleness = 4")
+def test_plan_within_seconds_ends_with_lines_to_paste_and_shows_progress_when_piped() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    words = [sys.executable, "-m", "sortedrl", "plan", "--learner-seconds", "20"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 15, f"{seconds:.1f} CPU-seconds"
+    assert done.stderr.startswith("planning: 0 of ")
+    end = done.stdout[done.stdout.index("sortedrl train --config") :]
+    toml = tomllib.loads("\n".join(line for line in end.splitlines() if " = " in line))
+    assert TrainSettings(**toml).mode == toml["mode"] and toml["slots"] <= 128
+    assert f"+trainer.v1.sortedrl.slots={toml['slots']} " in end and "trainer.v1.trainer_mode=sortedrl" in end
+
+
+def test_lines_for_trl_have_the_part_of_each_process() -> None:
+    schedule = Schedule(
+        mode="partial+elevator", rollouts_per_update=512, rollouts_per_prompt=8, whole_groups=True,
+        prompts_per_cohort=256, oversubscribe=1.3, max_staleness=4,
+    )  # fmt: skip
+    lines = lines_to_paste(schedule, 1024, processes=8)
+    assert "    GRPOConfig(num_generations=8, generation_batch_size=512, max_completion_length=8192, ...)" in lines
+    (trainer,) = [line for line in lines if "SortedGRPOTrainer" in line]
+    assert trainer.startswith("    SortedGRPOTrainer(slots=128, schedule=Schedule(")
+    part = eval(trainer[trainer.index("Schedule(") : trainer.rindex(", ...")], {"Schedule": Schedule})
+    assert part.prompts_per_cohort == 32 and part.max_staleness == 4 and part.oversubscribe == 1.3
+    toml = tomllib.loads("\n".join(line for line in lines if " = " in line))
+    assert toml | {"prompts_per_cohort": 256, "oversubscribe": 1.3, "max_staleness": 4} == toml
+    assert TrainSettings(**toml).slots == 1024
+    assert (
+        "    data.train_batch_size=64 \\" in lines and "    algorithm.rollout_correction.rollout_is=token \\" in lines
+    )
+    overlapping = "\n".join(lines_to_paste(replace(schedule, overlap=True), 1024))
+    assert "overlap = true" in overlapping and "trainer_mode" not in overlapping and "GRPOConfig" not in overlapping
+    fresh = lines_to_paste(Schedule(mode="on-policy+planned", rollouts_per_prompt=8), 128)
+    assert not any("rollout_is" in line for line in fresh), "nothing is stale"
+
+
+def test_plan_tries_fewer_slots_as_long_as_an_update_fills_them() -> None:
+    schedule = Schedule(rollouts_per_update=512, rollouts_per_prompt=8, whole_groups=True, prompts_per_cohort=256)
+    assert fewer_slots(Workload(slots=2048, engines=8), schedule) == [1024, 512, 256]
+    assert fewer_slots(Workload(slots=512, engines=8), schedule) == [256]
+    tried = [case.workload.slots for case in candidates(Workload(slots=2048, engines=8), schedule, Allowed())]
+    assert {tried.count(slots) for slots in (1024, 512, 256)} == {3}
+
+
+def test_slots_far_beyond_the_update_are_noted() -> None:
+    assert too_many_slots(192, 128) is None
+    notice = too_many_slots(2048, 512)
+    assert notice is not None and "2,048 slots are 4.0 times an update of 512 rollouts" in notice
+    assert "Use 768 or fewer" in notice
+    assert default_slots(512, 2048) == 512 and default_slots(512, 256) == 256
+    told = sortedrl("plan", "--cohorts", "1", *PLANNED, "--slots", "32").stderr
+    assert "32 slots are 4.0 times an update of 8 rollouts" in told
 
 
 @pytest.mark.parametrize(
@@ -254,6 +304,14 @@ def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float 
 
 def rows_of(*modes: str) -> list[Case]:
     return [Case(mode, Workload(), Schedule(mode=mode)) for mode in modes]
+
+
+@pytest.mark.parametrize(
+    ("others", "verdict"), [(["baseline+longest-first"], False), (["on-policy+planned"], False), (["partial"], True)]
+)
+def test_nobody_is_told_not_to_need_what_was_not_run(others: list[str], verdict: bool) -> None:
+    modes = {name: metrics_of(name, 1e6) for name in ["baseline", *others]}
+    assert ("You do not need this" in conclusion(rows_of(*modes), modes)) == verdict
 
 
 def test_the_sentence_recommends_nothing_that_bends_the_mix_of_lengths() -> None:

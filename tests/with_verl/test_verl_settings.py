@@ -7,7 +7,7 @@ from verl_config import compose
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.strategies.registry import STRATEGIES
-from sortedrl.integrations.verl.settings import settings_of
+from sortedrl.integrations.verl.settings import settings_of, slots_of
 from sortedrl.integrations.verl.trainer import dealt_out
 
 CORRECTION = "algorithm.rollout_correction"
@@ -132,3 +132,12 @@ def test_every_mode_takes_agent_loops_of_several_turns(setting: str) -> None:
     limit = "+trainer.v1.sortedrl.max_environment_seconds=7"
     settings = settings_of(compose(setting, "actor_rollout_ref.rollout.multi_turn.enable=True", limit))
     assert settings.schedule.max_environment_seconds == 7
+
+
+def test_slots_follow_the_update(caplog: pytest.LogCaptureFixture) -> None:
+    settings = settings_of(compose("partial", prompts=6, siblings=4))
+    assert slots_of(settings, 1024) == 24 and slots_of(settings, 16) == 16
+    assert slots_of(settings_of(compose("partial", "+trainer.v1.sortedrl.slots=30", prompts=6, siblings=4)), 1024) == 30
+    assert not caplog.records
+    many = settings_of(compose("partial", "+trainer.v1.sortedrl.slots=96", prompts=6, siblings=4))
+    assert slots_of(many, 1024) == 96 and "96 slots are 4.0 times an update of 24 rollouts" in caplog.text

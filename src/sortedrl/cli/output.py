@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sortedrl.cli.streams import stdout_goes_to_stderr
 from sortedrl.observe.console import RunConsole, run_console
 from sortedrl.settings.base import Settings
+
+SECONDS_BETWEEN_LINES = 5.0
 
 
 def print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> None:
@@ -51,17 +54,25 @@ def table_console() -> Console:
 
 
 class ProgressBar:
-    """A bar with an ETA on a terminal's stderr; nothing when piped."""
+    """A bar with an ETA on a terminal's stderr. When piped: nothing, or a line every few seconds."""
 
-    def __init__(self, what: str, *, quiet: bool) -> None:
+    def __init__(self, what: str, *, quiet: bool, when_piped: bool = False) -> None:
         console = Console(stderr=True)
         columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
-        self._task = self._bar.add_task(what, total=None)
+        self._what, self._task = what, self._bar.add_task(what, total=None)
+        self._has_lines = when_piped and not (quiet or console.is_terminal)
+        self._next_line = 0.0
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._bar.start()
-        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+        return self._show
+
+    def _show(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        if self._has_lines and (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + SECONDS_BETWEEN_LINES
+            print(f"{self._what}: {done} of {total} simulations", file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()

@@ -10,6 +10,7 @@ from sortedrl.cli.output import ProgressBar, table_console
 from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, workload_line
 from sortedrl.settings.base import as_json
 from sortedrl.studies import plan, tables
+from sortedrl.studies.paste import lines_to_paste
 from sortedrl.studies.plan import PlanSettings, allowed_by
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
 
@@ -22,7 +23,7 @@ def run(settings: PlanSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
     print_notices(settings)
-    with ProgressBar("planning", quiet=settings.json_output) as progress:
+    with ProgressBar("planning", quiet=settings.json_output, when_piped=True) as progress:
         found = plan.plan(workload, schedule, allowed_by(settings), settings.seeds, progress)
     if settings.json_output:
         print(json.dumps({**asdict(found), "settings": as_json(settings), "version": __version__}))
@@ -31,4 +32,7 @@ def run(settings: PlanSettings) -> int:
     console.print(f"{workload_line(settings)}\nexpected lengths: {settings.expectation}", highlight=False)
     tables.show(console, tables.plan_view(found))
     console.print(f"\n{accuracy_line(settings)}", highlight=False)
+    if found.needed:
+        for line in lines_to_paste(found.choice.schedule, found.choice.slots, settings.controllers):
+            print(line)
     return 0

@@ -12,6 +12,7 @@ from sortedrl.engines.episodes import ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import prompts_per_cohort
+from sortedrl.settings.slots import too_many_slots
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
@@ -44,10 +45,11 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
 
 def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
     """What a user should see before the answer: cut or few responses, late answers of environments, split groups,
-    updates that cannot fill slots, slots beyond the measured step times, and what takes long."""
+    updates that cannot fill slots or make tokens stale, slots beyond the measured step times, and what takes long."""
     responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings), late_answers(settings)
-    sizes = _split_groups(settings), _small_updates(settings), extrapolated(settings), _long_runs(settings)
-    for notice in (*responses, *sizes, *more):
+    needed = simulated_schedule(settings).rollouts_needed
+    sizes = _split_groups(settings), _small_updates(settings), too_many_slots(settings.slots, needed)
+    for notice in (*responses, *sizes, extrapolated(settings), _long_runs(settings), *more):
         if notice:
             print(f"sortedrl: {notice}", file=sys.stderr)
 

@@ -33,7 +33,8 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     known = {first.workload.expectation, "warm"}  # `oracle` lengths exist in simulations only
     usable = [options[row.name] for row in rows if row.workload.expectation in known]
     if choice.name == first.name or choice.is_baseline or gain < 1.02:
-        return _nothing_gained(choice, _best([o for o in usable if o not in comparable]), modes, base)
+        has_partial = any(strategy_named(o.schedule.mode).keeps_tokens for o in comparable)
+        return _nothing_gained(choice, _best([o for o in usable if o not in comparable]), modes, base, has_partial)
     text = (
         f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
         f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "
@@ -57,13 +58,18 @@ def _with_another(mode: str) -> str:
 
 
 def _nothing_gained(
-    choice: Option, best: Option | None, modes: Mapping[str, Mapping[str, Any]], base: Mapping[str, Any]
+    choice: Option,
+    best: Option | None,
+    modes: Mapping[str, Mapping[str, Any]],
+    base: Mapping[str, Any],
+    has_partial: bool,
 ) -> str:
-    """No mode gains without an earlier epoch. The best one may gain after it, when lengths are known."""
+    """No mode gains without an earlier epoch. The best one may gain after it, when lengths are known. Without a partial
+    mode among them, that says nothing about whether you need one."""
     text = f"{choice.name} is as fast as any mode here without length bias"
     if best is not None and (later := _gain(modes[best.name], base)) > max(1.0, _gain(modes[choice.name], base)) + 0.02:
         return f"In a first epoch, {text}; after it, {best.name} gives {later:.2f} times."
-    return f"{'You do not need this: ' if choice.is_baseline else ''}{text}."
+    return f"{'You do not need this: ' if choice.is_baseline and has_partial else ''}{text}."
 
 
 def _best(options: Sequence[Option]) -> Option | None:

@@ -1,4 +1,4 @@
-"""Which schedule for this workload? A search over mode, cohort size and oversubscription, by simulation.
+"""Which schedule for this workload? A search over mode, cohort size, oversubscription and slots, by simulation.
 
 The rule: among schedules within the bounds on length bias and staleness, the fastest wins; within `CLOSE` of the
 fastest, the one with the lowest staleness wins, then the simpler one. If a longest-first baseline is that close, you do
@@ -34,6 +34,8 @@ CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and 
     ("partial+elevator", 1.3),
     ("partial+elevator", 1.5),
 )
+FEWER_SLOTS = (("partial+lookahead", None), ("partial+elevator", None), ("partial+elevator", 1.5))
+LEAST_SLOTS = 0.4  # times the update size
 UPDATE_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # update size over slots
 
 
@@ -47,7 +49,7 @@ class Allowed:
 
 
 class PlanSettings(SimulatedSettings):
-    """Recommend a mode, cohort size and oversubscription for a workload, or none if you do not need one."""
+    """Recommend a mode, cohort size, oversubscription and slots for a workload, or none if you do not need one."""
 
     not_here: ClassVar[Mapping[str, str]] = {"oversubscribe": "plan tries its own caps; simulate has it"}
 
@@ -86,6 +88,7 @@ class Option:
     bubble: float
     rollouts_per_update_mean: float
     of_limit: float
+    slots: int = 0  # of all engines
 
     @property
     def is_baseline(self) -> bool:
@@ -119,21 +122,35 @@ class Plan:
     by_update_size: tuple[UpdateSize, ...]
 
 
-def candidates(schedule: Schedule, allowed: Allowed) -> list[tuple[str, Schedule]]:
-    """Named schedules to try: every mode of SortedRL and of the paper, with cohorts of 1, 2, 4, ... updates."""
+def candidates(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[Case]:
+    """Every mode of SortedRL and of the paper, with cohorts of 2, 4, ... updates; a few also with fewer slots."""
     per_update = -(-schedule.rollouts_per_update // schedule.rollouts_per_prompt)
-    cohorts = [2**k for k in range(10) if 2**k < allowed.cohort_updates] + [allowed.cohort_updates]
-    found = [(mode, with_mode(schedule, mode)) for mode in BASELINES]
+    cohorts = [2**k for k in range(1, 10) if 2**k < allowed.cohort_updates] + [allowed.cohort_updates]
+    found = [Case(mode, workload, with_mode(schedule, mode)) for mode in BASELINES]
     for updates in cohorts:
         sized = replace(schedule, prompts_per_cohort=updates * per_update)
         label = f"cohort {updates} x update"
-        for mode in ("partial", "partial+planned", "partial+lookahead", "partial+elevator"):
-            found.append((f"{mode}, {label}", with_mode(sized, mode)))
-        if updates > 1:
-            for mode, cap in CAPPED:
-                suffix = "" if cap is None else f", oversubscribe {cap}"
-                found.append((f"{mode}, {label}{suffix}", replace(with_mode(sized, mode), oversubscribe=cap)))
+        is_largest = updates == allowed.cohort_updates
+        modes = ("partial", "partial+planned", "partial+lookahead", "partial+elevator")
+        tried: list[tuple[str, float | None]] = [(mode, None) for mode in modes[: 4 if is_largest else 3]]
+        tried += [one for one in CAPPED if updates > 1 and (is_largest or one[0] != "partial+elevator")]
+        found += [_case(workload, sized, mode, cap, label) for mode, cap in tried]
+    for slots in fewer_slots(workload, schedule):
+        few, named = replace(workload, slots=slots), f"{label}, {slots} slots"
+        found += [_case(few, sized, mode, cap, named) for mode, cap in FEWER_SLOTS]
     return found
+
+
+def _case(workload: Workload, schedule: Schedule, mode: str, cap: float | None, label: str) -> Case:
+    suffix = "" if cap is None else f", oversubscribe {cap}"
+    return Case(f"{mode}, {label}{suffix}", workload, replace(with_mode(schedule, mode), oversubscribe=cap))
+
+
+def fewer_slots(workload: Workload, schedule: Schedule) -> list[int]:
+    """A half, a quarter, ... of the slots of each engine, as long as an update has not many more rollouts."""
+    engines, least = workload.engines, LEAST_SLOTS * schedule.rollouts_needed
+    halves = (workload.slots // engines >> k for k in range(1, 8))
+    return [engines * each for each in halves if each and engines * each >= least]
 
 
 def plan(
@@ -143,12 +160,11 @@ def plan(
     seeds: Sequence[int] = (0,),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    tried = candidates(schedule, allowed)
+    rows = candidates(workload, schedule, allowed)
     scan = _update_size_scan(workload, schedule, allowed)
-    rows = [Case(name, workload, candidate) for name, candidate in tried]
-    keeping = _with_kv_cache_reuse(rows)
+    keeping = _with_kv_cache_reuse([row for row in rows if row.workload.slots == workload.slots])
     run_metrics = compare([*rows, keeping, *(case for _, case in scan)], seeds, on_progress=on_progress)
-    options = tuple(option(name, candidate, run_metrics[name]) for name, candidate in tried)
+    options = tuple(option(row.name, row.schedule, run_metrics[row.name]) for row in rows)
     choice, runner_up = choose(options, allowed)
     with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.run_of_limit)
@@ -180,7 +196,7 @@ def plan(
 
 
 def option(name: str, schedule: Schedule, run_metrics: dict[str, Any]) -> Option:
-    names = set(Option.__dataclass_fields__) - {"name", "schedule", "run_of_limit"}
+    names = Option.__dataclass_fields__.keys() & run_metrics.keys()
     run_of_limit = run_metrics["trained_tokens_per_hour"] / 3600 / run_metrics["limit"]
     return Option(name=name, schedule=schedule, run_of_limit=run_of_limit, **{key: run_metrics[key] for key in names})
 
@@ -285,7 +301,10 @@ def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int
     if workload.stream or not workload.learner_seconds_per_token:
         return None
     streaming = replace(workload, stream=True)
-    rows = [Case(f"{name}, streamed", streaming, s) for name, s in {o.name: o.schedule for o in options}.items()]
+    rows = [
+        Case(f"{name}, streamed", replace(streaming, slots=o.slots), o.schedule)
+        for name, o in {o.name: o for o in options}.items()
+    ]
     run_metrics = compare(rows, seeds)
     return max((option(row.name, row.schedule, run_metrics[row.name]) for row in rows), key=lambda o: o.run_of_limit)
 
@@ -311,6 +330,9 @@ def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) 
     """A few modes at other update sizes, cohort size in proportion, on at least two cohorts."""
     rows = []
     seen = {_own_ratio(workload, schedule)}  # already covered by all options
+    modes = ["baseline+longest-first", "partial+lookahead", "partial+elevator"]
+    if allowed.staleness_mean is not None:
+        modes.append("on-policy+planned")
     for wanted in UPDATE_SIZES:
         size = max(1, round(wanted * workload.slots))
         prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
@@ -320,7 +342,7 @@ def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) 
             continue
         seen.add(ratio)
         scaled = replace(workload, prompts=max(workload.prompts, 2 * prompts))
-        for mode in ("baseline+longest-first", "on-policy+planned", "partial+lookahead", "partial+elevator"):
+        for mode in modes:
             rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
     return rows
 

@@ -94,21 +94,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         rows.append((f"{row.ratio:.3g}", f"{row.baseline.run_of_limit:.2f}", best, _gain_at(row)))
     title = "By update size (U) over slots (Q), with cohort size in proportion"
     sizes = table(title, ("U/Q", "best baseline", "best other allowed mode", "gain"), rows)
-    head = [Text(plan.reason, "bold")]
-    if plan.needed:
-        head += [Text(f"Settings (keys of sortedrl train, arguments of Schedule): {settings_of(plan.choice)}")]
-    return [*head, "", frontier, "", bias, "", sizes]
-
-
-def settings_of(option: Option) -> str:
-    """What to set for this option, as TOML keys and as arguments of `Schedule` alike."""
-    schedule = option.schedule
-    found = [f'mode = "{schedule.mode}"', f"prompts_per_cohort = {schedule.prompts_per_cohort}"]
-    if schedule.oversubscribe is not None:
-        found.append(f"oversubscribe = {schedule.oversubscribe:g}")
-    if schedule.max_staleness is not None:  # as it was asked for: the speed and the staleness are those under it
-        found.append(f"max_staleness = {schedule.max_staleness}")
-    return ", ".join(found)
+    return [Text(plan.reason, "bold"), "", frontier, "", bias, "", sizes]
 
 
 def show(console: Console, parts: Sequence[RenderableType]) -> None:

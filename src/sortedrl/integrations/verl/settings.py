@@ -5,6 +5,7 @@ The keys are under `trainer.v1.sortedrl`, where verl has the settings of a train
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from sortedrl.core.configuration import ConfigurationError, checked_fraction, ch
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.settings.slots import default_slots, too_many_slots
 
 PREFIX = "trainer.v1.sortedrl"
+_log = logging.getLogger(__name__)
 SCHEDULE_KEYS = (
     "mode",
     "prompts_per_cohort",
@@ -73,7 +76,7 @@ FIXED: dict[str, tuple[tuple[object, ...], str, str]] = {
 @dataclass(frozen=True)
 class Settings:
     schedule: Schedule
-    slots: int | None  # None: the total of all servers (vLLM max_num_seqs, SGLang max_running_requests)
+    slots: int | None  # None: those of an update, or of all servers (vLLM max_num_seqs) if these have fewer
     folder: Path  # for the event log
     minibatches: int  # optimizer steps per update and PPO epoch
     max_rejected_fraction: float  # of recent rollouts: the run stops if more are rejected
@@ -99,6 +102,16 @@ def settings_of(config: Any) -> Settings:
             f"{PREFIX}.max_rejected_fraction", 0.5 if fraction is None else fraction
         ),
     )
+
+
+def slots_of(settings: Settings, of_servers: int) -> int:
+    """As set, with a warning if they are far more than an update needs; by default as many as it needs."""
+    needed = settings.schedule.rollouts_needed
+    if settings.slots is None:
+        return default_slots(needed, of_servers)
+    if notice := too_many_slots(settings.slots, needed):
+        _log.warning("%s.slots: %s", PREFIX, notice)
+    return settings.slots
 
 
 def plain_settings(config: Any) -> dict[str, Any]:

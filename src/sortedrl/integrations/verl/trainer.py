@@ -43,7 +43,7 @@ from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of
+from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
@@ -271,7 +271,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             self.exchange,
             self.checkpoint_manager,
             self.agent_loop_manager,
-            slots=self.sortedrl.slots or int(rollout.max_num_seqs) * len(self.llm_server_manager.get_replicas()),
+            slots=slots_of(self.sortedrl, int(rollout.max_num_seqs) * len(self.llm_server_manager.get_replicas())),
             send=self._send,
             clear=_clear,
             max_start_seconds=self.sortedrl.schedule.max_environment_seconds,

@@ -1,0 +1,57 @@
+"""The settings of a planned schedule as lines to paste: for `sortedrl train`, TRL and verl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.registry import strategy_named
+
+
+def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1) -> list[str]:
+    """`processes`: controllers of the plan, each in a training process of TRL."""
+    chosen = {"mode": schedule.mode, "prompts_per_cohort": schedule.prompts_per_cohort}
+    chosen |= {
+        key: value for key in ("oversubscribe", "max_staleness") if (value := getattr(schedule, key)) is not None
+    }
+    lines = ["", "sortedrl train --config FILE, with these lines in FILE:"]
+    sizes = {key: getattr(schedule, key) for key in ("rollouts_per_update", "rollouts_per_prompt")}
+    overlap = {"overlap": True} if schedule.overlap else {}
+    lines += [f"    {key} = {_toml(value)}" for key, value in {**chosen, "slots": slots, **sizes, **overlap}.items()]
+    if schedule.overlap:
+        return [*lines, "", "TRL and verl: not with a separate learner. Their engines and learners share GPUs here."]
+    return lines + _trl(schedule, chosen, slots, processes) + _verl(schedule, chosen, slots)
+
+
+def _toml(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def _trl(schedule: Schedule, chosen: dict[str, Any], slots: int, processes: int) -> list[str]:
+    if schedule.rollouts_per_prompt == 1:
+        return ["", "TRL: its GRPO needs groups. Plan with --rollouts-per-prompt 8 --whole-groups."]
+    if (prompts := schedule.prompts_per_cohort) is not None:
+        chosen = chosen | {"prompts_per_cohort": -(-prompts // processes)}
+    arguments = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+    where = f"each of {processes} processes" if processes > 1 else "one process; of several, each gets its part"
+    return [
+        "",
+        f"TRL ({where}):",
+        f"    GRPOConfig(num_generations={schedule.rollouts_per_prompt}, "
+        f"generation_batch_size={schedule.rollouts_per_update}, "
+        f"max_completion_length={schedule.max_response_tokens}, ...)",
+        f"    SortedGRPOTrainer(slots={slots // processes}, schedule=Schedule({arguments}), ...)",
+    ]
+
+
+def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int) -> list[str]:
+    keys: dict[str, Any] = {"trainer.v1.trainer_mode": "sortedrl"}
+    keys |= {f"+trainer.v1.sortedrl.{key}": value for key, value in {**chosen, "slots": slots}.items()}
+    keys |= {
+        "data.train_batch_size": schedule.rollouts_needed // schedule.rollouts_per_prompt,
+        "actor_rollout_ref.rollout.n": schedule.rollouts_per_prompt,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    }
+    if not strategy_named(schedule.mode).on_policy:
+        keys["algorithm.rollout_correction.rollout_is"] = "token"
+    return ["", "verl:", *(f"    {key}={value} \\" for key, value in keys.items())]  # verl's own lines follow
