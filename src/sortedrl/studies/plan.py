@@ -36,6 +36,7 @@ CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and 
 )
 FEWER_SLOTS = (("partial+lookahead", None), ("partial+elevator", None), ("partial+elevator", 1.5))
 LEAST_SLOTS = 0.4  # times the update size
+MOST_FOR_LOOKAHEAD = 2.0  # update size over slots: beyond it a drain is a small part of a cohort
 UPDATE_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # update size over slots
 
 
@@ -133,7 +134,7 @@ def candidates(workload: Workload, schedule: Schedule, allowed: Allowed) -> list
         is_largest = updates == allowed.cohort_updates
         modes = ("partial", "partial+planned", "partial+lookahead", "partial+elevator")
         tried: list[tuple[str, float | None]] = [(mode, None) for mode in modes[: 4 if is_largest else 3]]
-        tried += [one for one in CAPPED if updates > 1 and (is_largest or one[0] != "partial+elevator")]
+        tried += CAPPED if is_largest and updates > 1 else ()
         found += [_case(workload, sized, mode, cap, label) for mode, cap in tried]
     for slots in fewer_slots(workload, schedule):
         few, named = replace(workload, slots=slots), f"{label}, {slots} slots"
@@ -168,8 +169,7 @@ def plan(
     choice, runner_up = choose(options, allowed)
     with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.run_of_limit)
-    streamed = _streamed(workload, (choice, baseline), seeds)
-    on_shared_gpu = _streamed(replace(workload, share_gpu=True), (choice, baseline), seeds)
+    streamed, on_shared_gpu = _streamed(workload, (choice, baseline), seeds)
     needed = not choice.is_baseline
     keys_matter = is_allowed(with_kv_cache_reuse, allowed) and is_faster(with_kv_cache_reuse, choice)
     return Plan(
@@ -296,17 +296,28 @@ def larger_updates(option: Option) -> str:
     )
 
 
-def _streamed(workload: Workload, options: Sequence[Option], seeds: Sequence[int]) -> Option | None:
-    """The fastest of the options with streaming, on a device of the learner's own or on that of the workload."""
-    if workload.stream or not workload.learner_seconds_per_token:
-        return None
-    streaming = replace(workload, stream=True)
+def _streamed(
+    workload: Workload, options: Sequence[Option], seeds: Sequence[int]
+) -> tuple[Option | None, Option | None]:
+    """The fastest of the options with streaming, on a device of the learner's own and on that of the engine."""
+    if workload.stream or workload.separate_learner or not workload.learner_seconds_per_token:
+        return None, None
     rows = [
-        Case(f"{name}, streamed", replace(streaming, slots=o.slots), o.schedule)
-        for name, o in {o.name: o for o in options}.items()
+        Case(
+            f"{o.name}, streamed{' on its GPU' * shared}",
+            replace(workload, slots=o.slots, stream=True, share_gpu=shared),
+            o.schedule,
+        )
+        for o in dict.fromkeys(options)
+        for shared in (False, True)
     ]
-    run_metrics = compare(rows, seeds)
-    return max((option(row.name, row.schedule, run_metrics[row.name]) for row in rows), key=lambda o: o.run_of_limit)
+    found = compare(rows, seeds)
+    by_device = (
+        (option(row.name, row.schedule, found[row.name]) for row in rows if row.workload.share_gpu == shared)
+        for shared in (False, True)
+    )
+    own, shared_gpu = (max(some, key=lambda o: o.run_of_limit) for some in by_device)
+    return own, shared_gpu
 
 
 def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
@@ -314,7 +325,7 @@ def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
     if streamed is None or not is_faster(streamed, choice):
         return ""
     return (
-        f" {how}: {streamed.name.removesuffix(', streamed')} then reaches {streamed.run_of_limit:.2f}, "
+        f" {how}: {streamed.name.partition(', streamed')[0]} then reaches {streamed.run_of_limit:.2f}, "
         f"{streamed.run_of_limit / choice.run_of_limit:.2f} x, at staleness {streamed.staleness_mean:.2f}."
     )
 
@@ -343,6 +354,8 @@ def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) 
         seen.add(ratio)
         scaled = replace(workload, prompts=max(workload.prompts, 2 * prompts))
         for mode in modes:
+            if mode == "partial+lookahead" and ratio > MOST_FOR_LOOKAHEAD:
+                continue
             rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
     return rows
 
