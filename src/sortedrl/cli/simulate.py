@@ -35,7 +35,8 @@ def run(settings: SimulateSettings) -> int:
         f"{workload_line(settings)}\nlimit of this workload: {tables.digits(limit, 5)} tokens/s{source}\n",
         highlight=False,
     )
-    tables.show(console, [tables.table_of("", modes, tables.ANSWER)])
+    columns = tables.ANSWER if settings.filtered is None else tables.ANSWER | tables.FILTERED
+    tables.show(console, [tables.table_of("", modes, columns)])
     console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
     if tables.several(modes):
         error = answer.spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates)

@@ -69,9 +69,10 @@ class DrawnEpisodes:
 
 @dataclass(frozen=True)
 class ReplayedEpisodes:
-    """Episodes by prompt; the seed picks one of a prompt's episodes."""
+    """Episodes by prompt; the seed picks one of a prompt's episodes. `rewards`: of the first group of each prompt."""
 
     by_prompt: tuple[tuple[Episode, ...], ...]
+    rewards: tuple[tuple[float, ...], ...] | None = None
 
     def __call__(self, prompt: Prompt, seed: int) -> Episode:
         episodes = self.by_prompt[number_of(prompt) % len(self.by_prompt)]
@@ -88,7 +89,8 @@ class ReplayedEpisodes:
 
     def lengths(self) -> ReplayedLengths:
         """Policy tokens of whole responses."""
-        return ReplayedLengths(tuple(tuple(episode.length for episode in episodes) for episodes in self.by_prompt))
+        lengths = tuple(tuple(episode.length for episode in episodes) for episodes in self.by_prompt)
+        return ReplayedLengths(lengths, self.rewards)
 
 
 # The turn that a request runs
@@ -158,7 +160,8 @@ def read_episodes(path: Path) -> ReplayedEpisodes:
         if rollout not in recorder.prompt_of:
             raise ValueError(f"{path}: rollout {rollout} finishes, but was never loaded; the log is incomplete")
         by_prompt.setdefault(recorder.prompt_of[rollout], []).append(episode)
-    return ReplayedEpisodes(tuple(map(tuple, by_prompt.values())))
+    rewards = [recorder.rewards_of_first_group(prompt) for prompt in by_prompt]
+    return ReplayedEpisodes(tuple(map(tuple, by_prompt.values())), tuple(rewards) if all(rewards) else None)
 
 
 class _Attempt:
@@ -178,6 +181,8 @@ class _Recorder:
     def __init__(self) -> None:
         self.prompt_of: dict[int, str] = {}
         self.ended: dict[int, Episode] = {}
+        self._first_groups: dict[str, range] = {}
+        self._rewards: dict[int, float] = {}
         self._attempts: dict[int, _Attempt] = {}
 
     def __call__(self, event: Event) -> None:
@@ -185,6 +190,11 @@ class _Recorder:
             case events.Loaded(first=first, rollouts=rollouts, prompts=prompts):
                 per_prompt = rollouts // len(prompts)
                 self.prompt_of |= {first + i: prompts[i // per_prompt] for i in range(rollouts)}
+                for place, prompt in enumerate(prompts):
+                    begin = first + place * per_prompt
+                    self._first_groups.setdefault(prompt, range(begin, begin + per_prompt))
+            case events.Scored(rollout=rollout, reward=reward):
+                self._rewards[rollout] = reward
             case events.TurnEnded(at=at, rollout=rollout, length=length):
                 attempt = self._attempts.setdefault(rollout, _Attempt())
                 attempt.turns.append(length - attempt.start)
@@ -201,6 +211,9 @@ class _Recorder:
                     self._attempts.pop(rollout, None)
             case events.Regenerated(rollout=rollout) | events.Rejected(rollout=rollout):
                 self._attempts.pop(rollout, None)
+
+    def rewards_of_first_group(self, prompt: str) -> tuple[float, ...]:
+        return tuple(self._rewards[rollout] for rollout in self._first_groups[prompt] if rollout in self._rewards)
 
     def _end(self, rollout: int, at: float, length: int) -> Episode:
         attempt = self._attempts.pop(rollout, None) or _Attempt()

@@ -31,6 +31,7 @@ MOST_CSV_FIELD = 1 << 30  # characters: a file may have the responses in a colum
 CSV_ENDINGS = (".csv", ".tsv")
 LENGTH_NAMES = ("length", "response_length", "completion_length", "completion_tokens", "output_tokens")
 PROMPT_NAMES = ("prompt", "prompt_id")
+REWARD_NAMES = ("reward", "score")
 BINARY_KINDS = {  # first bytes -> what it is, and how to get a file that can be read
     b"\x93NUMPY": 'a NumPy file: write it with numpy.savetxt("lengths.txt", lengths, fmt="%d")',
     b"PAR1": 'a Parquet file: write it with pandas.read_parquet(file).to_csv("lengths.csv")',
@@ -65,9 +66,10 @@ class LognormalLengths:
 
 @dataclass(frozen=True)
 class ReplayedLengths:
-    """Lengths by prompt; the seed picks one of a prompt's lengths."""
+    """Lengths by prompt; the seed picks one of a prompt's lengths. `rewards`: those of the same responses, if known."""
 
     by_prompt: tuple[tuple[int, ...], ...]
+    rewards: tuple[tuple[float, ...], ...] | None = None
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
         lengths = self.by_prompt[number_of(prompt) % len(self.by_prompt)]
@@ -87,15 +89,17 @@ class ReplayedLengths:
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A JSONL or CSV file, also packed by gzip: one number per line, or rows with a length and optionally a prompt.
+    """A JSONL or CSV file, also packed by gzip: one number per line, or rows with a length, and optionally a prompt and
+    a reward.
 
     Without prompts, every response draws from all lengths: the file does not show how the lengths of one prompt's
     responses are correlated.
     """
     by_prompt: dict[object, list[int]] = {}
+    rewards: dict[object, list[float]] = {}
     text = _text(path)
     rows = _csv_rows(path, text) if _is_csv(path, text) else _json_rows(path, text)
-    for place, prompt, length in (found for at, row in rows for found in _lengths_in(row, at, path)):
+    for place, prompt, length, reward in (found for at, row in rows for found in _lengths_in(row, at, path)):
         if isinstance(length, bool) or not isinstance(length, int | float) or not 1 <= length <= MOST_TOKENS:
             why = f"length {reprlib.repr(length)} is not a number of tokens (1 to {MOST_TOKENS:,})"
             raise ValueError(f"{path}, {place}: {why}")
@@ -103,11 +107,15 @@ def read_lengths(path: Path) -> ReplayedLengths:
             why = f"length {length} is not a whole number of tokens: give the length of each response, not means"
             raise ValueError(f"{path}, {place}: {why}")
         by_prompt.setdefault(prompt, []).append(round(length))
+        if isinstance(reward, int | float) and math.isfinite(reward):
+            rewards.setdefault(prompt, []).append(float(reward))
     if not by_prompt:
         raise ValueError(f"{path}: no lengths in this file")
     if None in by_prompt and len(by_prompt) > 1:
         raise ValueError(f"{path}: some lengths have a `prompt` and some do not: give it for all or none")
-    return ReplayedLengths(tuple(map(tuple, by_prompt.values())))
+    is_rewarded = all(len(rewards.get(prompt, ())) == len(lengths) for prompt, lengths in by_prompt.items())
+    of_prompts = tuple(tuple(rewards[prompt]) for prompt in by_prompt) if is_rewarded else None
+    return ReplayedLengths(tuple(map(tuple, by_prompt.values())), of_prompts)
 
 
 def _text(path: Path) -> str:
@@ -155,13 +163,14 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object]]:
     if len(names) == 1 and isinstance(_number(names[0]), float):
         yield "line 1", _number(names[0])
         names = ["length"]
-    length = _first_of(LENGTH_NAMES, names)
+    length, reward = _first_of(LENGTH_NAMES, names), _first_of(REWARD_NAMES, names)
     if names and length is None:
         raise ValueError(f"{path}, line 1: no column `length` in {header}")
     for row in rows:
         if any(cell.strip() for cell in row):
             cells = {name: row[i] if i < len(row) else "" for i, name in enumerate(names)}
-            yield f"line {rows.line_num}", cells | {length: _number(cells[length or ""])}
+            numbers = {name: _number(cells[name]) for name in (length or "", reward or "") if name in cells}
+            yield f"line {rows.line_num}", cells | numbers
 
 
 def _number(cell: str) -> float | str:
@@ -187,20 +196,24 @@ def _parsed(line: str, number: int, path: Path) -> object:
     return value
 
 
-def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[str, object, object]]:
-    """Place, prompt (None if it has none) and length of each response that a row describes."""
+def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[str, object, object, object]]:
+    """Place, prompt (None if it has none), length, and reward (None if unknown) of each response of a row."""
     if not isinstance(value, dict):
-        yield place, None, value
+        yield place, None, value, None
         return
     length, prompt = _first_of(LENGTH_NAMES, value), _first_of(PROMPT_NAMES, value)
+    reward = value.get(_first_of(REWARD_NAMES, value))
     if prompt is None and length is not None:
-        yield place, None, value[length]
+        yield place, None, value[length], reward
         return
     lengths = value.get("lengths", [value.get(length)])
     if lengths == [None] or not isinstance(lengths, list) or not lengths:
         raise ValueError(f"{path}, {place}: no `length` or `lengths` in {sorted(value)}")
-    for one in lengths:
-        yield place, place if prompt is None else str(value[prompt]), one
+    rewards: object = value.get("rewards")
+    if not isinstance(rewards, list) or len(rewards) != len(lengths):
+        rewards = [reward] * len(lengths)
+    for one, its_reward in zip(lengths, rewards, strict=True):
+        yield place, place if prompt is None else str(value[prompt]), one, its_reward
 
 
 def remembered(lengths: LengthOf) -> LengthOf:

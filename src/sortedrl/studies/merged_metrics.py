@@ -43,7 +43,7 @@ def of_controllers(runs: Sequence[RunMetrics]) -> RunMetrics:
     hourly = [name for name in RATES if name.endswith("hour")]
     runs = [replace(run, **{name: getattr(run, name) * run.wall_seconds / longest for name in hourly}) for run in runs]
     counts = [field.name for field in fields(RunMetrics) if field.type == "int"]
-    add = {*counts, *RATES, "rejected_reasons"} - {*OF_EACH_CONTROLLER}
+    add = {*counts, *RATES, "rejected_reasons", "filtered_reasons"} - {*OF_EACH_CONTROLLER}
     return RunMetrics(**merged(runs, add) | {"wall_seconds": longest})
 
 

@@ -40,6 +40,7 @@ DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
     "april",
     "cohort-at-once",
 )
+FILTER_ROUNDS = ("filter-rounds", "filter-rounds+refill")  # how others filter; without a filter the baseline
 
 
 IN_LOAD_ORDER = {"baseline+longest-first": "baseline", "partial+planned": "partial"}  # if no length is known
@@ -69,22 +70,32 @@ class SimulateSettings(SimulatedSettings):
     def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:
         if self.all_modes:
             return _modes_that_run(simulated_schedule(self)), ("cold", "warm", "oracle")
-        return self.modes, self.expectations
+        rounds = FILTER_ROUNDS if self.filtered is not None and self.modes == DECIDING_MODES else ()
+        return (*self.modes, *rounds), self.expectations
 
     def check(self) -> None:
         if self.all_modes and self.modes != DECIDING_MODES:
             raise ConfigurationError("modes", self.modes, "--all has every mode", "Leave out --all or --modes.")
         for mode in self.modes_and_expectations()[0]:
-            strategy_named(mode).check(with_mode(simulated_schedule(self), mode))
+            _check_mode(mode, simulated_schedule(self))
         check_simulated(self)
 
 
+def _check_mode(mode: str, schedule: Schedule) -> None:
+    strategy = strategy_named(mode)
+    strategy.check(with_mode(schedule, mode))
+    if schedule.filter_groups is not None:
+        strategy.check_filter()
+
+
 def _modes_that_run(schedule: Schedule) -> tuple[str, ...]:
-    """All modes but those that need settings which the schedule lacks."""
+    """All modes but those that need settings which the schedule lacks, and rounds that would be the baseline."""
     found = []
-    for mode, strategy in STRATEGIES.items():
+    for mode in STRATEGIES:
+        if mode in FILTER_ROUNDS and schedule.filter_groups is None:
+            continue
         with suppress(ConfigurationError):
-            strategy.check(with_mode(schedule, mode))
+            _check_mode(mode, schedule)
             found.append(mode)
     return tuple(found)
 

@@ -38,6 +38,7 @@ ANSWER: dict[str, Column] = {  # what decides, in 80 columns; tokens per second 
     "mean\nstaleness": lambda f, base: f"{f['staleness_mean']:.2f}",
     "length\nbias": lambda f, base: f"{f['length_bias']:+z.0%}",
 }
+FILTERED: dict[str, Column] = {"groups\nfiltered": lambda f, base: f"{f['filtered_fraction']:.0%}"}
 # Goodput counts only the time in which the engine can run; tokens per hour include the learner's time.
 THROUGHPUT: dict[str, Column] = {
     "bubble": lambda f, base: f"{f['bubble']:.1%}",

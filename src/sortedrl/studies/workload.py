@@ -22,6 +22,7 @@ from sortedrl.core.seeds import derive_seed, mixing
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
+from sortedrl.engines.equal_groups import EqualGroups, simulated_reward
 from sortedrl.engines.lengths import (
     LengthOf,
     LognormalLengths,
@@ -92,6 +93,7 @@ class Workload:
     share_gpu: bool = False  # with `stream`: on the engine's GPU, which slows both down
     separate_learner: bool = False  # on its own devices: it streams unless the engine generates while it steps
     score_seconds: float = 0.0
+    equal_groups: EqualGroups | None = None  # groups that a filter of equal rewards filters
     expectation: str = "cold"
 
     def learner_seconds(self, tokens: int) -> float:
@@ -272,7 +274,11 @@ class ControllerRun:
         self.controller = Controller(
             self.engine,
             Prompts(prompts, epochs=workload.epochs, seed=schedule.seed),
-            SimulatedScorer(self.engine, seconds_of=lambda rollout: workload.score_seconds),
+            SimulatedScorer(
+                self.engine,
+                seconds_of=lambda rollout: workload.score_seconds,
+                reward_of=simulated_reward(workload.equal_groups),
+            ),
             schedule,
             environments=environments_of(workload, schedule, self.engine),
             strategy=holding_slots(strategy) if workload.hold_slots else None,

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
@@ -24,6 +25,7 @@ from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
 from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
+from sortedrl.studies.filter_settings import SimulatedFilterSettings, check_filter, equal_groups_of
 from sortedrl.studies.learner_settings import SimulatedLearnerSettings, check_learner, weight_transfer_seconds
 from sortedrl.studies.workload import Workload, mean_response_tokens
 
@@ -132,7 +134,7 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
         return self.slots
 
 
-class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings):
+class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFilterSettings):
     """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
     help_group: ClassVar[str] = "simulated run"
@@ -194,6 +196,8 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
         max_response_tokens=settings.response_limit(),
         overlap=settings.overlap or settings.separate_learner,
         score_wait_seconds=score_wait_seconds(settings.score_seconds),
+        filter_groups=None if settings.filtered is None else EQUAL_REWARDS,
+        max_filtered_fraction=1.0,
         seed=settings.seeds[0],
     )
 
@@ -217,6 +221,7 @@ def simulated_workload(settings: SimulatedSettings) -> Workload:
         share_gpu=settings.share_gpu,
         separate_learner=settings.separate_learner,
         score_seconds=settings.score_seconds,
+        equal_groups=equal_groups_of(settings, settings.replayed_lengths),
     )
     if settings.learner_seconds is None:
         return workload
@@ -332,6 +337,7 @@ def kv_tokens_of(settings: StepTimeSettings) -> int | None:
 def check_simulated(settings: SimulatedSettings) -> None:
     for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_learner, check_engines):
         check(settings)
+    check_filter(settings, settings.replayed_lengths, simulated_schedule(settings))
 
 
 def check_context_fits(settings: WorkloadSettings) -> None:
