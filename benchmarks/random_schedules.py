@@ -2,6 +2,7 @@
 
     python benchmarks/random_schedules.py --schedules 10000
     python benchmarks/random_schedules.py --schedules 10000 --turns  # rollouts of several turns
+    python benchmarks/random_schedules.py --schedules 10000 --filter # dynamic sampling; both may be combined
     python benchmarks/random_schedules.py --reproduce 1234567        # one schedule again, with its settings
 
 Each schedule has its own seed, derived from the printed one. Faults are engine deaths, interrupts, restores, lost
@@ -33,24 +34,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="seed of all schedules; default: random")
     parser.add_argument("--reproduce", type=int, metavar="SEED", help="run the schedule with this seed again")
     parser.add_argument("--turns", action="store_true", help="rollouts of several turns, with environments that fail")
+    parser.add_argument("--filter", action="store_true", help="groups that teach nothing are filtered")
     arguments = parser.parse_args()
+    kind = {"with_turns": arguments.turns, "with_filter": arguments.filter}
     if arguments.reproduce is not None:
-        case = case_of(arguments.reproduce, with_turns=arguments.turns)
+        case = case_of(arguments.reproduce, **kind)
         print(case)
         check_outcome(play(case))
         print("all rules hold")
         return 0
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.schedules} schedules", flush=True)
-    return Campaign(seed, arguments.schedules, with_turns=arguments.turns).run()
+    return Campaign(seed, arguments.schedules, kind).run()
 
 
 class Campaign:
     """All schedules of one seed, and what happened in them."""
 
-    def __init__(self, seed: int, schedules: int, *, with_turns: bool) -> None:
+    def __init__(self, seed: int, schedules: int, kind: dict[str, bool]) -> None:
         self.seed = seed
-        self.with_turns = with_turns
+        self.kind = kind  # arguments of case_of
         self.schedules = schedules
         self.modes: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()  # schedules that have this
@@ -62,7 +65,7 @@ class Campaign:
     def run(self) -> int:
         began = printed = time.monotonic()
         for done in range(self.schedules):
-            self._run_one(case_of(derive_seed(self.seed, done), with_turns=self.with_turns))
+            self._run_one(case_of(derive_seed(self.seed, done), **self.kind))
             if self.failures == MAX_FAILURES:
                 break
             now = time.monotonic()
@@ -83,8 +86,8 @@ class Campaign:
         except Exception as error:  # any exception is a finding
             self.failures += 1
             print(f"FAILED in mode {case.scenario.schedule.mode}: {type(error).__name__}: {error}")
-            turns = " --turns" if self.with_turns else ""
-            print(f"    python benchmarks/random_schedules.py{turns} --reproduce {case.seed}", flush=True)
+            flags = "".join(f" --{name.removeprefix('with_')}" for name, is_set in self.kind.items() if is_set)
+            print(f"    python benchmarks/random_schedules.py{flags} --reproduce {case.seed}", flush=True)
             return
         self.faults.update(outcome.faults)
         self.hit.update(+Counter({kind: min(count, 1) for kind, count in outcome.faults.items()}))

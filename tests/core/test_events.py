@@ -22,6 +22,7 @@ ONE_OF_EACH: list[Event] = [
     events.SettingsChanged(3.5, {"engine": ["embedded", "vllm"], "engine_options": [{}, {"reuse_kv_cache": "True"}]}),
     events.Phase(0.0, "harvest"),
     events.Loaded(0.1, 0, 0, 2, ("p0", "p1")),
+    events.Skipped(0.1, 2, ("p2",), (1,)),
     events.HarvestBegan(0.1, 0, 0),
     events.Submitted(0.1, 0, 0, 12, 0, 33.3),
     events.Gate(0.1, "held back"),

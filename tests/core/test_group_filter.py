@@ -10,7 +10,7 @@ import pytest
 from random_runs import case_of, play
 from scenarios import Run, run, scenario
 from schedule_rules import check_outcome
-from sortedrl.core import Rollout, SchedulerState
+from sortedrl.core import ConfigurationError, Rollout, SchedulerState
 from sortedrl.core.events import Aborted, Filtered, Loaded, RunBegan
 from sortedrl.core.group_filter import FilterFailed, GroupFilter, TooManyFiltered
 
@@ -146,3 +146,17 @@ def test_the_rules_notice_a_scheduler_that_breaks_them(
     with pytest.raises(AssertionError):
         for seed in range(300):
             check_outcome(play(case_of(seed, with_filter=True)))
+
+
+def test_a_prompt_whose_group_was_filtered_is_skipped_in_most_later_epochs() -> None:
+    kinds = ("mixed", "right")
+    done = run("partial+elevator", [3] * 40, group_rewards=kinds, epochs=6, revisit_filtered=0.25, **GROUPS)
+    visits = Counter(prompt for event in done.all(Loaded) for prompt in event.prompts)
+    assert all(visits[f"p{i}"] == 6 for i in range(0, 40, 2))
+    mean = sum(visits[f"p{i}"] for i in range(1, 40, 2)) / 20
+    assert 1.5 < mean < 3.0  # once, and then one of four times
+    metrics = done.run_metrics
+    assert metrics.skipped == 240 - sum(visits.values()) and metrics.skipped_age_max > 1
+    assert metrics.skipped_fraction == metrics.skipped / 240
+    with pytest.raises(ConfigurationError, match="no group is filtered"):
+        run("partial", [1], revisit_filtered=0.5)

@@ -245,6 +245,7 @@ def _with_filter(rng: random.Random, scenario: Scenario) -> Scenario:
         mode=mode,
         filter_groups="equal_rewards" if compares else "scenarios:keeps_two_of_three",
         max_filtered_fraction=1.0,
+        revisit_filtered=rng.choice((1.0, 1.0, 0.4)),
     )
     return replace(
         scenario, schedule=schedule, group_rewards=tuple(rng.choice(kinds) for _ in range(rng.randint(1, 7)))

@@ -22,8 +22,8 @@ from sortedrl.observe.metrics import Metrics
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 ENVIRONMENT, RETURNING = "environment", "returning"
 NOT_SAMPLED = -1  # in place of a version
-READY, TRAINED, REJECTED, FILTERED = "ready", "trained", "rejected", "filtered"
-GONE = (TRAINED, REJECTED, FILTERED)
+READY, TRAINED, REJECTED, FILTERED, SKIPPED = "ready", "trained", "rejected", "filtered", "skipped"
+GONE = (TRAINED, REJECTED, FILTERED, SKIPPED)
 EPSILON = 1e-9
 
 
@@ -140,6 +140,8 @@ class Replay:
                 rollout = self._in_state(event.rollout, WAITING, FINISHED, ENVIRONMENT)
                 assert event.dropped == rollout.sampled and event.reason
                 rollout.state = REJECTED
+            case events.Skipped():
+                self._skip(event)
             case events.Filtered():
                 self._filter(event)
             case events.Published():
@@ -162,10 +164,25 @@ class Replay:
         per_prompt = self.schedule.rollouts_per_prompt
         assert event.first == len(self.rollouts) and event.rollouts == len(event.prompts) * per_prompt
         if self.strategy.gated and self.rollouts:
-            assert event.cohort == max(rollout.cohort for rollout in self.rollouts.values()) + 1
+            last = max(rollout.cohort for rollout in self.rollouts.values())
+            assert event.cohort == last + 1 or self.schedule.revisit_filtered < 1  # several parts of one cohort
         for prompt in event.prompts:
             for sibling in range(per_prompt):
                 self.rollouts[len(self.rollouts)] = Known(prompt, self.groups, sibling, event.cohort)
+            self.groups += 1
+
+    def _skip(self, event: events.Skipped) -> None:
+        """Prompts whose last group was filtered; they use up their ids."""
+        assert self.schedule.revisit_filtered < 1 and event.first == len(self.rollouts)
+        for prompt, age in zip(event.prompts, event.ages, strict=True):
+            epoch = self.groups // len(self.scenario.lengths)
+            judged = [r for r in self.rollouts.values() if r.prompt == prompt and r.state in (TRAINED, FILTERED)]
+            filtered = {r.group // len(self.scenario.lengths) for r in judged if r.state == FILTERED}
+            assert age > 0 and epoch - age in filtered, "its last group was not filtered"
+            if self.schedule.whole_groups:
+                assert max(r.group // len(self.scenario.lengths) for r in judged) == epoch - age
+            for member in range(self.schedule.rollouts_per_prompt):
+                self.rollouts[len(self.rollouts)] = Known(prompt, self.groups, member, 0, state=SKIPPED)
             self.groups += 1
 
     def _submit(self, event: events.Submitted) -> None:
@@ -367,7 +384,7 @@ def check_tokens(rollout: Rollout, scenario: Scenario) -> None:
 
 def check_epochs(scenario: Scenario, log: list[Event]) -> None:
     """Prompts are read epoch by epoch, each of them once."""
-    read = [prompt for event in log if isinstance(event, events.Loaded) for prompt in event.prompts]
+    read = [prompt for event in log if isinstance(event, events.Loaded | events.Skipped) for prompt in event.prompts]
     everything = Counter(prompt.id for prompt in scenario.dataset())
     size = len(scenario.lengths)
     for start in range(0, len(read), size):

@@ -282,7 +282,9 @@ class Controller:
                 if not self.buffer.untrained:  # every remaining rollout was rejected
                     return []
                 self._streaming.hand_over()
-                if self.buffer.rejected > rejected_before and self._has_enough():  # fewer are left to wait for
+                # Fewer are left to wait for, or a cohort has joined that has ready ones.
+                may_suffice = self.buffer.rejected > rejected_before or self._state.filter is not None
+                if may_suffice and self._has_enough():
                     break
                 if not self._generation.late_scores.give_up():
                     self._generation.advance()

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-FORMAT = 3  # changes with any change of the events; 2 was that of sortedrl 0.2, and has no `Filtered`
+FORMAT = 3  # changes with any change of the events; 2 was that of sortedrl 0.2, without `Filtered`, `Skipped`
 READABLE_FORMATS = (2, FORMAT)
 GATES = ("open", "drain", "held back")
 
@@ -59,6 +59,16 @@ class Loaded(NamedTuple):
     first: int
     rollouts: int
     prompts: tuple[str, ...]
+
+
+class Skipped(NamedTuple):
+    """Prompts that are not loaded in this epoch, because their last group was filtered (`revisit_filtered`). They use
+    up the ids from `first` on. `ages`: epochs since their last visit."""
+
+    at: float
+    first: int
+    prompts: tuple[str, ...]
+    ages: tuple[int, ...]
 
 
 class HarvestBegan(NamedTuple):
@@ -242,6 +252,7 @@ Event = (
     | SettingsChanged
     | Phase
     | Loaded
+    | Skipped
     | HarvestBegan
     | Submitted
     | Gate

@@ -7,6 +7,7 @@ judged yet will probably add to the coming update.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import kind_of
 
 Keeps = Callable[[Sequence[Rollout]], bool]  # whether to train on the scored rollouts of a group
@@ -54,6 +56,9 @@ class GroupFilter:
         self._outcomes: deque[tuple[int, str]] = deque()  # rollouts, and why they were filtered (empty: kept)
         self._judged: Counter[str] = Counter()  # rollouts in `_outcomes`, by the same reasons
         self._lowest, self._highest = float("inf"), float("-inf")
+        self._visit_probability = schedule.revisit_filtered
+        self._seed = schedule.seed
+        self._last_visit: dict[str, int] = {}  # epoch of the last visit of prompts whose group was filtered then
 
     @property
     def kept_fraction(self) -> float:
@@ -79,6 +84,19 @@ class GroupFilter:
             rollouts, reason = self._outcomes.popleft()
             self._judged[reason] -= rollouts
         return why
+
+    def note(self, prompt: str, epoch: int, *, is_kept: bool) -> None:
+        """What became of a prompt's group, for its next visit."""
+        if self._visit_probability < 1:
+            self._last_visit.pop(prompt, None) if is_kept else self._last_visit.update({prompt: epoch})
+
+    def age_if_skipped(self, prompt: str, epoch: int) -> int | None:
+        """Epochs since the last visit of a prompt that is skipped in this epoch; None if it is loaded."""
+        last = self._last_visit.get(prompt)
+        if last is None or last >= epoch:
+            return None
+        draw = derive_seed(self._seed, epoch, zlib.crc32(prompt.encode())) % 1_000_000
+        return epoch - last if draw >= self._visit_probability * 1_000_000 else None
 
     def _is_kept(self, group: tuple[Rollout, ...]) -> bool:
         try:
@@ -119,13 +137,14 @@ class GroupFilter:
 
     def state(self) -> dict[str, Any]:
         seen = [self._lowest, self._highest] if self._outcomes else []
-        return {"outcomes": [*map(list, self._outcomes)], "rewards": seen}
+        return {"outcomes": [*map(list, self._outcomes)], "rewards": seen, "last_visit": self._last_visit}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._outcomes = deque((rollouts, why) for rollouts, why in state["outcomes"])
         self._judged = Counter()
         for rollouts, why in self._outcomes:
             self._judged[why] += rollouts
+        self._last_visit = dict(state["last_visit"])
         if state["rewards"]:
             self._lowest, self._highest = state["rewards"]
 
@@ -134,6 +153,9 @@ def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter 
     """The filter of a run: `keeps`, or the one that the schedule names; None if there is none."""
     name = schedule.filter_groups
     if keeps is None and name is None:
+        if schedule.revisit_filtered < 1:
+            fix = f"Set filter_groups too, for example {EQUAL_REWARDS}, or leave it out."
+            raise ConfigurationError("revisit_filtered", schedule.revisit_filtered, "no group is filtered", fix)
         return None
     if keeps is None:
         assert name is not None

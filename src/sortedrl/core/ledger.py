@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from sortedrl.core import events
@@ -17,6 +18,7 @@ from sortedrl.core.batch import Batch
 from sortedrl.core.buffer import RUNNING, Group, Key
 from sortedrl.core.engine import Engine
 from sortedrl.core.events import EventLog
+from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.rejections import NO_REWARD
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.scoring import Scored, as_reward
@@ -312,6 +314,8 @@ class Ledger:
         self.state.must_finish.discard(group.id)
         if self.state.filter is not None and group.members:
             reason = self.state.filter.judge(group.members)
+            place = group.id // self.state.schedule.rollouts_per_prompt
+            self.state.filter.note(group.members[0].prompt.id, self.state.prompts.epoch_of(place), is_kept=not reason)
             if reason:
                 self._filter(group, reason)
                 self.state.filter.check_fraction()
@@ -342,16 +346,38 @@ class PromptLoader:
         prompts = s.prompts.take(count, within_epoch=self._ledger.strategy.gated)
         cohort = self._next_cohort()
         self._cohorts_loaded += 1
-        self._prompts_loaded += len(prompts)
-        rollouts = len(prompts) * s.schedule.rollouts_per_prompt
-        ids = tuple([prompt.id for prompt in prompts])
-        self._ledger.log.append(events.Loaded(self._ledger.clock.now(), cohort, self._next_id, rollouts, ids))
         gate = s.buffer.gate if joins else None
-        for prompt in prompts:
-            self._load_group(prompt, cohort, gate)
+        if s.filter is None or s.schedule.revisit_filtered == 1:
+            self._load_groups(prompts, cohort, gate)
+        else:
+            for is_skipped, run in groupby(self._with_ages(prompts, s.filter), lambda one: one[1] is not None):
+                some = list(run)
+                if is_skipped:
+                    self._skip(some)
+                else:
+                    self._load_groups([prompt for prompt, _ in some], cohort, gate)
         if joins:  # what is left of the older cohort comes first now
             s.buffer.rekey(self._ledger.key)
         return True
+
+    def _with_ages(self, prompts: Sequence[Prompt], of: GroupFilter) -> list[tuple[Prompt, int | None]]:
+        """Each prompt, with the epochs since its last visit if it is skipped now."""
+        s, first = self._state, self._next_id // self._state.schedule.rollouts_per_prompt
+        return [(p, of.age_if_skipped(p.id, s.prompts.epoch_of(first + i))) for i, p in enumerate(prompts)]
+
+    def _skip(self, prompts: Sequence[tuple[Prompt, int | None]]) -> None:
+        """They use up their ids: a rollout's id tells its prompt's place in the order of training."""
+        ids, ages = tuple([prompt.id for prompt, _ in prompts]), tuple([age or 0 for _, age in prompts])
+        self._ledger.log.append(events.Skipped(self._ledger.clock.now(), self._next_id, ids, ages))
+        self._next_id += len(prompts) * self._state.schedule.rollouts_per_prompt
+
+    def _load_groups(self, prompts: Sequence[Prompt], cohort: int, gate: int | None) -> None:
+        self._prompts_loaded += len(prompts)
+        rollouts = len(prompts) * self._state.schedule.rollouts_per_prompt
+        ids = tuple([prompt.id for prompt in prompts])
+        self._ledger.log.append(events.Loaded(self._ledger.clock.now(), cohort, self._next_id, rollouts, ids))
+        for prompt in prompts:
+            self._load_group(prompt, cohort, gate)
 
     def _next_cohort(self) -> int:
         """That of the next prompt. Without a gate, prompts are numbered into cohorts in load order, for statistics."""

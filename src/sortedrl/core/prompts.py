@@ -40,6 +40,10 @@ class Prompts:
     def remaining_in_epoch(self) -> int:
         return self._size - self.position
 
+    def epoch_of(self, place: int) -> int:
+        """The epoch (from 0) of the prompt that was taken as number `place`."""
+        return place // self._size
+
     def is_in_last_epoch(self, place: int) -> bool:
         """Whether the prompt that was taken as number `place` (from 0) belongs to the last epoch."""
         return place >= (self.epochs - 1) * self._size

@@ -18,6 +18,7 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_environment_seconds": (lambda x: x > 0, "of seconds above 0"),
     "score_wait_seconds": (lambda x: x >= 0, "of seconds, 0 or more"),
     "max_filtered_fraction": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "revisit_filtered": (lambda x: 0 < x <= 1, "above 0, up to 1"),
 }
 _HINTS = {"max_staleness": " For 0 use mode = on-policy+planned."}
 _NAMES = {  # of the settings that are text: what each names, and where a Python object goes
@@ -49,6 +50,7 @@ class Schedule:
     max_retries: int = 2
     score_wait_seconds: float = 60.0
     filter_groups: str | None = None  # equal_rewards, or your.module:name: which complete groups are trained on
+    revisit_filtered: float = 1.0  # probability that a prompt whose last group was filtered is loaded in the next epoch
     max_filtered_fraction: float = 0.95  # of four updates' worth of rollouts; more ends the run
     seed: int = 0
 

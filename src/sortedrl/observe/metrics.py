@@ -26,7 +26,7 @@ from sortedrl.observe.wall_clock import Moment, WallClock
 HARVEST = "harvest"
 BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back", "environment")
 _COUNTS = (  # metrics of these names: of rollouts, then of tokens
-    *("loaded", "trained", "rejected", "filtered", "failures", "regenerated", "truncated", "preemptions"),
+    *("loaded", "trained", "rejected", "filtered", "failures", "regenerated", "truncated", "preemptions", "skipped"),
     *("generated_tokens", "trained_tokens", "filtered_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
 )
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
@@ -63,7 +63,7 @@ class Metrics:
         self._reward_sum = self._streamed_seconds = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
         self._trained_streamed = 0
-        self._longest_wait = 0
+        self._longest_wait = self._oldest_skipped = 0
         self._expected_lengths, self._real_lengths = array("d"), array("d")
         self._attempts = Attempts() if estimates_uncut_length else None
         self._reasons, self._filtered_reasons = Reasons(), Counter[str]()  # of rejections; filtered rollouts
@@ -91,6 +91,7 @@ class Metrics:
             events.Scored: lambda event: self._wall_clock.score(event.rollout, self._now()),
             events.Rejected: self._on_rejected,
             events.Filtered: self._on_filtered,
+            events.Skipped: self._on_skipped,
             events.Streamed: self._on_streamed,
             events.Updated: self._on_updated,
             events.Published: lambda event: self._wall_clock.publish(self._now()),
@@ -260,6 +261,10 @@ class Metrics:
             self._attempts.forget(event.rollout)
         self._first_expected.pop(event.rollout, None)
 
+    def _on_skipped(self, event: events.Skipped) -> None:
+        self._count["skipped"] += len(event.prompts)
+        self._oldest_skipped = max(self._oldest_skipped, *event.ages)
+
     def _on_filtered(self, event: events.Filtered) -> None:
         self._count["filtered"] += len(event.rollouts)
         self._count["filtered_tokens"] += event.tokens
@@ -413,6 +418,8 @@ class Metrics:
             length_bias=None if uncut is None else of_all / uncut - 1 if uncut else 0.0,
             expectation_quality=rank_correlation(self._expected_lengths, self._real_lengths),
             longest_wait_updates=self._longest_wait,
+            skipped_fraction=_ratio(count["skipped"], count["skipped"] + count["loaded"] / self._rollouts_per_prompt),
+            skipped_age_max=self._oldest_skipped,
             mean_reward=_ratio(self._reward_sum, scored),
             streamed_fraction=_ratio(self._trained_streamed, count["trained"]),
             streamed_seconds=self._streamed_seconds,

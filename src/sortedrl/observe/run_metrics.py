@@ -73,6 +73,9 @@ class RunMetrics:
     length_bias: float | None  # what the schedule favors, not what a filter does
     expectation_quality: float | None
     longest_wait_updates: int
+    skipped: int  # prompts that `revisit_filtered` did not load
+    skipped_fraction: float  # of the prompts that would have been loaded
+    skipped_age_max: int  # epochs since the last visit
     mean_reward: float  # of trained and filtered rollouts
     streamed_fraction: float  # of the trained rollouts: their gradient was computed during the harvest
     streamed_seconds: float  # the learner's work during harvests

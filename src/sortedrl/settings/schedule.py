@@ -27,6 +27,12 @@ FilterGroups = Annotated[
         "scheduler refills what is filtered"
     ),
 ]
+RevisitFiltered = Annotated[
+    float,
+    Field(
+        gt=0, le=1, description="probability that a prompt whose last group was filtered is loaded in the next epoch"
+    ),
+]
 MaxFilteredFraction = Annotated[
     float, Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was filtered")
 ]

@@ -29,6 +29,7 @@ from sortedrl.settings.schedule import (
     FilterGroups,
     MaxFilteredFraction,
     Oversubscribe,
+    RevisitFiltered,
     RolloutsPerPrompt,
     ScheduleSettings,
     schedule_from,
@@ -139,7 +140,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
         | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing", "stream_sms"}
-        | {"ratio_level", "importance_cap", "aggregation", "max_filtered_fraction"}
+        | {"ratio_level", "importance_cap", "aggregation", "max_filtered_fraction", "revisit_filtered"}
         | {"truncated_rollouts", "weight_decay", "max_grad_norm"}
         | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
@@ -162,6 +163,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     rollouts_per_prompt: RolloutsPerPrompt = 8
     oversubscribe: Oversubscribe = None
     filter_groups: FilterGroups = None
+    revisit_filtered: RevisitFiltered = 1.0
     max_filtered_fraction: MaxFilteredFraction = Schedule().max_filtered_fraction
     updates: Annotated[int | None, Field(ge=1, description="stop after this many updates; None: train all epochs")] = 60
     epochs: Annotated[int, Field(ge=1, description="passes over the prompts")] = 100
