@@ -43,7 +43,6 @@ def test_rewards_come_with_plain_detail(make: Callable[..., Any]) -> None:
     scored = collect_all(scorer)
     assert [scored[rollout_id].reward for rollout_id in range(20)] == [float(n) for n in range(20)]
     assert json.loads(json.dumps(scored[3].detail)) == {"correct": True, "parts": {"length": 3.0}}
-    assert scorer.errors == scorer.timeouts == 0
 
 
 @pytest.mark.parametrize("make", [DirectScorer, BackgroundScorer])
@@ -60,7 +59,6 @@ def test_a_raising_reward_and_one_that_is_no_number_are_counted(make: Callable[.
     assert scored[0] == Scored(0, None, error="KeyError: 'answer'")
     assert scored[1].reward is None and "nan" in str(scored[1].error)
     assert scored[2].reward == 1.0
-    assert (scorer.errors, scorer.timeouts) == (2, 0)
 
 
 def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
@@ -97,7 +95,6 @@ def test_a_hanging_reward_is_given_up_and_the_others_are_scored() -> None:
     forever.set()
     assert {one for one in scored if scored[one].reward is None} == {0, 1, 2}
     assert "within 1 s" in str(scored[0].error)
-    assert (scorer.errors, scorer.timeouts) == (0, 3)
 
 
 def test_wait_returns_when_a_limit_passes() -> None:
@@ -201,7 +198,6 @@ def test_processes_survive_a_reward_that_spins_dies_or_raises() -> None:
     assert "killed" in str(scored[0].error)
     assert "exit code 3" in str(scored[2].error)
     assert "no judge" in str(scored[4].error)
-    assert (scorer.errors, scorer.timeouts) == (2, 1)
 
 
 def test_a_task_that_cannot_be_sent_to_a_process_is_refused_at_once() -> None:

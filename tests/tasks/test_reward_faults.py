@@ -121,7 +121,6 @@ def test_on_some_responses_it_is_counted_and_the_run_goes_to_its_end(pools: Pool
     for reason in rejected.values():
         assert re.search(f"no reward: .*{FAULTS[fault][1]}", reason), reason
         assert len(reason) < 500 and reason.isprintable()
-    assert run.scorer.errors + run.scorer.timeouts == len(rejected)
     assert run.lines and run.lines[0].startswith("rejected rollout ")
 
 

@@ -1,7 +1,7 @@
 """Scoring in parallel with generation: in threads, or in killable processes, with a time limit per score.
 
-A reward that raises or hangs does not stop the engine or the run: it yields `Scored(reward=None, error=...)` and is
-counted. `detail` is plain data for logs, `{"correct": bool, "parts": {...}}`.
+A reward that raises or hangs does not stop the engine or the run: it yields `Scored(reward=None, error=...)`. `detail`
+is plain data for logs, `{"correct": bool, "parts": {...}}`.
 
     reward_function(task, ...)  rollout -> Reward: decode the tokens, call the task
     BackgroundScorer            scores in threads while the engine generates
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored, reason_of
+from sortedrl.core.scoring import ScoreAtOnce, Scored, reason_of
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 from sortedrl.tasks.worker_process import WorkerError
 from sortedrl.tasks.workers import WorkerPool
@@ -65,31 +65,15 @@ def reward_workers(task: Task, *, workers: int, limit_seconds: float, memory_byt
     return WorkerPool(partial(_score_of, task), workers=workers, limit_seconds=limit_seconds, memory_bytes=memory_bytes)
 
 
-class DirectScorer:
+class DirectScorer(ScoreAtOnce):
     """Calls `score` inside `submit`, so that nothing depends on timing."""
 
     def __init__(self, score: Callable[[Rollout], Reward]) -> None:
+        super().__init__(lambda rollout: score(rollout).value)
         self._score = score
-        self._done: list[Scored] = []
-        self.errors = 0
-        self.timeouts = 0
-
-    @property
-    def pending(self) -> int:
-        return len(self._done)
 
     def submit(self, rollout: Rollout) -> None:
-        scored, timed_out = _attempt(self._score, rollout)
-        self._done.append(scored)
-        self.timeouts += timed_out
-        self.errors += scored.error is not None and not timed_out
-
-    def collect(self) -> list[Scored]:
-        done, self._done = self._done, []
-        return done
-
-    def wait(self, timeout_seconds: float) -> None:
-        del timeout_seconds
+        self._done.append(_attempt(self._score, rollout))
 
 
 @dataclass(eq=False, slots=True)
@@ -118,8 +102,6 @@ class BackgroundScorer:
         self._running: set[_Job] = set()
         self._done: dict[int, Scored] = {}
         self._closed = False
-        self.errors = 0
-        self.timeouts = 0
         for _ in range(checked_int("threads", threads, 1)):
             self._start_thread()
 
@@ -162,12 +144,12 @@ class BackgroundScorer:
 
     def _work(self) -> None:
         while (job := self._next_job()) is not None:
-            scored, timed_out = _attempt(self._score, job.rollout)
+            scored = _attempt(self._score, job.rollout)
             with self._changed:
                 if job not in self._running:  # abandoned: another thread has replaced this one
                     return
                 self._running.remove(job)
-                self._finish(job, scored, timed_out)
+                self._finish(job, scored)
 
     def _next_job(self) -> _Job | None:
         with self._changed:
@@ -183,13 +165,10 @@ class BackgroundScorer:
                     return job
         return None
 
-    def _finish(self, job: _Job, scored: Scored, timed_out: bool) -> None:
-        if self._jobs.get(job.rollout.id) is not job:
-            return
-        self._done[job.rollout.id] = scored
-        self.timeouts += timed_out
-        self.errors += scored.error is not None and not timed_out
-        self._changed.notify_all()
+    def _finish(self, job: _Job, scored: Scored) -> None:
+        if self._jobs.get(job.rollout.id) is job:
+            self._done[job.rollout.id] = scored
+            self._changed.notify_all()
 
     def _until_overdue(self) -> float:
         first = min((job.started_at for job in self._running), default=math.inf)
@@ -200,22 +179,21 @@ class BackgroundScorer:
         for job in [job for job in self._running if now - job.started_at >= self._limit_seconds]:
             self._running.remove(job)
             error = f"no score within {self._limit_seconds:g} s; its thread was abandoned, not stopped"
-            self._finish(job, Scored(job.rollout.id, None, error=error, attempt=job.rollout.attempt), timed_out=True)
+            self._finish(job, Scored(job.rollout.id, None, error=error, attempt=job.rollout.attempt))
             self._start_thread()
 
 
-def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> tuple[Scored, bool]:
-    """The score, or the error, and whether it is a timeout."""
+def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> Scored:
+    """The score, or the error."""
     try:
         reward = checked_reward(score(rollout))
         detail = {"correct": reward.correct, "parts": reward.parts}
-        return Scored(rollout.id, reward.value, detail, attempt=rollout.attempt), False
+        return Scored(rollout.id, reward.value, detail, attempt=rollout.attempt)
     except BaseException as error:  # SystemExit, too: a reward must not end the run
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         reason = str(error) if isinstance(error, WorkerError) else reason_of(error)
-        scored = Scored(rollout.id, None, error=reason, attempt=rollout.attempt)
-        return scored, isinstance(error, TimeoutError)
+        return Scored(rollout.id, None, error=reason, attempt=rollout.attempt)
 
 
 def _score_of(task: Task) -> Callable[[Problem, str], tuple[float, bool, dict[str, float]]]:
