@@ -22,10 +22,13 @@ from config_file import config_file
 from forked import Command, Done
 from full_disk import fill, small_file_system
 from sortedrl.core import events
+from sortedrl.core.batch import Batch
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from sortedrl.training.run_dir import RunFolder
+from sortedrl.training.run_record import sampled
 from sortedrl.training.settings import TrainSettings
 from toy_runs import SMALL_TRAINING, flags, metrics_of
 
@@ -345,6 +348,17 @@ def test_two_runs_of_the_same_second_have_a_folder_each(tmp_path: Path, monkeypa
     assert folders[1].checkpoints.parent == folders[1].path
     for folder in folders:
         folder.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "ids"),
+    [(9, 3, [0, 4, 8]), (9, 1, [0]), (9, 0, []), (3, 8, [0, 1, 2]), (1, 8, [0]), (2, 2, [0, 1]), (10, 4, [0, 3, 6, 9])],
+)
+def test_the_sample_of_an_update_reaches_from_the_shortest_to_the_longest(
+    size: int, count: int, ids: list[int]
+) -> None:
+    batch = Batch(0, 0, 0, tuple(Rollout(id, Prompt("p", [1]), 0, 0, 0, 0) for id in range(size)))
+    assert [rollout.id for rollout in sampled(batch, count)] == ids
 
 
 # A full disk, and a folder that goes away

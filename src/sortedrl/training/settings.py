@@ -287,12 +287,7 @@ def schedule_of(settings: TrainSettings) -> Schedule:
 
 def _check_overlap(settings: TrainSettings) -> None:
     if settings.engine in IN_THIS_PROCESS:
-        raise ConfigurationError(
-            "overlap",
-            settings.overlap,
-            f"engine {settings.engine} runs in this process and would share the device with the learner",
-            f"Use --engine {' or '.join(SERVERS)}, or leave it out.",
-        )
+        raise _shared_device(settings, "overlap")
     if settings.max_staleness is None:
         raise ConfigurationError(
             "overlap",
@@ -302,16 +297,16 @@ def _check_overlap(settings: TrainSettings) -> None:
         )
 
 
+def _shared_device(settings: TrainSettings, key: str, other_fix: str = "") -> ConfigurationError:
+    reason = f"engine {settings.engine} runs in this process and would share the device with the learner"
+    return ConfigurationError(key, True, reason, f"Use --engine {' or '.join(SERVERS)}{other_fix}, or leave it out.")
+
+
 def _check_streaming(settings: TrainSettings) -> None:
     strategy_named(settings.mode).check_streaming()
     if settings.engine in IN_THIS_PROCESS and settings.stream_sms is None:
         share = ", or set stream_sms in a TOML file (docs/engines.md)" * (settings.engine == "vllm")
-        raise ConfigurationError(
-            "stream",
-            True,
-            f"engine {settings.engine} runs in this process and would share the device with the learner",
-            f"Use --engine {' or '.join(SERVERS)}{share}, or leave it out.",
-        )
+        raise _shared_device(settings, "stream", share)
     try:
         require_streamable(learner_settings_from(settings, settings.mode))
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Models that transformers reads but would refuse to write at the end of a run."""
+"""What a run makes of its settings and its model, and when it stops: models that could not be saved, copies, learning
+rates that do not fit the model, optimizer steps that are skipped."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import toy
-from sortedrl.training.build import copy_on
+from sortedrl.training.build import MOST_IN_A_ROW, NotFinite, SkippedSteps, copy_on, learning_rate_notice
 from sortedrl.training.resources import make_savable, read_model
-from sortedrl.training.settings import ModelSettings
+from sortedrl.training.settings import ModelSettings, TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,3 +59,43 @@ def test_a_copy_off_the_gpu_takes_no_memory_there(tmp_path: Path) -> None:
     plain = copy_on(torch.device("cpu"), model)
     assert torch.cuda.memory_allocated() <= before
     assert plain.device.type == "cpu" and model.device.type == "cuda"
+
+
+def test_a_large_model_with_the_default_learning_rate_is_noted() -> None:
+    notice = learning_rate_notice(TrainSettings(model="mine"), 7_615_616_512)
+    assert notice is not None and "learning_rate = 0.0003" in notice and "7,616 million" in notice
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters"),
+    [
+        (TrainSettings(), 341_280),
+        (TrainSettings(model="mine", learning_rate=1e-6), 7_615_616_512),
+        (TrainSettings(model="mine", lora_rank=16), 7_615_616_512),
+    ],
+)
+def test_otherwise_there_is_no_notice(settings: TrainSettings, parameters: int) -> None:
+    assert learning_rate_notice(settings, parameters) is None
+
+
+def test_one_line_per_row_of_skipped_updates_and_a_step_between_starts_a_new_count() -> None:
+    lines: list[str] = []
+    watch = SkippedSteps(1, 1e-3, lines.append)
+    updates = iter(range(1, 1000))
+    for _ in range(3):
+        for _ in range(MOST_IN_A_ROW - 1):
+            watch.check(next(updates), {"skipped_steps": 1.0})
+        watch.check(next(updates), {})  # no rollout was trained on
+        watch.check(next(updates), {"skipped_steps": 0.0})
+    assert len(lines) == 3 and lines[0].startswith("update 1: 1 of 1 optimizer steps skipped")
+    with pytest.raises(NotFinite, match=f"last {MOST_IN_A_ROW} updates"):
+        for _ in range(MOST_IN_A_ROW):
+            watch.check(next(updates), {"skipped_steps": 1.0})
+
+
+def test_an_update_of_which_some_steps_were_made_does_not_count() -> None:
+    lines: list[str] = []
+    watch = SkippedSteps(4, 1e-3, lines.append)
+    for update in range(100):
+        watch.check(update, {"skipped_steps": 3.0})
+    assert lines == ["update 0: 3 of 4 optimizer steps skipped, because the gradient is not finite"]
