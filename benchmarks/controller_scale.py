@@ -1,4 +1,4 @@
-"""How far one controller scales: events per second and memory with the slots of a whole cluster (docs/scale.md).
+"""How far one controller scales: events per second and memory with the slots of a whole cluster (docs/many_gpus.md).
 
     python benchmarks/controller_scale.py --engines 1024 --slots 256
 

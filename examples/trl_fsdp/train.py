@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig
@@ -18,8 +19,6 @@ from trl import GRPOConfig
 from sortedrl.engines.servers.base import ServerPool
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
-
-SLOTS_PER_SERVER = 256
 
 
 def brief(completion_ids: list[list[int]], **columns: object) -> list[float]:
@@ -30,17 +29,20 @@ def brief(completion_ids: list[list[int]], **columns: object) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--servers", nargs="*", default=[])
+    parser.add_argument("--servers", nargs="*", default=[], help="addresses: rank 0 generates there for all ranks")
+    parser.add_argument("--engine", default="vllm", help="without servers, on every rank: vllm or your.module:factory")
+    parser.add_argument("--slots", type=int, default=256, help="of each engine (vLLM max_num_seqs)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=2048, help="of a response, at most")
     parser.add_argument("--output", type=Path, default=Path("trl-fsdp"))
     parser.add_argument("--resume", help="a checkpoint")
     options = parser.parse_args()
+    vllm_is_here = options.engine == "vllm" and not options.servers
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 
     def servers() -> ServerPool:  # called on rank 0, which generates for all ranks
         eos = [tokenizer.eos_token_id]
-        return ServerPool([VllmServerEngine(u, slots=SLOTS_PER_SERVER, eos_token_ids=eos) for u in options.servers])
+        return ServerPool([VllmServerEngine(u, slots=options.slots, eos_token_ids=eos) for u in options.servers])
 
     trainer = SortedGRPOTrainer(
         model=options.model,
@@ -54,11 +56,14 @@ def main() -> None:
             max_completion_length=options.tokens,
             save_steps=50,
             logging_steps=1,
+            bf16=torch.cuda.is_available(),
+            **{"vllm_max_model_length": options.tokens + 256} if vllm_is_here else {},
             report_to="none",
         ),
         train_dataset=Dataset.from_list([{"prompt": f"Count from {i} to {2 * i}."} for i in range(1, 1000)]),
         processing_class=tokenizer,
-        engine=servers if options.servers else "vllm",
+        engine=servers if options.servers else options.engine,
+        slots=None if options.servers else options.slots,
     )
     trainer.train(resume_from_checkpoint=options.resume)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 from transformers import AutoTokenizer
 
 import torchrun
+from server_process import serving
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
@@ -92,6 +96,43 @@ def test_sharded_ranks_train_as_one_process_does_and_resume(sharding: str, tmp_p
     again = trained(tmp_path, sharding, resume=str(tmp_path / "checkpoint-2"))
     assert again["rollouts"] == two["rollouts"]
     assert difference(two, again) < 1e-6
+
+
+def example(folder: Path, sharding: str, *arguments: str) -> list[str]:
+    """The losses and mismatches that two updates of the example print."""
+    told = torchrun.run(
+        SUPPORT / "fsdp_on_cpu.py", str(EXAMPLE / "train.py"), "--model", str(BUILT_IN_MODEL), "--steps", "2",
+        "--tokens", "16", "--slots", "8", "--output", str(folder), *arguments, variables=variables(sharding),
+    )  # fmt: skip
+    return [line for line in told.splitlines() if "'loss'" in line]
+
+
+def mismatches(lines: list[str]) -> list[float]:
+    return [float(ast.literal_eval(line[line.index("{") :])["sortedrl/mismatch"]) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_the_example_runs_with_an_engine_on_every_rank(sharding: str, tmp_path: Path) -> None:
+    found = mismatches(example(tmp_path, sharding, "--engine", "own_engine:on_cpu"))
+    assert len(found) == 2 and max(found) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["on every rank", "in a server"])
+def test_the_example_runs_with_vllm(place: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BUILT_IN_MODEL)]
+    command += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32", "--enforce-eager", "--tokens-only"]
+    command += ["--max-model-len", "128", "--max-num-seqs", "8", "--logprobs-mode", "processed_logprobs"]
+    with ExitStack() as stack:
+        arguments = []
+        if place == "in a server":
+            server = stack.enter_context(serving(command, tmp_path / "server.log", VLLM_SERVER_DEV_MODE="1"))
+            arguments = ["--servers", server.url]
+        found = mismatches(example(tmp_path, "fsdp2", *arguments))
+    assert len(found) == 2 and max(found) < 1e-4
 
 
 @pytest.mark.slow

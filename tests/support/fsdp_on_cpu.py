@@ -1,6 +1,7 @@
-"""Runs a script with FSDP2 on the CPU, which accelerate activates only on GPUs: `fsdp_on_cpu.py SCRIPT ARGUMENTS`.
+"""Runs a script with FSDP2 or ZeRO-3 on the CPU, which accelerate activates only on GPUs.
 
-With DeepSpeed in its environment, accelerate's own variables choose ZeRO instead (ACCELERATE_USE_DEEPSPEED).
+`fsdp_on_cpu.py SCRIPT ARGUMENTS`, with the variables that `accelerate launch` sets: ACCELERATE_USE_FSDP, FSDP_*,
+ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_*.
 """
 
 from __future__ import annotations
@@ -10,32 +11,33 @@ import runpy
 import sys
 from typing import Any
 
-from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from transformers import Trainer
+from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 _create = Trainer.create_accelerator_and_postprocess
-_prepare = Trainer._prepare_for_training
-
-
-def activate(trainer: Any) -> None:
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        state = trainer.accelerator.state
-        state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin()  # reads FSDP_*
-        trainer.is_fsdp_enabled = True
 
 
 def create(trainer: Any) -> None:
     _create(trainer)
-    activate(trainer)
+    state = trainer.accelerator.state
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        activate(state, DistributedType.FSDP)
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        trainer.is_fsdp_enabled = True
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        activate(state, DistributedType.DEEPSPEED)
+        state.deepspeed_plugins = {"default": DeepSpeedPlugin()}
+        state.deepspeed_plugins["default"].select(_from_accelerator_state=True)
+        trainer.is_deepspeed_enabled = True
+        propagate_args_to_deepspeed(trainer.accelerator, trainer.args)
 
 
-def prepare(trainer: Any, *arguments: Any) -> Any:
-    activate(trainer)  # TrainingArguments has reset it
-    return _prepare(trainer, *arguments)
+def activate(state: Any, kind: DistributedType) -> None:
+    state.distributed_type = kind
+    PartialState._shared_state["distributed_type"] = kind  # copied into the state at times
 
 
 Trainer.create_accelerator_and_postprocess = create
-Trainer._prepare_for_training = prepare
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -63,7 +63,7 @@ def main(
     folder: str, *, engine: str, steps: int = 3, accumulation: int = 2, resume: str | None = None, fault: str = "",
     on_rank: int = 0, lora: bool = False, evaluate: bool = False,
 ) -> None:  # fmt: skip
-    """`engine`: own (one per rank), shared (on rank 0), embedded. `fault` happens on `on_rank`."""
+    """`engine`: own (one per rank), shared (on rank 0), or a name. `fault` happens on `on_rank`."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
     model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.float32)
@@ -93,12 +93,12 @@ def main(
             Path(folder), max_steps=steps, gradient_accumulation_steps=accumulation, num_generations=4,
             max_completion_length=24, learning_rate=1e-3, save_strategy="steps", save_steps=2, ddp_backend="gloo",
             gradient_checkpointing=False, eval_strategy="steps" if evaluate else "no", eval_steps=2,
-            per_device_eval_batch_size=4,
+            per_device_eval_batch_size=4, **{"vllm_max_model_length": 128} if engine == "vllm" else {},
         ),
         prompts,
         prompts.select(range(8)) if evaluate else None,
         tokenizer,
-        engine={"own": made, "shared": made, "embedded": lambda: "embedded"}[engine]() if engine != "shared" else made,
+        engine=made() if engine == "own" else made if engine == "shared" else engine,
         **options,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
@@ -110,7 +110,7 @@ def main(
         }
         Path(folder, "told.json").write_text(json.dumps(told))
         torch.save(weights, Path(folder, "weights.pt"))
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and engine != "vllm":  # which still uses it when it shuts down
         torch.distributed.destroy_process_group()
 
 

@@ -153,7 +153,7 @@ def engine_spec(
         eos_token_ids=frozenset(eos_token_ids),
         tokenizer=tokenizer,
         dtype="bfloat16" if args.bf16 and not on_cpu else str(model.dtype).removeprefix("torch."),
-        seed=schedule.seed,
+        seed=schedule.seed % (1 << 32),  # as much as vLLM takes
         options=options,
     )
 

@@ -49,7 +49,7 @@ _USE_ENGINE = "Leave it out and pass engine= to the trainer."
 
 _FIELDS_OF_TRLS_VLLM = (
     *("vllm_mode", "vllm_model_impl", "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host"),
-    *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_tensor_parallel_size"),
+    *("vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
 )
 _FIELDS_OF_GENERATE = (
     *("use_transformers_paged", "use_transformers_continuous_batching", "transformers_continuous_batching_config"),
@@ -64,6 +64,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(_FIELDS_OF_GENERATE, (_OWN_ENGINE, _USE_ENGINE)),
     "use_vllm": (_VLLM, "Pass engine='vllm' to the trainer instead."),
     **dict.fromkeys(_FIELDS_OF_TRLS_VLLM, (_VLLM, _USE_ENGINE)),
+    "vllm_tensor_parallel_size": (
+        "each rank schedules its own vLLM, and with tensor parallelism they would have to schedule alike",
+        "Leave it at 1, or start a server with it and pass a function that returns its engine.",
+    ),
     "neftune_noise_alpha": ("the engine samples without this noise, so the loss would be biased", "Leave it out."),
     "ds3_gather_for_generation": ("weights are gathered for the engine, tensor by tensor", "Leave it out."),
     "parallelism_config": ("models that are split within a layer were never run", "Use FSDP2 or ZeRO-3."),
