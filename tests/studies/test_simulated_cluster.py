@@ -63,6 +63,15 @@ def test_a_learner_on_its_own_gpus_works_while_the_engine_generates() -> None:
         assert apart.staleness_max == 0 if mode == "baseline" else apart.staleness_mean > together.staleness_mean
 
 
+def test_engines_that_the_learner_slows_down_between_two_steps_lose_no_token(caplog: pytest.LogCaptureFixture) -> None:
+    """Rounding must not put the end of a response before its last tokens."""
+    flags = {"engines": 4, "slots": 64, "rollouts_per_update": 64, "learner_seconds": 20.0, "cohorts": 6}
+    for seed in range(3):
+        found = played("baseline", seed=seed, **flags, stream=True, share_gpu=True)
+        assert found.trained == found.loaded and found.rejected == found.failures == 0
+    assert not caplog.records
+
+
 def test_a_weight_update_takes_the_time_of_its_bytes() -> None:
     flags = SimulateSettings(weights_gb=16.0, weights_gb_per_second=8.0)
     assert simulated_workload(flags).weight_update_seconds == 2.0

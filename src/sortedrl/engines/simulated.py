@@ -343,9 +343,9 @@ class SimulatedEngine(VirtualTimeEngine):
             self._deliver(run, made, at, self._undelivered)
             lost = self._lost_after(run.request) if self._lost_after else None
             if lost is not None and made >= lost:
-                self._fail(id, self._clock, "lost by the engine")
+                self._fail(id, at, "lost by the engine")
             else:
-                self._undelivered.append(Finished(id, self._clock, run.truncated))
+                self._undelivered.append(Finished(id, at, run.truncated))
                 self._has_ended = True
         if self._has_ended or self._schedules_ahead:
             self._admit()
