@@ -50,18 +50,8 @@ def test_kills_and_interrupts_in_mid_harvest_lose_no_rollout(mode: str, tmp_path
 
 @pytest.mark.slow
 def test_forty_kills_leave_runs_equal_to_uninterrupted_ones() -> None:
-    words = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "kill_campaign.py"),
-        "--kills",
-        "40",
-        "--seed",
-        "7",
-        "--modes",
-        "partial+elevator",
-        "on-policy",
-    ]
-    words += ["--tasks", "one-turn", "slow-turns"]
+    words = [sys.executable, str(ROOT / "benchmarks" / "kill_campaign.py"), "--kills", "40", "--seed", "7"]
+    words += ["--modes", "partial+elevator", "on-policy", "--tasks", "one-turn", "slow-turns"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 7: 40 kills" in done.stdout
