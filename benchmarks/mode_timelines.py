@@ -1,4 +1,5 @@
 """Draws the pictures of docs/concepts.md: each mode as a timeline of eight slots, from the log of a simulated run.
+With half of the groups filtered: those of docs/dynamic_sampling.md.
 
 python benchmarks/mode_timelines.py docs/img
 
@@ -8,13 +9,16 @@ One row per slot, time from left to right, the same prompts and the same time sp
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from svg_style import TEXT, style
 
 from sortedrl import Schedule
 from sortedrl.core import events
+from sortedrl.core.group_filter import EQUAL_REWARDS
+from sortedrl.engines.equal_groups import DrawnEqual
 from sortedrl.studies.workload import Workload, run
 
 SLOTS, COHORT, COHORTS = 8, 32, 8
@@ -27,10 +31,16 @@ COLORS = {
     "finished": ("fill", "#2a7ab8", "#5aa7e0"),
     "kept": ("fill", "#8fc1e6", "#2f5f86"),
     "dropped": ("fill", "#d4722c", "#e8904f"),
+    "filtered": ("fill", "#c9a227", "#b08d1e"),
     "update": ("stroke", "#1f2328", "#e6edf3"),
 }
 SIZES = ".title{font-size:14px;font-weight:600}"
-WORDS = {"finished": "finished", "kept": "aborted, tokens kept", "dropped": "aborted, tokens discarded"}
+WORDS = {
+    "finished": "finished",
+    "filtered": "finished, group filtered",
+    "kept": "aborted, tokens kept",
+    "dropped": "aborted, tokens discarded",
+}
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,23 @@ MODES = {
     "partial": "cold",
     "partial+elevator": "warm",
 }
+FILTERED_MODES = ("filter-rounds", "partial+elevator")
+GROUPS_OF_TWO: dict[str, Any] = {
+    "rollouts_per_prompt": 2,
+    "whole_groups": True,
+    "filter_groups": EQUAL_REWARDS,
+    "max_filtered_fraction": 1.0,
+}
 
 
-def timeline(mode: str, expectation: str) -> Timeline:
+def timeline(mode: str, expectation: str, *, filtered: float = 0.0) -> Timeline:
     log: list[events.Event] = []
     workload = Workload(slots=SLOTS, prompts=COHORT * COHORTS, expectation=expectation)
-    run(workload, Schedule(mode=mode, rollouts_per_update=SLOTS, prompts_per_cohort=COHORT), log.append)
+    schedule = Schedule(mode=mode, rollouts_per_update=SLOTS, prompts_per_cohort=COHORT)
+    if filtered:
+        workload, schedule = replace(workload, equal_groups=DrawnEqual(filtered)), replace(schedule, **GROUPS_OF_TWO)
+    run(workload, schedule, log.append)
+    not_trained = {id for event in log if isinstance(event, events.Filtered) for id in event.rollouts}
     stays: list[Stay] = []
     started: dict[int, events.Started] = {}
     for event in log:
@@ -75,6 +96,7 @@ def timeline(mode: str, expectation: str) -> Timeline:
         elif isinstance(event, events.Finished | events.Aborted) and event.rollout in started:
             start = started.pop(event.rollout)
             fate = "finished" if isinstance(event, events.Finished) else "dropped" if event.dropped else "kept"
+            fate = "filtered" if fate == "finished" and event.rollout in not_trained else fate
             if start.at < SECONDS:
                 stays.append(Stay(start.slot, start.at, min(event.at, SECONDS), fate))
     updates = tuple(event.at for event in log if isinstance(event, events.Updated) and event.at <= SECONDS)
@@ -117,6 +139,9 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for mode, expectation in MODES.items():
         (folder / file_name(mode)).write_text(picture(timeline(mode, expectation)), encoding="utf-8")
+    for mode in FILTERED_MODES:
+        drawn = picture(timeline(mode, "cold", filtered=0.5))
+        (folder / f"filtered-{file_name(mode)}").write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":
