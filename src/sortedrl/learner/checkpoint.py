@@ -29,7 +29,8 @@ import torch
 
 from sortedrl.core.errors import UserError
 
-FORMAT = 2  # changes with the content of a checkpoint; 1 was that of sortedrl 0.1
+FORMAT = 3  # changes with the content of a checkpoint; 2 was that of sortedrl 0.2, which had no filter
+READABLE_FORMATS = (2, FORMAT)
 _MANIFEST = "manifest.json"
 _PREFIX = "update-"
 _WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", "damaged-"
@@ -169,7 +170,7 @@ def damage_of(path: Path) -> str | None:
 
 def _require_known_format(path: Path, state: dict[str, Any]) -> None:
     found = state.get("format", 1)
-    if found != FORMAT:
+    if found not in READABLE_FORMATS:
         age = "an older" if type(found) is int and found < FORMAT else "a newer"
         raise CheckpointError(
             f"checkpoint {path} has format {found}, written by {age} sortedrl; this one reads format {FORMAT}. "

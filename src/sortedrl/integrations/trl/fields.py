@@ -287,6 +287,12 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int, *, is_share
     schedule.check_cohort()
     if schedule.overlap:
         raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
+    if schedule.filter_groups is not None:
+        raise ConfigurationError(
+            "filter_groups", schedule.filter_groups,
+            "TRL computes the rewards of a whole update after it is composed, so no group can be judged before",
+            "Leave it out; sortedrl train, your own loop and verl have it (docs/dynamic_sampling.md).",
+        )  # fmt: skip
     strategy_named(schedule.mode).check(schedule)
     return schedule
 
