@@ -140,8 +140,12 @@ def test_lookahead_is_marked_in_a_log_without_the_gate_of_its_mode() -> None:
 # By hand
 
 
+def slices_of(*log: Event) -> list[Slice]:
+    return slices([RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b")), *log])
+
+
 def outcomes(*log: Event) -> list[str]:
-    return [s.outcome for s in slices([RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b")), *log])]
+    return [s.outcome for s in slices_of(*log)]
 
 
 def begun(at: float = 0.0, rollout: int = 0, kept: int = 0) -> list[Event]:
@@ -175,46 +179,27 @@ def test_each_way_out_of_a_slot_has_its_outcome() -> None:
 def test_a_redo_does_not_void_the_attempt_that_is_trained_on() -> None:
     first = [*begun(), Finished(1.0, 0, 3, 3, False), Regenerated(1.0, 0, 3, "late score")]
     second = [Submitted(2.0, 0, 1, 1, 0, 5.0), Started(2.0, 0, 0), Finished(3.0, 0, 5, 5, False)]
-    found = slices([RunBegan(0.0, 2, "on-policy", {}), Loaded(0.0, 0, 0, 1, ("a",)), *first, *second, updated(4, 0, 5)])
+    found = slices_of(*first, *second, updated(4.0, 0, 5))
     assert [(s.attempt, s.outcome, s.made, s.update) for s in found] == [(0, "dropped", 3, None), (1, "trained", 5, 0)]
 
 
 def test_a_slice_knows_its_version_and_harvest_and_what_it_made_before_a_preemption() -> None:
-    found = slices(
-        [
-            RunBegan(0.0, 2, "partial", {}),
-            Loaded(0.0, 0, 0, 2, ("a", "b")),
-            HarvestBegan(0.0, 0, 0),
-            *begun(kept=2),
-            Preempted(1.0, 0, 1 + 2 + 4),  # prompt, kept, made
-            Started(2.0, 0, 1),
-            Aborted(3.0, 0, 9, 11, 0),
-            Published(3.0, 1),
-            HarvestBegan(3.0, 1, 1),
-            *begun(4.0, kept=11),
-            Finished(5.0, 0, 1, 12, False),
-        ]
+    found = slices_of(
+        *(HarvestBegan(0.0, 0, 0), *begun(kept=2), Preempted(1.0, 0, 1 + 2 + 4)),  # prompt, kept, made
+        *(Started(2.0, 0, 1), Aborted(3.0, 0, 9, 11, 0), Published(3.0, 1)),
+        *(HarvestBegan(3.0, 1, 1), *begun(4.0, kept=11), Finished(5.0, 0, 1, 12, False)),
     )
     assert [(s.slot, s.made, s.version, s.harvest) for s in found] == [(0, 4, 0, 0), (1, 5, 0, 0), (0, 1, 1, 1)]
 
 
 def test_weights_that_are_published_within_a_harvest_count_from_then_on() -> None:
-    found = slices(
-        [
-            RunBegan(0.0, 2, "partial", {}),
-            Loaded(0.0, 0, 0, 2, ("a", "b")),
-            HarvestBegan(0.0, 0, 3),
-            *begun(),
-            Published(1.0, 4),
-            Aborted(1.0, 0, 2, 2, 0),
-            *begun(1.0, kept=2),
-            Finished(2.0, 0, 1, 3, False),
-        ]
+    found = slices_of(
+        *(HarvestBegan(0.0, 0, 3), *begun(), Published(1.0, 4), Aborted(1.0, 0, 2, 2, 0)),
+        *(*begun(1.0, kept=2), Finished(2.0, 0, 1, 3, False)),
     )
     assert [s.version for s in found] == [3, 4]
 
 
 def test_what_was_rolled_back_is_in_no_slice() -> None:
     void = [*begun(), Aborted(1.0, 0, 3, 3, 0)]
-    log: list[Event] = [RunBegan(0.0, 2, "partial", {}), Loaded(0.0, 0, 0, 2, ("a", "b"))]
-    assert [s.start for s in slices([*log, *void, RolledBack(1.0, len(void)), *begun(5.0)])] == [4.0]
+    assert [s.start for s in slices_of(*void, RolledBack(1.0, len(void)), *begun(5.0))] == [4.0]
