@@ -18,7 +18,7 @@ from sortedrl.cli.help_page import flag_of, help_page
 from sortedrl.cli.main import COMMANDS, main
 from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.settings.base import Settings
-from sortedrl.studies.simulate import SimulateSettings
+from sortedrl.studies.simulate import FILTER_ROUNDS, SimulateSettings
 from sortedrl.training.settings import TrainSettings
 
 SIZES = ["--cohorts", "2", "--slots", "8", "--rollouts-per-update", "8", "--prompts-per-cohort", "32"]
@@ -48,14 +48,15 @@ def test_all_modes_have_the_asynchronous_one_where_it_can_run() -> None:
         SimulateSettings(all_modes=True, max_staleness=4, overlap=overlap).modes_and_expectations()[0]
         for overlap in (False, True)
     )
-    assert set(both) == STRATEGIES.keys() and set(both) - set(alone) == {"async-pool"}
+    assert set(both) == STRATEGIES.keys() - set(FILTER_ROUNDS) and set(both) - set(alone) == {"async-pool"}
 
 
 def test_simulate_prints_every_mode_and_the_figures_of_each() -> None:
     done = sortedrl("simulate", "--all", "--json", *SMALL)
     assert done.returncode == 0, done.stderr
     modes = json.loads(done.stdout)["modes"]
-    assert modes.keys() >= STRATEGIES.keys() - {"async-pool"}, "which needs --overlap and --max-staleness"
+    needs_more = {"async-pool", *FILTER_ROUNDS}  # --overlap and --max-staleness; --filtered
+    assert modes.keys() >= STRATEGIES.keys() - needs_more
     for run_metrics in modes.values():
         assert 0 <= run_metrics["bubble"] <= run_metrics["idle"] + 1e-9 <= 1 + 1e-9
         assert run_metrics["bubble"] == pytest.approx(sum(run_metrics["bubble_parts"].values()))

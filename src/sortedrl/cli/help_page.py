@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -60,6 +60,8 @@ def type_text(field: FieldInfo) -> str:
 
 def _type_text(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(inner[0])
     if origin is Literal:
         return "{" + ",".join(map(str, inner)) + "}"
     if origin in (Union, UnionType):
