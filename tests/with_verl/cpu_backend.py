@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 import os
 import types
+from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed
@@ -162,6 +165,7 @@ class EmbeddedServer:
         self.served = 0
         self.most_at_once = 0
         self._next = 0
+        self._seen: Counter[int] = Counter()  # requests by prompt
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._made: dict[int, tuple[list[int], list[float]]] = {}
         self._is_open = asyncio.Event()
@@ -188,13 +192,15 @@ class EmbeddedServer:
             self._failures -= 1
             raise RuntimeError("the server lost the request")
         id, self._next = self._next, self._next + 1
+        name = crc32(array("i", prompt_ids))  # the k-th response to a prompt is the same in every run
+        seed, self._seen[name] = name + self._seen[name], self._seen[name] + 1
         sampling = Sampling(temperature=float(sampling_params.get("temperature", 1.0)))
         self._answers[id] = asyncio.get_running_loop().create_future()
         self._made[id] = ([], [])
         self.served += 1
         self.most_at_once = max(self.most_at_once, len(self._answers))
         self.engine.submit(
-            [Request(id, Prompt(str(id), list(prompt_ids)), (), self._budget(sampling_params), id, sampling)]
+            [Request(id, Prompt(str(id), list(prompt_ids)), (), self._budget(sampling_params), seed, sampling)]
         )
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())

@@ -109,6 +109,23 @@ class TwoContexts(ThreeTurns):
         return self.output(prompt, output.token_ids, [1] * len(output.token_ids))
 
 
+class Graded(ThreeTurns):
+    """The rewards of a group are all different. Of every second group, the accuracies are equal."""
+
+    names = ("acc",)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        id = int(kwargs["uid"])
+        output.reward_score = float(id)
+        output.extra_fields["reward_extra_info"] = dict.fromkeys(self.names, id % 2 and id // 2 % 2)
+        return output
+
+
+class GradedOtherwise(Graded):
+    names = ("format", "length")
+
+
 class ScoredToolAgent(ToolAgentLoop):
     """verl's loop with tools; the reward is given here because these tests have no reward workers."""
 

@@ -6,12 +6,14 @@ Each job is a process of its own, as a user starts it. They take minutes, most o
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from data import write
 from dialogue import HERE, TOOL_AGENT, dialogue_model, write_dialogue
@@ -50,18 +52,18 @@ def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(
-    setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL
+    setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL, prompts: int = PROMPTS
 ) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, str(JOB / "job.py"), setting, "--cpu", "--model", str(model), "--data", str(data),
-        "--out", str(out), "--steps", str(steps), "--prompts", str(PROMPTS), "--siblings", str(SIBLINGS),
+        "--out", str(out), "--steps", str(steps), "--prompts", str(prompts), "--siblings", str(SIBLINGS),
         "--slots", str(SLOTS), "--prompt-tokens", "96", "--response-tokens", "160", "--workers", "1", *more,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def run(setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL) -> dict[str, Any]:
-    done = job(setting, data, out, *more, steps=steps, model=model)
+def run(setting: str, data: Path, out: Path, *more: str, **sizes: Any) -> dict[str, Any]:
+    done = job(setting, data, out, *more, **sizes)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     return result
@@ -144,6 +146,47 @@ def test_a_reward_that_always_fails_ends_the_job_with_its_error(data: Path, tmp_
     assert "TooManyRejected: the first 8 rollouts were all rejected; 8 times: KeyError: 'anwser'" in output, output
     rejected = [e for e in read_events(folder / "events.jsonl") if isinstance(e, events.Rejected)]
     assert [event.reason for event in rejected] == ["no reward: KeyError: 'anwser'"] * 8
+
+
+def first_step(out: Path) -> dict[str, float]:
+    lines = (json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines())
+    found: dict[str, float] = next(line for line in lines if line.get("training/global_step") == 1)
+    return found
+
+
+def responses_of_first_step(out: Path) -> list[tuple[str, str, float]]:
+    rows = [json.loads(line) for line in (out / "rollouts" / "1.jsonl").read_text().splitlines()]
+    return sorted((row["input"], row["output"], row["score"]) for row in rows)
+
+
+def test_an_update_with_a_filter_is_that_of_the_kept_groups_without_it(data: Path, tmp_path: Path) -> None:
+    """Rollouts, loss and gradient. Both runs start with the same weights, and sample the same responses to a prompt."""
+
+    def settings(out: Path) -> list[str]:
+        return ["--override", "trainer.v1.sortedrl.mode=baseline", "data.shuffle=False",
+                f"trainer.rollout_data_dir={out / 'rollouts'}"]  # fmt: skip
+
+    filtering, plain = tmp_path / "filtering", tmp_path / "plain"
+    run("on-policy", data, filtering, *settings(filtering), "algorithm.filter_groups.enable=True", steps=2)
+    log = list(read_events(filtering / "events.jsonl"))
+    filtered = {rollout for event in log if isinstance(event, events.Filtered) for rollout in event.rollouts}
+    updates = [event for event in log if isinstance(event, events.Updated)]
+    assert filtered and not filtered & {rollout for event in updates for rollout in event.rollouts}
+    assert all(len(event.rollouts) >= PROMPTS * SIBLINGS for event in updates), "updates are full"
+
+    rows = pandas.read_parquet(data / "train.parquet")
+    kept = sorted({rollout // SIBLINGS for rollout in updates[0].rollouts})
+    assert kept != list(range(len(kept))), "the first update is not what it would be without the filter"
+    (tmp_path / "kept").mkdir()
+    pandas.concat([rows.iloc[kept], rows.drop(index=kept)]).to_parquet(tmp_path / "kept" / "train.parquet")
+    shutil.copy(data / "held_out.parquet", tmp_path / "kept")
+    run("on-policy", tmp_path / "kept", plain, *settings(plain), steps=2, prompts=len(kept))
+    assert responses_of_first_step(filtering) == responses_of_first_step(plain)
+    ours, reference = first_step(filtering), first_step(plain)
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max", "critic/score/mean"):
+        assert ours[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-7), name
+    assert ours["actor/grad_norm"] > 0 < ours["sortedrl/filtered_fraction"]
+    assert ours["sortedrl/reward_mean"] != pytest.approx(ours["critic/score/mean"])
 
 
 def check_turns(log: list[events.Event]) -> None:

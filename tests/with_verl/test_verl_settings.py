@@ -10,6 +10,7 @@ from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.integrations.verl.settings import settings_of, slots_of
 from sortedrl.integrations.verl.trainer import dealt_out
 
+FILTER = ["algorithm.filter_groups.enable=True"]
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -46,6 +47,22 @@ def test_reinforce_plus_plus_needs_no_whole_groups() -> None:
     assert not settings_of(config).schedule.whole_groups
 
 
+@pytest.mark.parametrize("metric", ["null", "reward", "score", "seq_reward", "seq_final_reward"])
+def test_filter_groups_by_the_reward(metric: str) -> None:
+    more = [*FILTER, f"algorithm.filter_groups.metric={metric}", "+trainer.v1.sortedrl.max_filtered_fraction=0.8"]
+    settings = settings_of(compose("partial", *more))
+    assert (settings.schedule.filter_groups, settings.filter_metric) == ("equal_rewards", None)
+    assert settings.schedule.max_filtered_fraction == 0.8
+
+
+def test_filter_groups_by_another_metric() -> None:
+    more = ["algorithm.filter_groups.metric=acc", "algorithm.adv_estimator=reinforce_plus_plus"]
+    settings = settings_of(compose("partial", *FILTER, *more))
+    assert (settings.schedule.filter_groups, settings.filter_metric) == (None, "acc")
+    assert settings.schedule.whole_groups, "groups are judged whole"
+    assert settings_of(compose("partial", *more)).filter_metric is None, "not enabled"
+
+
 @pytest.mark.parametrize(
     ("setting", "more", "named"),
     [
@@ -69,7 +86,11 @@ def test_reinforce_plus_plus_needs_no_whole_groups() -> None:
             f"Add {CORRECTION}.rollout_is=token",
         ),
         ("partial", ["actor_rollout_ref.actor.use_dynamic_bsz=False"], "actor_rollout_ref.actor.use_dynamic_bsz"),
-        ("partial", ["algorithm.filter_groups.enable=True"], "algorithm.filter_groups.enable"),
+        ("partial", [*FILTER, "actor_rollout_ref.rollout.n=1"], "actor_rollout_ref.rollout.n"),
+        ("partial", [*FILTER, "algorithm.filter_groups.max_num_gen_batches=10"], "max_filtered_fraction"),
+        ("partial", [*FILTER, "algorithm.filter_groups.max_inflight_gen_batches=2"], "max_inflight_gen_batches"),
+        ("partial", ["+trainer.v1.sortedrl.max_filtered_fraction=2"], "trainer.v1.sortedrl.max_filtered_fraction"),
+        ("on-policy", [*FILTER, "trainer.v1.sortedrl.mode=tail-batching"], "filter_groups"),
         ("partial", ["algorithm.adv_estimator=remax"], "algorithm.adv_estimator"),
         ("partial", ["reward.reward_model.enable=True"], "reward.reward_model.enable_resource_pool"),
         ("partial", ["trainer.v1.sampler.custom_sampler.path=x.py"], "trainer.v1.sampler.custom_sampler.path"),

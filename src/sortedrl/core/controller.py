@@ -146,6 +146,11 @@ class Controller:
         return self._generation.reports.ignored
 
     @property
+    def kept_fraction(self) -> float:
+        """Of the rollouts that `filter_groups` judged last, at least 0.05; 1 without a filter."""
+        return 1.0 if self._state.filter is None else self._state.filter.kept_fraction
+
+    @property
     def engine_is_behind(self) -> bool:
         """Whether weights are published that the engine does not have yet."""
         return self._weights is not None

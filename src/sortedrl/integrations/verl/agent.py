@@ -14,7 +14,9 @@ from typing import Any
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from sortedrl.integrations.verl.exchange import Aborted, Ended, Failed, Scored, reason_for_report
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.integrations.verl.exchange import Aborted, Ended, Failed, Scored, Unfit, reason_for_report
+from sortedrl.integrations.verl.group_metric import metric_of, value_of
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
 TICKET = "sortedrl_ticket"  # the field of a row
@@ -31,6 +33,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         # Ray sends inherited methods by value, and verl's constructor would then not find its own class.
         super().__init__(*args, **kwargs)
         self._loops: dict[int, asyncio.Task[Any]] = {}  # by dispatch
+        self._metric = metric_of(self.config)
 
     async def stop_loops(self, dispatches: Sequence[int]) -> None:
         """Cancel those of these agent loops that run here, wherever they wait."""
@@ -57,6 +60,8 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
             )
         except (RolloutAborted, asyncio.CancelledError):
             await visit.report(Aborted(ticket.dispatch))
+        except ConfigurationError as error:
+            await visit.report(Unfit(ticket.dispatch, str(error)))
         except Exception as error:
             await visit.report(Failed(ticket.dispatch, reason_for_report(error)))
         finally:
@@ -83,7 +88,9 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         if reward is None:
             raise RuntimeError("the reward function returned no reward")
         keys = tuple(f"{kwargs['uid']}_{ticket.dispatch}_{index}" for index in range(len(outputs)))
-        await visit.report(Scored(ticket.dispatch, float(reward), keys))
+        extra_info = outputs[-1].extra_fields.get("reward_extra_info") or {}
+        metric = None if self._metric is None else value_of(self._metric, extra_info)
+        await visit.report(Scored(ticket.dispatch, float(reward), keys, metric))
 
 
 class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]

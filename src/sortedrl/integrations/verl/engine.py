@@ -174,6 +174,13 @@ class VerlEngine(EngineBase):
         for id in [id for id in self.loops if id not in live]:
             self._drop(id)
 
+    def drop(self, ids: Collection[int]) -> None:
+        """Forget these rollouts, and clear their trajectories now."""
+        self._clear([key for id in ids for key in self.loops[id].keys])
+        for id in ids:
+            self.loops[id].keys = ()
+            self._drop(id)
+
     def trained(self, rollouts: Iterable[Rollout]) -> None:
         """Hand their trajectories over to the trainer."""
         for rollout in rollouts:
@@ -186,6 +193,7 @@ class VerlEngine(EngineBase):
             "count": self._count,
             "keys": {id: list(loop.keys) for id, loop in finished.items()},
             "rewards": {id: loop.score and loop.score[0] for id, loop in finished.items()},
+            "metrics": {id: loop.metric for id, loop in finished.items()},
         }
 
     def restore(self, state: dict[str, Any], version: int) -> None:
@@ -197,6 +205,7 @@ class VerlEngine(EngineBase):
             loop.is_live, loop.has_ended, loop.outcome = False, True, reports.Ended(loop.dispatch)
             loop.keys, reward = tuple(keys), state["rewards"][id]
             loop.score = None if reward is None else (reward, None)
+            loop.metric = state.get("metrics", {}).get(id)  # sortedrl 0.2 did not save it
 
     # Slots
 
@@ -280,6 +289,8 @@ class VerlEngine(EngineBase):
     # Reports
 
     def _take(self, at: float, report: reports.Report) -> None:
+        if isinstance(report, reports.Unfit):
+            raise ValueError(report.reason)
         if report.dispatch not in self._id_of:
             if isinstance(report, reports.Scored):
                 self._clear(report.keys)  # regenerated in the meantime
@@ -287,7 +298,7 @@ class VerlEngine(EngineBase):
         loop = self.loops[self._id_of[report.dispatch]]
         if isinstance(report, reports.Scored):
             loop.keys = report.keys
-            loop.score = report.reward, None
+            loop.score, loop.metric = (report.reward, None), report.metric
         elif self._running.get(loop.id) == report.dispatch:
             self._news += self._changes(loop, at, report)
         elif isinstance(report, reports.Observed):

@@ -83,11 +83,19 @@ class Scored(NamedTuple):
     dispatch: int
     reward: float
     keys: tuple[str, ...]
+    metric: float | None = None  # by which its group is filtered, if it is not the reward
 
 
-Report = Started | Made | Finished | Aborted | ServerFailed | Observed | Ended | Failed | Scored
+class Unfit(NamedTuple):
+    """The settings do not fit what the reward function returns: the run ends with this reason."""
+
+    dispatch: int
+    reason: str
+
+
+Report = Started | Made | Finished | Aborted | ServerFailed | Observed | Ended | Failed | Scored | Unfit
 _LEAVES_ITS_SLOT = (Finished, Aborted, ServerFailed, Ended, Failed)
-_ENDS_THE_LOOP = (Aborted, Ended, Failed, Scored)
+_ENDS_THE_LOOP = (Aborted, Ended, Failed, Scored, Unfit)
 
 
 class Exchange:

@@ -37,6 +37,7 @@ class Loop:
     outcome: Outcome | None = None  # of the time since its last turn
     keys: tuple[str, ...] = ()
     score: tuple[float | None, str | None] | None = None  # reward or error, not collected yet
+    metric: float | None = None  # by which its group is filtered, if it is not the reward
 
     @property
     def has_result(self) -> bool:
@@ -150,4 +151,4 @@ class VerlScores:
         reward, error = (loop and loop.score) or (None, "the run ended before it was scored")
         if loop is not None:
             loop.score = None
-        return Scored(id, reward, error=error, attempt=attempt)
+        return Scored(id, reward, loop and loop.metric, error, attempt)

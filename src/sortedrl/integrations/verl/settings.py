@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sortedrl.core.configuration import ConfigurationError, checked_fraction, checked_int
+from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.integrations.verl.group_metric import FILTER, is_filtered, metric_of
 from sortedrl.settings.slots import default_slots, too_many_slots
 
 PREFIX = "trainer.v1.sortedrl"
@@ -31,6 +33,7 @@ SCHEDULE_KEYS = (
     "max_environment_seconds",
     "max_retries",
     "score_wait_seconds",
+    "max_filtered_fraction",
 )
 OWN_KEYS = ("slots", "folder", "max_rejected_fraction")
 COHORT_UPDATES = 4  # the paper's n: a cohort is this many updates unless set
@@ -46,16 +49,11 @@ PLACES = frozenset(
 )
 ESTIMATORS_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 # Settings of verl that the scheduler does not support: the values that are fine, why others are not, what to do.
-FIXED: dict[str, tuple[tuple[object, ...], str, str]] = {
+FIXED: dict[str, tuple[Container[object], str, str]] = {
     "actor_rollout_ref.actor.use_dynamic_bsz": (
         (True,),
         "updates vary in size, but verl can split only whole multiples into micro-batches of a fixed size",
         "Set it to True, with actor_rollout_ref.actor.ppo_max_token_len_per_gpu.",
-    ),
-    "algorithm.filter_groups.enable": (
-        (None, False),
-        "filtered prompts would have to be replaced by new ones, but here every loaded rollout is trained on",
-        "Set it to False.",
     ),
     "data.sampler.class_path": (
         (None, ""), "the scheduler selects the prompts", "Leave it out; data.shuffle and data.seed are honored.",
@@ -71,6 +69,17 @@ FIXED: dict[str, tuple[tuple[object, ...], str, str]] = {
         (None, ""), "the scheduler composes the batches", f"Leave it out; choose a schedule with {PREFIX}.mode.",
     ),
 }  # fmt: skip
+FIXED_WITH_FILTER: dict[str, tuple[Container[object], str, str]] = {
+    "actor_rollout_ref.rollout.n": (
+        range(2, 2**31), "algorithm.filter_groups compares the rollouts of a group", "Set it to 2 or more.",
+    ),
+    f"{FILTER}.max_num_gen_batches": (
+        range(-(2**31), 1), "V1 trainers do not count batches", f"Set it to 0; set {PREFIX}.max_filtered_fraction.",
+    ),
+    f"{FILTER}.max_inflight_gen_batches": (
+        (1, None), "the scheduler decides how many groups to start", f"Leave it out; set {PREFIX}.prompts_per_cohort.",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class Settings:
     folder: Path  # for the event log
     minibatches: int  # optimizer steps per update and PPO epoch
     max_rejected_fraction: float  # of recent rollouts: the run stops if more are rejected
+    filter_metric: str | None  # by which groups are filtered, if it is not the reward
 
 
 def settings_of(config: Any) -> Settings:
@@ -91,6 +101,8 @@ def settings_of(config: Any) -> Settings:
     schedule = schedule_of(config, given)
     strategy = strategy_named(schedule.mode)
     strategy.check(schedule)
+    if is_filtered(config):
+        strategy.check_filter()
     _refuse_unsupported(config, strategy)
     slots, fraction = given.get("slots"), given.get("max_rejected_fraction")
     return Settings(
@@ -101,6 +113,7 @@ def settings_of(config: Any) -> Settings:
         max_rejected_fraction=checked_fraction(
             f"{PREFIX}.max_rejected_fraction", 0.5 if fraction is None else fraction
         ),
+        filter_metric=metric_of(config),
     )
 
 
@@ -131,10 +144,12 @@ def plain_settings(config: Any) -> dict[str, Any]:
 def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     group_size = int(rollout.n)
+    needs_groups = is_filtered(config) or str(config.algorithm.adv_estimator) not in ESTIMATORS_WITHOUT_GROUPS
     values: dict[str, Any] = {
         "rollouts_per_update": int(data.train_batch_size) * group_size,
         "rollouts_per_prompt": group_size,
-        "whole_groups": group_size > 1 and str(config.algorithm.adv_estimator) not in ESTIMATORS_WITHOUT_GROUPS,
+        "whole_groups": group_size > 1 and needs_groups,
+        "filter_groups": EQUAL_REWARDS if is_filtered(config) and metric_of(config) is None else None,
         "prompts_per_cohort": COHORT_UPDATES * int(data.train_batch_size),
         "max_response_tokens": int(rollout.response_length),
         "max_prompt_tokens": int(rollout.prompt_length),
@@ -153,7 +168,8 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
     if not strategy.on_policy:
         _require_correction(config, strategy)
-    for key, (fine, why, fix) in FIXED.items():
+    fixed = FIXED | FIXED_WITH_FILTER if is_filtered(config) else FIXED
+    for key, (fine, why, fix) in fixed.items():
         if (value := OmegaConf.select(config, key)) not in fine:
             raise ConfigurationError(key, value, why, fix)
     reward_model = config.reward.reward_model

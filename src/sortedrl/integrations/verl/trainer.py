@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy
@@ -34,7 +36,7 @@ from verl.utils.debug import marked_timer
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Request
-from sortedrl.core.events import EventLog
+from sortedrl.core.events import Event, EventLog, Filtered
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
@@ -43,6 +45,7 @@ from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
+from sortedrl.integrations.verl.group_metric import keeps_unequal
 from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.log.atomic_write import write_atomically
@@ -51,7 +54,10 @@ from sortedrl.observe.metrics import Metrics
 
 PARTITION = "train"
 STATE_FILE = "sortedrl.json"
-SHOWN = ("bubble", "bubble_now", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max")
+SHOWN = (
+    *("bubble", "bubble_now", "idle", "goodput", "waste", "rejected", "filtered_fraction"),
+    *("staleness_mean", "staleness_max"),
+)
 _logger = logging.getLogger(__name__)
 _MANAGER = "sortedrl.integrations.verl.agent.SortedAgentLoopManager"
 
@@ -167,6 +173,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         super()._compute_metrics(batch, metrics, *args, **kwargs)
         snapshot = self.metrics.snapshot()
         metrics.update({f"sortedrl/{name}": getattr(snapshot, name) for name in SHOWN})
+        metrics["sortedrl/reward_mean"] = self._reward_mean  # with filtered groups, which verl's means lack
         if self.global_steps >= self.total_training_steps:
             self._mark("end")
         self.recorder.flush()
@@ -177,15 +184,15 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         batch = self._scheduled_batch()
         keys = [key for rollout in batch for key in self.engine.keys_of(rollout)]
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
+        rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
+        self._reward_mean = fmean(rewards)
         self.engine.trained(batch)
         assert self.controller is not None
         self.engine.forget_all_but(self.controller.live)
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
 
     def _scheduled_batch(self) -> Batch:
-        schedule = self.sortedrl.schedule
-        # Enough for the rest even if half of it is rejected: verl counts in steps, and ends the run by them.
-        self._training_prompts.extend(2 * schedule.prompts_for(1 + self.total_training_steps - self.global_steps))
+        self._extend_data()
         try:
             batch = next(self._batches, None)
             if batch is None:  # there are epochs to spare, so only rejected rollouts can be missing
@@ -198,6 +205,19 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         except BaseException:
             self.recorder.flush()  # Ray may end this process before Python does
             raise
+
+    def _extend_data(self) -> None:
+        """Enough for the rest even if half of it is rejected: verl counts in steps, and ends the run by them."""
+        assert self.controller is not None
+        updates = 1 + self.total_training_steps - self.global_steps
+        prompts = 2 * self.sortedrl.schedule.prompts_for(updates) / self.controller.kept_fraction
+        self._training_prompts.extend(math.ceil(prompts))
+
+    def _drop_filtered(self, event: Event) -> None:
+        """A sink: filtered trajectories leave the TransferQueue at once, and other prompts take their place."""
+        if isinstance(event, Filtered):
+            self.engine.drop(event.rollouts)
+            self._extend_data()
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """A batch is padded so that it splits into as many mini-batches as a batch of the configured size."""
@@ -287,12 +307,14 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         prompts = DatasetPrompts(self.train_dataset, self.tokenizer, arguments)
         self._training_prompts = Prompts(prompts, seed=schedule.seed, shuffle=bool(data.shuffle))
         log = EventLog(self.metrics)
+        metric = self.sortedrl.filter_metric
         controller = Controller(
             engine,
             self._training_prompts,
             engine.scores,
             schedule,
             environments=engine.turns,
+            filter_groups=None if metric is None else keeps_unequal(metric),
             log=log,
         )
         self.recorder = Recorder(
@@ -305,7 +327,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=self.sortedrl.max_rejected_fraction, log=_logger.warning
         )
-        log.sinks.append(self._rejections)  # last: the event is in the file before the run stops
+        log.sinks += [self._drop_filtered, self._rejections]  # last: the event is in the file before the run stops
         return controller
 
     def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
