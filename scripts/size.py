@@ -15,7 +15,7 @@ READ_FIRST = ("rollout", "schedule", "buffer", "ledger", "engine_reports", "cont
 READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
-    "lines of src": 39_700,
+    "lines of src": 39_850,
     "lines of core": 5_230,
     "lines of the reading path": 4_080,
     "lines of tests": 38_300,
