@@ -32,9 +32,9 @@ def reference(mode: str, *, expectation: str = "cold", reuse_kv_cache: bool = Fa
     return run(workload, with_mode(simulated_schedule(settings), mode))
 
 
-def test_the_readme_states_the_gains_and_staleness_that_simulate_prints() -> None:
+def test_the_page_of_modes_states_the_gains_and_staleness_that_simulate_prints() -> None:
     base = reference("baseline").trained_tokens_per_hour
-    for wanted, use, gain, staleness in rows_under("README.md", "| you want | use | gain | staleness |"):
+    for wanted, use, gain, staleness in rows_under("docs/concepts.md", "| you want | use | gain | staleness |"):
         found = reference(
             use.split("`")[1],
             expectation="warm" if "second epoch" in use else "cold",
