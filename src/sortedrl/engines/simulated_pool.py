@@ -60,11 +60,6 @@ class SimulatedPool(VirtualTimeEngine):
     def running(self) -> int:
         return sum(replica.engine.running for replica in self._all)
 
-    @property
-    def tokens_made(self) -> int:
-        """By the engines up to their own last events."""
-        return sum(replica.engine.tokens_made for replica in self._all)
-
     # The protocol
 
     def now(self) -> float:

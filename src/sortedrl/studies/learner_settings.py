@@ -55,37 +55,23 @@ def weight_transfer_seconds(settings: SimulatedLearnerSettings) -> float | None:
 
 
 def check_learner(settings: SimulatedLearnerSettings) -> None:
-    per_token, per_update = settings.learner_seconds_per_token, settings.learner_seconds_per_update
-    if settings.learner_seconds is not None and (per_token or per_update):
-        raise ConfigurationError(
-            "learner_seconds",
-            settings.learner_seconds,
-            "it is the whole time of the learner, and a part of it is set, too",
-            "Leave it out, or leave out --learner-seconds-per-token and --learner-seconds-per-update.",
-        )
-    if settings.share_gpu and (settings.separate_learner or not settings.stream):
-        why = "without --stream, engine and learner take turns"
-        raise ConfigurationError(
-            "share_gpu",
-            True,
-            "with --separate-learner, no GPU is shared" if settings.separate_learner else why,
-            "Leave it out." if settings.separate_learner else "Set --stream too, or leave it out.",
-        )
-    if settings.stream and not (per_token or settings.learner_seconds):
-        raise ConfigurationError(
-            "stream",
-            True,
-            "the learner's work per token is not set, so there is nothing to do during the harvest",
-            "Set --learner-seconds, for example 60.",
-        )
-    if (settings.weights_gb is None) != (settings.weights_gb_per_second is None):
-        raise ConfigurationError(
-            "weights_gb", settings.weights_gb, "it takes both a size and a bandwidth", "Set both, or leave out both."
-        )
-    if settings.weights_gb is not None and settings.weight_update_seconds is not None:
-        raise ConfigurationError(
-            "weight_update_seconds",
-            settings.weight_update_seconds,
-            "size and bandwidth of the weights give another time",
-            "Leave it out, or leave out --weights-gb.",
-        )
+    per_token, size = settings.learner_seconds_per_token, settings.weights_gb
+    is_set, is_separate = settings.learner_seconds is not None, settings.separate_learner
+    rules = (  # key, whether its value is wrong, why, and the fix
+        ("learner_seconds", is_set and (per_token or settings.learner_seconds_per_update),
+         "it is the whole time of the learner, and a part of it is set, too",
+         "Leave it out, or leave out --learner-seconds-per-token and --learner-seconds-per-update."),
+        ("share_gpu", settings.share_gpu and is_separate, "with --separate-learner, no GPU is shared", "Leave it out."),
+        ("share_gpu", settings.share_gpu and not settings.stream, "without --stream, engine and learner take turns",
+         "Set --stream too, or leave it out."),
+        ("stream", settings.stream and not (per_token or settings.learner_seconds),
+         "the learner's work per token is not set, so there is nothing to do during the harvest",
+         "Set --learner-seconds, for example 60."),
+        ("weights_gb", (size is None) != (settings.weights_gb_per_second is None),
+         "it takes both a size and a bandwidth", "Set both, or leave out both."),
+        ("weight_update_seconds", size is not None and settings.weight_update_seconds is not None,
+         "size and bandwidth of the weights give another time", "Leave it out, or leave out --weights-gb."),
+    )  # fmt: skip
+    for key, is_wrong, why, fix in rules:
+        if is_wrong:
+            raise ConfigurationError(key, getattr(settings, key), why, fix)

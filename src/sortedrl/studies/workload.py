@@ -350,16 +350,10 @@ def parts_of(workload: Workload, schedule: Schedule) -> list[tuple[Workload, Sch
     slots, engines = even_split(workload.slots, count), even_split(workload.engines, count)
     return [
         (
-            replace(
-                workload,
-                slots=slots[rank],
-                engines=engines[rank],
-                prompts=prompts,
-                first_prompt=rank * prompts,
-            ),
-            replace(part, seed=derive_seed(schedule.seed, rank) if rank else schedule.seed),
+            replace(workload, slots=slots[i], engines=engines[i], prompts=prompts, first_prompt=i * prompts),
+            replace(part, seed=derive_seed(schedule.seed, i) if i else schedule.seed),
         )
-        for rank in range(count)
+        for i in range(count)
     ]
 
 
@@ -374,6 +368,7 @@ def limit(workload: Workload, schedule: Schedule) -> float:
         sizes = Counter(even_split(workload.slots, workload.engines))
         return sum(count * limit(replace(alone, slots=slots), schedule) for slots, count in sizes.items())
     engine, seed_state = simulated_engine(workload, ideal=True), mixing(0, schedule.seed)
+    assert isinstance(engine, SimulatedEngine)
 
     def request_of(id: int) -> Request:
         prompt = Prompt(str(id), range(workload.prompt_tokens), id % workload.prompts)
