@@ -273,6 +273,12 @@ def test_a_shared_gpu_is_refused_where_it_cannot_be_shared(tmp_path: Path, flags
     assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
 
 
+def test_streaming_with_the_batch_s_own_mean_is_refused(tmp_path: Path) -> None:
+    file = config_file(tmp_path, advantage_baseline="batch")
+    done = sortedrl(*STREAMED.split(), "--algorithm", "reinforce++", *file)
+    assert done.returncode == 2 and "an advantage depends on the other rollouts" in done.stderr
+
+
 FILTERS = {
     "no such filter": ("--filter-groups equal", ["filter_groups = 'equal'", "no such filter", "equal_rewards"]),
     "nothing to compare": (
@@ -324,10 +330,6 @@ BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
     "streaming several batches per harvest": (
         f"{STREAMED} --mode cohort-at-once",
         ["mode cohort-at-once decides at the end of a harvest"],
-    ),
-    "streaming with the batch's own mean": (
-        f"{STREAMED} --algorithm reinforce++ --advantage-baseline batch",
-        ["advantage_baseline = batch: an advantage depends on the other rollouts"],
     ),
     "a rare setting as a flag": ("train --clip-low 0.1", ["set clip_low in a TOML file with --config"]),
     "an unknown command": ("simulte", ["Did you mean simulate?"]),

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from invariants import (
     EPSILON,
-    MODES,
     check_batch,
     check_batch_sizes,
     check_cohort_gate,
@@ -27,7 +26,7 @@ from invariants import (
     checked_run,
     examples,
 )
-from scenarios import STEP_TIMES, Run, Scenario, peaceful, troubled
+from scenarios import MODES, STEP_TIMES, Run, Scenario, peaceful, troubled
 from sortedrl.core import events
 from sortedrl.engines.step_time import StepTime
 from sortedrl.log.reading import without_rolled_back

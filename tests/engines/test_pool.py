@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invariants
+import scenarios
 from closing import closed_after
 from paced import PacedEngine
 from scenarios import Run, Scenario, peaceful
@@ -23,7 +24,7 @@ from sortedrl.core.engine import Engine, EngineBase, Failed, Finished, Preempted
 from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
-MODES = invariants.MODES
+MODES = scenarios.MODES
 pytestmark = pytest.mark.usefixtures("one_thread", "closes_all")
 
 

@@ -48,6 +48,6 @@ def test_the_picture_is_the_one_that_its_command_makes(tmp_path: Path) -> None:
 def test_the_timelines_are_the_ones_that_their_command_makes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(TIMELINES), str(tmp_path)], check=True, timeout=120)
     made = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
-    assert made == {path.name: path.read_text() for path in (ROOT / "docs" / "img").glob("mode-*.svg")}
-    page = (ROOT / "docs" / "concepts.md").read_text()
+    assert made == {path.name: path.read_text() for path in (ROOT / "docs" / "img").glob("*mode-*.svg")}
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("concepts.md", "dynamic_sampling.md"))
     assert made and all(f"img/{name}" in page for name in made)
