@@ -85,6 +85,18 @@ def saved_model(shape: str, folder: str) -> None:
     subprocess.run([sys.executable, "-c", code, str(HERE / "shapes" / shape), folder], check=True)
 
 
+def has_succeeded(launch: list[str], variables: dict[str, str], seconds: float) -> bool:
+    run = subprocess.Popen(launch, env=os.environ | variables)
+    try:
+        return run.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        print(f"ended after {seconds:.0f} s: the budget is used up")
+        return False
+    finally:
+        run.terminate()  # torchrun ends its ranks
+        run.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -112,13 +124,10 @@ def main() -> int:
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launch += [f"--nproc-per-node={options.processes}", *options.launcher, __file__]
             launch += ["--out", str(options.out), "--shape", options.shape, "--rank", sharding, "--model", folder]
-            try:
-                left = max(ends - time.monotonic(), 1.0)
-                ended = subprocess.run(launch, env=os.environ | variables, timeout=left).returncode
-            except subprocess.TimeoutExpired:
-                print(f"{sharding}: the budget of {options.budget:g} s was over")
-                ended = 1
-            failed |= ended != 0
+            if time.monotonic() < ends:
+                failed |= not has_succeeded(launch, variables, ends - time.monotonic())
+            else:
+                print(f"{sharding} is left out: the budget is used up")
     report = options.out / "trl_ranks.jsonl"
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     return int(failed or not lines or any(line["mismatch"] >= MISMATCH for line in lines))

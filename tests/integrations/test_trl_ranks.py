@@ -28,6 +28,7 @@ from sortedrl.core.events import Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.integrations.trl.fields import check_model, check_parts
 from sortedrl.integrations.trl.rows import dealt, rows_in_groups
+from sortedrl.integrations.trl.run import read_state, write_state
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
 from torchrun import SUPPORT
@@ -42,12 +43,11 @@ def variables(sharding: str) -> dict[str, str]:
     """What `accelerate launch` makes of the example's file."""
     if sharding == "none":
         return {}
-    settings = yaml.safe_load((EXAMPLE / f"{sharding}.yaml").read_text())
     if sharding == "fsdp2":
+        settings = yaml.safe_load((EXAMPLE / "fsdp2.yaml").read_text())
         chosen = {name.upper(): str(value) for name, value in settings["fsdp_config"].items()}
         return {"ACCELERATE_USE_FSDP": "true", **chosen}
-    chosen = settings["deepspeed_config"]
-    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(chosen["zero_stage"])}
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": sharding.removeprefix("zero")}
 
 
 def trained(folder: Path, sharding: str, processes: int = 2, **settings: Any) -> dict[str, Any]:
@@ -183,6 +183,15 @@ def test_an_engine_that_decodes_with_the_trainer_s_module_is_refused_if_that_is_
     check_model(trainer, "vllm")
     with pytest.raises(ConfigurationError, match="whose weights are sharded"):
         check_model(trainer, "embedded")
+
+
+def test_another_number_of_ranks_is_refused_on_all_of_them_for_the_same_reason(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_state(tmp_path / f"sortedrl-{rank}.json", {"processes": 2, "rank": rank})
+    assert read_state(tmp_path, 1, 2)["rank"] == 1
+    for rank in range(4):
+        with pytest.raises(ConfigurationError, match="it was saved by 2 processes, but there are 4"):
+            read_state(tmp_path, rank, 4)
 
 
 def test_a_function_makes_an_engine_with_slots_of_its_own() -> None:

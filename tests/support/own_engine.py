@@ -1,15 +1,16 @@
-"""An engine in this process with a model of its own, by import path: `own_engine:on_cpu`."""
+"""An engine in this process with a model of its own, by import path: `own_engine:on_cpu`. Its weights come later."""
 
 from __future__ import annotations
 
-from transformers import AutoModelForCausalLM
+import transformers
 
 from sortedrl.core.engine import EngineSpec
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 
 
 def on_cpu(spec: EngineSpec) -> EmbeddedEngine:
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype="float32")
+    config = transformers.AutoConfig.from_pretrained(spec.model)
+    model = getattr(transformers, config.architectures[0])(config).float()  # from_pretrained would shard it with ZeRO-3
     return EmbeddedEngine(
         model, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length, tokenizer=spec.tokenizer
     )
