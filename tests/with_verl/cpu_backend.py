@@ -29,6 +29,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 from sortedrl.integrations.verl.plugin import after_import
 
 ROLLOUT = "embedded"
+LOSES_WEIGHTS = "CPU_BACKEND_LOSES_WEIGHTS"  # if set, the server gets only the version of new weights
 SERVER_NAME = "embedded_server_{}"
 
 
@@ -305,6 +306,8 @@ def _adapter_class() -> Any:
 
         async def update_weights(self, weights: Any, global_steps: int = 0, **unused: Any) -> None:
             arrays = {name: _full(tensor).numpy() for name, tensor in weights}
+            if os.environ.get(LOSES_WEIGHTS):
+                arrays.clear()
             server = ray.get_actor(SERVER_NAME.format(int(os.environ.get("RANK", "0"))))
             await server.update_weights.remote(arrays, global_steps)
 

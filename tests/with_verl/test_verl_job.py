@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas
 import pytest
+from cpu_backend import LOSES_WEIGHTS
 from data import write
 from dialogue import HERE, TOOL_AGENT, dialogue_model, write_dialogue
 from verl_config import JOB, MODEL
@@ -187,6 +188,21 @@ def test_an_update_with_a_filter_is_that_of_the_kept_groups_without_it(data: Pat
         assert ours[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-7), name
     assert ours["actor/grad_norm"] > 0 < ours["sortedrl/filtered_fraction"]
     assert ours["sortedrl/reward_mean"] != pytest.approx(ours["critic/score/mean"])
+
+
+def test_weights_that_do_not_arrive_end_the_job(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same job ends well if they do."""
+    fast = ["--learning-rate", "0.01"]
+    run("partial", data, tmp_path / "right", *fast, steps=3)
+    lines = [json.loads(line)["data"] for line in (tmp_path / "right" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["sortedrl/logprob_difference"] for line in lines if "sortedrl/logprob_difference" in line) < 1e-4
+    monkeypatch.setenv(LOSES_WEIGHTS, "1")
+    done = job("partial", data, tmp_path / "wrong", *fast, steps=3)
+    assert done.returncode != 0
+    output = (done.stdout + done.stderr)[-6000:]
+    assert "the servers do not sample from the weights that are trained" in output, output
+    updates = [e for e in read_events(tmp_path / "wrong" / "events.jsonl") if isinstance(e, events.Updated)]
+    assert len(updates) in (2, 3), "the first update is of the first weights, which the servers read themselves"
 
 
 def check_turns(log: list[events.Event]) -> None:

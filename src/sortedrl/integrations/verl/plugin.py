@@ -33,6 +33,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
         "PPOTrainer.on_validate_begin",
         "PPOTrainer._get_required_batch_multiple dp_size",
         "PPOTrainer._balance_batch batch",
+        "PPOTrainer._compute_old_log_prob batch metrics",
         "PPOTrainer._update_actor batch metrics",
         "PPOTrainer._update_critic batch metrics",
         "PPOTrainer._compute_metrics batch metrics timing_raw",

@@ -89,6 +89,7 @@ class Settings:
     folder: Path  # for the event log
     minibatches: int  # optimizer steps per update and PPO epoch
     max_rejected_fraction: float  # of recent rollouts: the run stops if more are rejected
+    checks_weights: bool  # by the learner's log-probabilities, if verl computes those of the whole distribution
     filter_metric: str | None  # by which groups are filtered, if it is not the reward
 
 
@@ -113,6 +114,7 @@ def settings_of(config: Any) -> Settings:
         max_rejected_fraction=checked_fraction(
             f"{PREFIX}.max_rejected_fraction", 0.5 if fraction is None else fraction
         ),
+        checks_weights=_has_comparable_logprobs(config),
         filter_metric=metric_of(config),
     )
 
@@ -236,6 +238,14 @@ def _require_correction(config: Any, strategy: Strategy) -> None:
                 f"mode {strategy.name} trains on stale tokens, and without it verl treats them as on-policy",
                 f"Add {name}={value} to the command line.",
             )  # fmt: skip
+
+
+def _has_comparable_logprobs(config: Any) -> bool:
+    """Not with bypass_mode, which takes the servers', nor if these are of a distribution that top_p or top_k cut."""
+    rollout = config.actor_rollout_ref.rollout
+    bypasses = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
+    cut = float(rollout.get("top_p") or 1) < 1 or int(rollout.get("top_k") or -1) > 0
+    return bool(rollout.calculate_log_probs and not bypasses and not cut)
 
 
 def _minibatches(config: Any, trained: Any) -> int:

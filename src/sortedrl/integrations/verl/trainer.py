@@ -48,6 +48,7 @@ from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.group_metric import keeps_unequal
 from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
+from sortedrl.integrations.verl.weight_check import Fresh, check_weights, fresh_responses
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
@@ -122,6 +123,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self.metrics = Metrics()
         self.controller: Controller | None = None
         self._restored: dict[str, Any] | None = None
+        self._fresh: list[Fresh] = []  # of the current batch
 
     def _build_replay_buffer(self) -> ReplayBufferAsync:
         sampler = self.config.trainer.v1.sampler
@@ -182,7 +184,9 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _next_batch(self) -> KVBatchMeta:
         batch = self._scheduled_batch()
-        keys = [key for rollout in batch for key in self.engine.keys_of(rollout)]
+        keys_of = [(rollout, self.engine.keys_of(rollout)) for rollout in batch]
+        keys = [key for _, found in keys_of for key in found]
+        self._fresh = fresh_responses(keys_of, batch.version) if self.sortedrl.checks_weights else []
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
         rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
         self._reward_mean = fmean(rewards)
@@ -229,6 +233,19 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         lengths = [tag["seq_len"] for tag in batch.tags]
         batch.reorder(dealt_out(lengths, ranks, self.sortedrl.minibatches))
+        return batch
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """verl's, which are the learner's log-probabilities; then the check that the servers have its weights."""
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if self._fresh:
+            fields = ["responses", "old_log_probs"]
+            keys = [response.key for response in self._fresh]
+            found = transfer_queue.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=fields)
+            tokens, logprobs = ([row.tolist() for row in found[name]] for name in fields)
+            difference = check_weights(self._fresh, tokens, logprobs)
+            if difference is not None:
+                metrics["sortedrl/logprob_difference"] = difference
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:

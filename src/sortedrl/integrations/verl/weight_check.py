@@ -1,0 +1,79 @@
+"""Whether the servers sample from the weights that are trained: weights that did not arrive must stop the run.
+
+A server reports the version of its tokens, not their weights: a shard or an adapter that was never delivered looks like
+staleness. verl computes the learner's log-probabilities of each update before it trains on it. For tokens of the
+current version, server and learner must agree but for rounding. As in `engines.checked_weights`, the criterion is a
+median: here over uncertain tokens, since most tokens of a trained model are certain under old weights, too. A long
+response has a median of its own, so that one server of several with old weights is found by its responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from sortedrl.core.rollout import Rollout
+from sortedrl.engines.checked_weights import WeightsDiffer
+
+CERTAIN = -0.1  # nats: a token is uncertain if server or learner gives it less
+LEAST_TOKENS = 16  # uncertain ones, for a median
+MOST_RESPONSES = 64  # checked per update
+TOLERANCE = 0.1  # nats per token
+MAX_FRACTION = 0.1  # of the medians: a few may differ by rounding
+
+
+class Fresh(NamedTuple):
+    """A response with tokens of the current version. `places`: where they are."""
+
+    key: str
+    tokens: list[int]
+    logprobs: list[float]
+    places: list[int]
+
+
+def fresh_responses(rollouts: Sequence[tuple[Rollout, Sequence[str]]], version: int) -> list[Fresh]:
+    """Of rollouts with one trajectory each; if there are many, of some of all lengths."""
+    step = math.ceil(len(rollouts) / MOST_RESPONSES)
+    found: list[Fresh] = []
+    for rollout, keys in rollouts[::step] if step else ():
+        of_policy = zip(rollout.versions, rollout.mask, strict=True)
+        places = [place for place, (made_by, bit) in enumerate(of_policy) if bit and made_by == version]
+        if len(keys) == 1 and places:
+            found.append(Fresh(keys[0], rollout.tokens, rollout.logprobs, places))
+    return found
+
+
+def check_weights(
+    responses: Sequence[Fresh], trained_on: Sequence[list[int]], of_learner: Sequence[list[float]]
+) -> float | None:
+    """The median difference in nats per token; None if too little can be compared. Raises WeightsDiffer.
+
+    `trained_on` and `of_learner`: each response's tokens as the learner has them, and their log-probabilities. A
+    response that its agent loop has edited is not compared.
+    """
+    medians: list[float] = []
+    rest: list[float] = []  # of short responses
+    for response, tokens, expected in zip(responses, trained_on, of_learner, strict=True):
+        if tokens == response.tokens:
+            differences = _differences(response, expected)
+            if len(differences) >= LEAST_TOKENS:
+                medians.append(median(differences))
+            else:
+                rest += differences
+    if len(rest) >= LEAST_TOKENS:
+        medians.append(median(rest))
+    apart = [difference for difference in medians if not difference <= TOLERANCE]
+    if len(apart) > MAX_FRACTION * len(medians):
+        raise WeightsDiffer(
+            f"the log-probabilities of the servers are {median(apart):.3g} nats per token away from the learner's "
+            f"(allowed: {TOLERANCE:g}), for uncertain tokens of the current version in {len(apart)} of {len(medians)} "
+            "samples: the servers do not sample from the weights that are trained"
+        )
+    return median(medians) if medians else None
+
+
+def _differences(response: Fresh, expected: Sequence[float]) -> list[float]:
+    pairs = [(response.logprobs[place], expected[place]) for place in response.places]
+    return [abs(a - b) for a, b in pairs if not (a >= CERTAIN and b >= CERTAIN)]  # also if one is not a number
