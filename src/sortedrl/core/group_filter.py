@@ -58,7 +58,7 @@ class GroupFilter:
         self._lowest, self._highest = float("inf"), float("-inf")
         self._visit_probability = schedule.revisit_filtered
         self._seed = schedule.seed
-        self._last_visit: dict[str, int] = {}  # epoch of the last visit of prompts whose group was filtered then
+        self._last_visit: dict[str, tuple[int, bool]] = {}  # by prompt: epoch, and whether its group was filtered
 
     @property
     def kept_fraction(self) -> float:
@@ -86,14 +86,14 @@ class GroupFilter:
         return why
 
     def note(self, prompt: str, epoch: int, *, is_kept: bool) -> None:
-        """What became of a prompt's group, for its next visit."""
-        if self._visit_probability < 1:
-            self._last_visit.pop(prompt, None) if is_kept else self._last_visit.update({prompt: epoch})
+        """What became of a prompt's group, for its next visit. Groups of two epochs may be judged in any order."""
+        if self._visit_probability < 1 and epoch >= self._last_visit.get(prompt, (0, False))[0]:
+            self._last_visit[prompt] = epoch, not is_kept
 
     def age_if_skipped(self, prompt: str, epoch: int) -> int | None:
         """Epochs since the last visit of a prompt that is skipped in this epoch; None if it is loaded."""
-        last = self._last_visit.get(prompt)
-        if last is None or last >= epoch:
+        last, was_filtered = self._last_visit.get(prompt, (epoch, False))
+        if not was_filtered or last >= epoch:
             return None
         draw = derive_seed(self._seed, epoch, zlib.crc32(prompt.encode())) % 1_000_000
         return epoch - last if draw >= self._visit_probability * 1_000_000 else None
@@ -144,7 +144,7 @@ class GroupFilter:
         self._judged = Counter()
         for rollouts, why in self._outcomes:
             self._judged[why] += rollouts
-        self._last_visit = dict(state["last_visit"])
+        self._last_visit = {prompt: (epoch, filtered) for prompt, (epoch, filtered) in state["last_visit"].items()}
         if state["rewards"]:
             self._lowest, self._highest = state["rewards"]
 
