@@ -30,7 +30,7 @@ from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.log.lines import JsonLines
-from sortedrl.studies.simulate import Case, cases, compare
+from sortedrl.studies.simulate import FILTER_ROUNDS, Case, cases, compare
 from sortedrl.studies.workload import Workload, run, with_mode
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -70,7 +70,8 @@ def table(name: str, rows: dict[str, Row], extra: dict[str, Column] | None = Non
 
 
 def reference() -> Iterator[dict[str, str]]:
-    modes = [mode for mode in STRATEGIES if mode not in ("async-pool", "cohort-at-once+sorted-descending")]
+    left_out = ("async-pool", "cohort-at-once+sorted-descending", *FILTER_ROUNDS)
+    modes = [mode for mode in STRATEGIES if mode not in left_out]
     for preset in ("compute-bound", "memory-bound", "h200-8b"):
         workload = Workload(step_time=PRESETS[preset], prompt_tokens=128)
         rows = cases(workload, Schedule(), modes, QUALITIES)
