@@ -112,7 +112,8 @@ def test_whatever_the_damage_a_run_can_go_on(
     assert not damage
     fold(intact)
     trace_events(intact)
-    assert intact[-1] == tail[-1] if tail else True
+    if tail:  # earlier by the time that a rollback made void, which is more if the damage has mixed the lines
+        assert intact[-1]._replace(at=0.0) == tail[-1]._replace(at=0.0) and intact[-1].at <= tail[-1].at
     again = recover(path, mark, FIRST)
     assert list(map(type, again.events)) == list(map(type, found.events)) and again.lost == 0
 
