@@ -40,7 +40,7 @@ class Shape:
 
 
 SHAPES = {
-    # The learner's speed is that of Qwen2-7B's shape (docs/results.md, section 7), scaled by the weights that a token
+    # The learner's speed is that of Qwen2-7B's shape (benchmarks/LOG.md, section 7), scaled by the weights that a token
     # is multiplied with: 7.07 and 7.50 billion.
     "8b": Shape(
         "llama-3.1-8b",

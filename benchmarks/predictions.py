@@ -1,4 +1,4 @@
-"""The H200 measurements of docs/results.md, section 9, next to the simulator's predictions of the same runs.
+"""The H200 measurements of benchmarks/LOG.md, section 9, next to the simulator's predictions of the same runs.
 
     python benchmarks/predictions.py
 

@@ -1,7 +1,7 @@
 """The simulated tables of docs/results.md. `python benchmarks/reference_tables.py [SECTION ...]` (default: all).
 
 reference staleness oversubscribe groups update-size kv-limited re-prefill turns slow-environments: each is written to
-docs/data/simulated_SECTION.csv (docs/simulated_tables.md explains the columns).
+docs/data/simulated_SECTION.csv (benchmarks/LOG.md, section 11, explains the columns).
 paper speed cpu: printed as Markdown.
 Seeds 0 to 4 unless the page states otherwise; means, and for `of_limit` the lowest and highest seed.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same forced lengths on one GPU through three engines: what does the HTTP path cost? docs/results.md, SGLang.
+# The same forced lengths on one GPU through three engines: what does the HTTP path cost? benchmarks/LOG.md, section 9.
 #
 #   benchmarks/servers_8b.sh sglang|vllm-server|vllm OUT
 #

@@ -86,7 +86,7 @@ def _long_runs(settings: SimulatedSettings) -> str | None:
 
 
 def accuracy_line(settings: SimulatedSettings) -> str:
-    """How far predictions were from measurements: docs/results.md, sections 1 and 9."""
+    """How far predictions were from measurements: docs/results.md, "How close are the predictions?"."""
     error = (
         "up to 9 % off with five turns if returns were timed (sortedrl profile --observation-tokens), else up to 31 %"
         if settings.turns > 1 or settings.replayed_episodes is not None

@@ -26,7 +26,7 @@ from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
 
 # A learner on the engine's GPU slows it down, so it works only while the engine drains, and only up to as many running
-# rollouts as the two speeds were measured with (docs/results.md).
+# rollouts as the two speeds were measured with (benchmarks/LOG.md, section 10).
 MOST_RUNNING_BESIDE_LEARNER = 64
 CHECK_SECONDS = 0.05  # between two checks whether the learner is free, while the engine has nothing to report
 Accumulate = Callable[[Sequence[Rollout], int], object]  # rollouts, and the version of the learner's weights
