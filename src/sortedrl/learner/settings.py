@@ -95,7 +95,7 @@ class LearnerFlags(BaseModel):
     ] = "token"
     clip_low: Annotated[
         float,
-        Field(description="lower clip range of the ratio; see docs/learner.md"),
+        Field(description="lower clip range of the ratio; see docs/trainer.md"),
         _between(_ABOVE_0, 1, "ratios are clipped at 1 - clip_low", "Use 0.2."),
     ] = 0.2
     clip_high: Annotated[
@@ -110,7 +110,7 @@ class LearnerFlags(BaseModel):
         _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0."),
     ] = 2.0
     aggregation: Annotated[
-        Aggregation, Field(description="what the sum over tokens is divided by; see docs/learner.md")
+        Aggregation, Field(description="what the sum over tokens is divided by; see docs/trainer.md")
     ] = "constant"
     # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
     # count in the statistics. `zero`: their reward is 0.
@@ -189,7 +189,7 @@ class LearnerSettings(LearnerFlags):
             try:
                 super().__init__(**given)
             except ValidationError as error:
-                raise first_error(error, lambda key: "See docs/learner.md.") from None
+                raise first_error(error, lambda key: "See docs/trainer.md.") from None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

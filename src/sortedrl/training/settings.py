@@ -311,7 +311,7 @@ def _check_streaming(settings: TrainSettings) -> None:
     try:
         require_streamable(learner_settings_from(settings, settings.mode))
     except ValueError as error:
-        raise ConfigurationError("stream", True, str(error), "See docs/learner.md.") from None
+        raise ConfigurationError("stream", True, str(error), "See docs/trainer.md.") from None
 
 
 def _check_shared_gpu(settings: TrainSettings) -> None:
