@@ -59,9 +59,10 @@ def percent(value: float) -> str:
 
 
 def headline(series: Sequence[Series]) -> dict[str, Any]:
-    """One row per series. Rewards are left out if a log has none, as in simulated runs."""
-    has_rewards = any(run.run_metrics.mean_reward for one in series for run in one.runs)
-    columns = [column for column in HEADLINE if has_rewards or column.field != "mean_reward"]
+    """One row per series. Rewards and what was filtered are left out if there are none."""
+    metrics = [run.run_metrics for one in series for run in one.runs]
+    unused = {name for name in ("mean_reward", "filtered_fraction") if not any(getattr(m, name) for m in metrics)}
+    columns = [column for column in HEADLINE if column.field not in unused]
     rows = [
         {"label": one.label, "color": one.color, "sub": _runs_and_seeds(one), "cells": [_cell(one, c) for c in columns]}
         for one in series
