@@ -79,7 +79,7 @@ def test_reasons_tell_right_from_wrong_by_the_rewards_seen_so_far() -> None:
     kinds = ("right", "mixed", "right", "wrong", "half")
     done = run("baseline", [1] * 5, group_rewards=kinds, slots=1, **GROUPS)
     assert [(e.reason, e.reward) for e in done.all(Filtered)] == [
-        ("equal", 1.0),  # the first reward of all: nobody knows yet
+        ("equal", 1.0),  # the first reward of all: nothing to compare with
         ("right", 1.0),
         ("wrong", 0.0),
         ("equal", 0.5),
@@ -107,6 +107,8 @@ def test_a_filter_may_be_a_function_and_its_errors_name_it() -> None:
     found = Run(plan, filter_groups=keeps_long_ones).to_end()
     assert sorted(found.lengths) == [[3], [4]]
     assert {e.reason for e in found.all(Filtered)} == {found.all(RunBegan)[0].settings["filter_groups"]}
+    with pytest.raises(ConfigurationError, match="it is a str, not a function"):
+        Run(plan, filter_groups="equal_rewards")  # type: ignore[arg-type]
     with pytest.raises(FilterFailed, match="returned None"):
         Run(plan, filter_groups=lambda group: None).to_end()  # type: ignore[arg-type, return-value]
     with pytest.raises(FilterFailed, match="KeyError: 'reference'"):
@@ -131,7 +133,7 @@ def breaks_the_gate(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_everything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupFilter, "judge", lambda self, group: "")
+    patch.setattr(GroupFilter, "decide", lambda self, group: "")
 
 
 def hands_out_what_is_there(patch: pytest.MonkeyPatch) -> None:

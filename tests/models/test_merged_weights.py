@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from small_models import model_of
+from small_models import model_of, with_trained_adapters
 from sortedrl.models.merged_weights import merged_weights
 
 peft = pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
@@ -16,14 +16,8 @@ LAYERS = ["q_proj", "v_proj", "up_proj"]
 
 
 def adapted_model(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A peft model whose adapters have random weights: new ones change nothing."""
-    model = peft.get_peft_model(model_of("Qwen2").to(dtype), peft.LoraConfig(r=4, target_modules=LAYERS, **options))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    config = peft.LoraConfig(r=4, target_modules=LAYERS, **options)
+    return with_trained_adapters(peft.get_peft_model(model_of("Qwen2").to(dtype), config))
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ WAITS: dict[str, tuple[list[Event], float, float]] = {  # queued and KV-limited 
     "what is taken back before it started is queued": (  # a server over HTTP said that it runs one only
         [*BOTH, Preempted(1.0, 1, 0), Started(3.0, 1, 1)], 2, 0,
     ),
-    "from a preemption on what waits is KV-limited until all runs": (  # at 5 s, 1 runs again and 2 still waits
+    "after a preemption, waiting ones are KV-limited until all run": (  # at 5 s, 1 runs again and 2 still waits
         [
             *(*BOTH, Preempted(2.0, 1, 30), *finished(4.0, 0, tokens=8), submitted(4.0, 2)),
             *(Started(5.0, 1, 0), Started(6.0, 2, 1), *finished(7.0, 2, tokens=8)),

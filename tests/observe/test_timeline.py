@@ -148,7 +148,7 @@ def outcomes(*log: Event) -> list[str]:
     return [s.outcome for s in slices_of(*log)]
 
 
-def begun(at: float = 0.0, rollout: int = 0, kept: int = 0) -> list[Event]:
+def enter(at: float = 0.0, rollout: int = 0, kept: int = 0) -> list[Event]:
     return [Submitted(at, rollout, 0, 1, kept, 5.0), Started(at, rollout, 0)]
 
 
@@ -157,27 +157,27 @@ def updated(at: float, rollout: int, length: int) -> Updated:
 
 
 def test_each_way_out_of_a_slot_has_its_outcome() -> None:
-    finished = [*begun(), Finished(1.0, 0, 3, 3, False)]
-    stopped = [*begun(), Aborted(1.0, 0, 3, 3, 0)]
+    finished = [*enter(), Finished(1.0, 0, 3, 3, False)]
+    stopped = [*enter(), Aborted(1.0, 0, 3, 3, 0)]
     assert outcomes(*finished, updated(2.0, 0, 3)) == ["trained"]
     assert outcomes(*finished) == ["kept"]
     assert outcomes(*stopped) == ["kept"]
-    assert outcomes(*begun()) == ["running"]
-    assert outcomes(*begun(), Preempted(1.0, 0, 4)) == ["preempted"]
-    assert outcomes(*begun(), Failed(1.0, 0, 3, 0, "lost")) == ["failed"]
-    assert outcomes(*begun(), Aborted(1.0, 0, 3, 3, 3)) == ["dropped"]
-    assert outcomes(*begun(), Aborted(1.0, 0, 0, 0, 0)) == ["dropped"]
+    assert outcomes(*enter()) == ["running"]
+    assert outcomes(*enter(), Preempted(1.0, 0, 4)) == ["preempted"]
+    assert outcomes(*enter(), Failed(1.0, 0, 3, 0, "lost")) == ["failed"]
+    assert outcomes(*enter(), Aborted(1.0, 0, 3, 3, 3)) == ["dropped"]
+    assert outcomes(*enter(), Aborted(1.0, 0, 0, 0, 0)) == ["dropped"]
     assert outcomes(*finished, Regenerated(2.0, 0, 3, "late score")) == ["dropped"]
     assert outcomes(*stopped, Rejected(2.0, 0, 3, "no reward")) == ["dropped"]
-    assert outcomes(*stopped, *begun(2.0, kept=3), Failed(3.0, 0, 1, 4, "lost")) == ["dropped", "failed"]
-    assert outcomes(*stopped, *begun(2.0, kept=3), Finished(3.0, 0, 1, 4, False), updated(4.0, 0, 4)) == [
+    assert outcomes(*stopped, *enter(2.0, kept=3), Failed(3.0, 0, 1, 4, "lost")) == ["dropped", "failed"]
+    assert outcomes(*stopped, *enter(2.0, kept=3), Finished(3.0, 0, 1, 4, False), updated(4.0, 0, 4)) == [
         "kept",
         "trained",
     ]
 
 
 def test_a_redo_does_not_void_the_attempt_that_is_trained_on() -> None:
-    first = [*begun(), Finished(1.0, 0, 3, 3, False), Regenerated(1.0, 0, 3, "late score")]
+    first = [*enter(), Finished(1.0, 0, 3, 3, False), Regenerated(1.0, 0, 3, "late score")]
     second = [Submitted(2.0, 0, 1, 1, 0, 5.0), Started(2.0, 0, 0), Finished(3.0, 0, 5, 5, False)]
     found = slices_of(*first, *second, updated(4.0, 0, 5))
     assert [(s.attempt, s.outcome, s.made, s.update) for s in found] == [(0, "dropped", 3, None), (1, "trained", 5, 0)]
@@ -185,21 +185,21 @@ def test_a_redo_does_not_void_the_attempt_that_is_trained_on() -> None:
 
 def test_a_slice_knows_its_version_and_harvest_and_what_it_made_before_a_preemption() -> None:
     found = slices_of(
-        *(HarvestBegan(0.0, 0, 0), *begun(kept=2), Preempted(1.0, 0, 1 + 2 + 4)),  # prompt, kept, made
+        *(HarvestBegan(0.0, 0, 0), *enter(kept=2), Preempted(1.0, 0, 1 + 2 + 4)),  # prompt, kept, made
         *(Started(2.0, 0, 1), Aborted(3.0, 0, 9, 11, 0), Published(3.0, 1)),
-        *(HarvestBegan(3.0, 1, 1), *begun(4.0, kept=11), Finished(5.0, 0, 1, 12, False)),
+        *(HarvestBegan(3.0, 1, 1), *enter(4.0, kept=11), Finished(5.0, 0, 1, 12, False)),
     )
     assert [(s.slot, s.made, s.version, s.harvest) for s in found] == [(0, 4, 0, 0), (1, 5, 0, 0), (0, 1, 1, 1)]
 
 
 def test_weights_that_are_published_within_a_harvest_count_from_then_on() -> None:
     found = slices_of(
-        *(HarvestBegan(0.0, 0, 3), *begun(), Published(1.0, 4), Aborted(1.0, 0, 2, 2, 0)),
-        *(*begun(1.0, kept=2), Finished(2.0, 0, 1, 3, False)),
+        *(HarvestBegan(0.0, 0, 3), *enter(), Published(1.0, 4), Aborted(1.0, 0, 2, 2, 0)),
+        *(*enter(1.0, kept=2), Finished(2.0, 0, 1, 3, False)),
     )
     assert [s.version for s in found] == [3, 4]
 
 
 def test_what_was_rolled_back_is_in_no_slice() -> None:
-    void = [*begun(), Aborted(1.0, 0, 3, 3, 0)]
-    assert [s.start for s in slices_of(*void, RolledBack(1.0, len(void)), *begun(5.0))] == [4.0]
+    void = [*enter(), Aborted(1.0, 0, 3, 3, 0)]
+    assert [s.start for s in slices_of(*void, RolledBack(1.0, len(void)), *enter(5.0))] == [4.0]

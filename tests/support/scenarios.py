@@ -55,7 +55,7 @@ EQUAL_REWARD = {"right": 1.0, "wrong": 0.0, "half": 0.5}
 
 
 def keeps_two_of_three(group: Sequence[Rollout]) -> bool:
-    """A filter of one's own, which may judge groups of one."""
+    """A filter of one's own, which may decide on groups of one."""
     return bool(group[0].prompt.payload % 3)
 
 

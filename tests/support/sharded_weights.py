@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from small_models import model_of
+from small_models import model_of, with_trained_adapters
 from sortedrl.integrations.trl.weights import is_sharded, whole_weights
 
 ADAPTERS: dict[str, dict[str, Any] | None] = {
@@ -27,13 +27,8 @@ def made(adapter: dict[str, Any] | None) -> Any:
     model = model_of("Qwen2", tie_word_embeddings=adapter is None)
     if adapter is None:
         return model
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **adapter))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **adapter)
+    return with_trained_adapters(peft.get_peft_model(model, config))
 
 
 def sharded(model: Any, way: str) -> Any:

@@ -38,6 +38,16 @@ def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
+def with_trained_adapters(model: Any) -> Any:
+    """The peft model with random adapters: new ones change nothing."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
 def engine_of(model: Any, slots: int = 4, **changes: Any) -> EmbeddedEngine:
     options: dict[str, Any] = {"slots": slots, "eos_token_ids": (), "max_length": 700, **changes}
     return EmbeddedEngine(model, **options)

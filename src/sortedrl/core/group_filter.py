@@ -1,8 +1,8 @@
 """Dynamic sampling: a complete group that teaches nothing is filtered, and the scheduler refills its place.
 
 With GRPO a group whose rewards are all equal has no gradient. A filter sees the scored rollouts of one complete group
-and returns True to keep it. The kept fraction of the last updates tells the strategies how much a rollout that is not
-judged yet will probably add to the coming update.
+and returns True to keep it. The kept fraction of the last updates tells the strategies how much an unfinished rollout
+will probably add to the coming update.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from sortedrl.core.wording import kind_of
 Keeps = Callable[[Sequence[Rollout]], bool]  # whether to train on the scored rollouts of a group
 EQUAL_REWARDS = "equal_rewards"
 EQUAL_WITHIN = 1e-8
-WINDOW_UPDATES = 4  # of judged rollouts, for the kept fraction
+WINDOW_UPDATES = 4  # of rollouts in complete groups, for the kept fraction
 LEAST_KEPT = 0.05  # of the kept fraction: a round of twenty times an update's rollouts is as large as it gets
 TOO_FEW = "too few members"
+_FIX = f"Set it to {EQUAL_REWARDS}, or to your.module:name; a function goes to Controller(filter_groups=...)."
 
 
 class TooManyFiltered(UserError, RuntimeError):
@@ -35,17 +36,20 @@ class FilterFailed(UserError, RuntimeError):
     """A filter raised an error or returned something else than True or False."""
 
 
+def are_equal(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= EQUAL_WITHIN
+
+
 def has_unequal_rewards(rollouts: Sequence[Rollout]) -> bool:
     """The filter `equal_rewards`: keeps groups that have a gradient under GRPO and RLOO."""
-    rewards = [rollout.reward or 0.0 for rollout in rollouts]
-    return max(rewards) - min(rewards) > EQUAL_WITHIN
+    return not are_equal([rollout.reward or 0.0 for rollout in rollouts])
 
 
 class GroupFilter:
-    """Judges every complete group once.
+    """Decides on every complete group once.
 
-    `kept_fraction` is that of the rollouts judged in the last four updates' worth. Until the first update's worth is
-    judged, the rest of it counts as kept.
+    `kept_fraction` is that of the last four updates' worth of rollouts. Until the first update's worth is decided on,
+    the rest of it counts as kept.
     """
 
     def __init__(self, name: str, keeps: Keeps, schedule: Schedule) -> None:
@@ -54,7 +58,7 @@ class GroupFilter:
         self._update_size = schedule.rollouts_needed
         self._max_fraction = schedule.max_filtered_fraction
         self._outcomes: deque[tuple[int, str]] = deque()  # rollouts, and why they were filtered (empty: kept)
-        self._judged: Counter[str] = Counter()  # rollouts in `_outcomes`, by the same reasons
+        self._decided: Counter[str] = Counter()  # rollouts in `_outcomes`, by the same reasons
         self._lowest, self._highest = float("inf"), float("-inf")
         self._visit_probability = schedule.revisit_filtered
         self._seed = schedule.seed
@@ -62,11 +66,11 @@ class GroupFilter:
 
     @property
     def kept_fraction(self) -> float:
-        judged = self._judged.total()
-        not_judged = max(0, self._update_size - judged)
-        return max(LEAST_KEPT, (self._judged[""] + not_judged) / (judged + not_judged))
+        decided = self._decided.total()
+        undecided = max(0, self._update_size - decided)
+        return max(LEAST_KEPT, (self._decided[""] + undecided) / (decided + undecided))
 
-    def judge(self, group: Sequence[Rollout]) -> str:
+    def decide(self, group: Sequence[Rollout]) -> str:
         """Why the group is filtered; empty if it is kept."""
         rewards = [rollout.reward or 0.0 for rollout in group]
         self._lowest, self._highest = min(self._lowest, *rewards), max(self._highest, *rewards)
@@ -79,14 +83,14 @@ class GroupFilter:
         else:
             why = self.name
         self._outcomes.append((len(group), why))
-        self._judged[why] += len(group)
-        while self._judged.total() - self._outcomes[0][0] >= WINDOW_UPDATES * self._update_size:
+        self._decided[why] += len(group)
+        while self._decided.total() - self._outcomes[0][0] >= WINDOW_UPDATES * self._update_size:
             rollouts, reason = self._outcomes.popleft()
-            self._judged[reason] -= rollouts
+            self._decided[reason] -= rollouts
         return why
 
     def note(self, prompt: str, epoch: int, *, is_kept: bool) -> None:
-        """What became of a prompt's group, for its next visit. Groups of two epochs may be judged in any order."""
+        """What became of a prompt's group, for its next visit. Groups of two epochs may be complete in any order."""
         if self._visit_probability < 1 and epoch >= self._last_visit.get(prompt, (0, False))[0]:
             self._last_visit[prompt] = epoch, not is_kept
 
@@ -111,7 +115,7 @@ class GroupFilter:
 
     def _kind_of_reward(self, shared: float) -> str:
         """Rewards that most tasks would call right and wrong: the highest and the lowest so far."""
-        if self._highest - self._lowest <= EQUAL_WITHIN:
+        if are_equal([self._lowest, self._highest]):
             return "equal"
         if shared >= self._highest - EQUAL_WITHIN:
             return "right"
@@ -119,11 +123,11 @@ class GroupFilter:
 
     def check_fraction(self) -> None:
         """Raise `TooManyFiltered` if too much of the last four updates' worth was filtered."""
-        judged = self._judged.total()
-        filtered = judged - self._judged[""]
-        if judged < WINDOW_UPDATES * self._update_size or filtered <= self._max_fraction * judged:
+        decided = self._decided.total()
+        filtered = decided - self._decided[""]
+        if decided < WINDOW_UPDATES * self._update_size or filtered <= self._max_fraction * decided:
             return
-        right, wrong = self._judged["right"], self._judged["wrong"]
+        right, wrong = self._decided["right"], self._decided["wrong"]
         if 2 * right > filtered:
             what = f"{right} of them in groups that are all right: the task is too easy for this model"
         elif 2 * wrong > filtered:
@@ -131,7 +135,7 @@ class GroupFilter:
         else:
             what = "most of them neither all right nor all wrong: does the reward tell responses apart?"
         raise TooManyFiltered(
-            f"{filtered} of the last {judged} rollouts were filtered ({self.name}), more than the fraction of "
+            f"{filtered} of the last {decided} rollouts were filtered ({self.name}), more than the fraction of "
             f"{self._max_fraction:g} that is allowed (max_filtered_fraction); {what}"
         )
 
@@ -141,9 +145,9 @@ class GroupFilter:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._outcomes = deque((rollouts, why) for rollouts, why in state["outcomes"])
-        self._judged = Counter()
+        self._decided = Counter()
         for rollouts, why in self._outcomes:
-            self._judged[why] += rollouts
+            self._decided[why] += rollouts
         self._last_visit = {prompt: (epoch, filtered) for prompt, (epoch, filtered) in state["last_visit"].items()}
         if state["rewards"]:
             self._lowest, self._highest = state["rewards"]
@@ -157,32 +161,27 @@ def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter 
             fix = f"Set filter_groups too, for example {EQUAL_REWARDS}, or leave it out."
             raise ConfigurationError("revisit_filtered", schedule.revisit_filtered, "no group is filtered", fix)
         return None
+    shown: object = name or keeps
     if keeps is None:
         assert name is not None
         keeps = has_unequal_rewards if name == EQUAL_REWARDS else _from_import_path(name)
     else:
         name = str(getattr(keeps, "__qualname__", type(keeps).__qualname__))
+    if not callable(keeps):
+        raise ConfigurationError("filter_groups", shown, f"it is {kind_of(keeps)}, not a function", _FIX)
     if keeps is has_unequal_rewards and not (schedule.whole_groups and schedule.rollouts_per_prompt > 1):
-        raise ConfigurationError(
-            "filter_groups",
-            name,
-            f"it compares the rollouts of a group (rollouts_per_prompt = {schedule.rollouts_per_prompt}, "
-            f"whole_groups = {schedule.whole_groups})",
-            "Set rollouts_per_prompt to 2 or more and whole_groups = true.",
-        )
+        sizes = f"rollouts_per_prompt = {schedule.rollouts_per_prompt}, whole_groups = {schedule.whole_groups}"
+        fix = "Set rollouts_per_prompt to 2 or more and whole_groups = true."
+        raise ConfigurationError("filter_groups", name, f"it compares the rollouts of a group ({sizes})", fix)
     return GroupFilter(name, keeps, schedule)
 
 
-def _from_import_path(path: str) -> Keeps:
-    fix = f"Use {EQUAL_REWARDS}, or name a function of one group's rollouts as your.module:name."
-    from sortedrl.core.import_path import import_object
+def _from_import_path(path: str) -> Any:
+    from sortedrl.core.import_path import import_object  # slow to import
 
     if ":" not in path:
-        raise ConfigurationError("filter_groups", path, "no such filter", fix)
+        raise ConfigurationError("filter_groups", path, "no such filter", _FIX)
     try:
-        found: Any = import_object(path)
+        return import_object(path)
     except ValueError as error:
-        raise ConfigurationError("filter_groups", path, str(error), fix) from None
-    if not callable(found):
-        raise ConfigurationError("filter_groups", path, f"it is {kind_of(found)}, not a function", fix)
-    return found  # type: ignore[no-any-return]
+        raise ConfigurationError("filter_groups", path, str(error), _FIX) from None

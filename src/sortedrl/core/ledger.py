@@ -313,7 +313,7 @@ class Ledger:
             return
         self.state.must_finish.discard(group.id)
         if self.state.filter is not None and group.members:
-            reason = self.state.filter.judge(group.members)
+            reason = self.state.filter.decide(group.members)
             place = group.id // self.state.schedule.rollouts_per_prompt
             self.state.filter.note(group.members[0].prompt.id, self.state.prompts.epoch_of(place), is_kept=not reason)
             if reason:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from sortedrl.core.group_filter import EQUAL_WITHIN
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.lengths import number_of
@@ -15,7 +14,7 @@ EqualGroups = Callable[[Rollout], bool]  # whether the rewards of its group are 
 
 @dataclass(frozen=True)
 class DrawnEqual:
-    """Each visit of a prompt with the same probability, whatever its lengths."""
+    """Each visit of a prompt with the same probability, independent of its lengths."""
 
     fraction: float
 
@@ -38,7 +37,3 @@ def simulated_reward(equal: EqualGroups | None) -> Callable[[Rollout], float]:
     if equal is None:
         return lambda rollout: 0.0
     return lambda rollout: 1.0 if equal(rollout) else float(rollout.index_in_group % 2)
-
-
-def are_equal(rewards: Sequence[float]) -> bool:
-    return max(rewards) - min(rewards) <= EQUAL_WITHIN

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.group_filter import EQUAL_WITHIN, Keeps
+from sortedrl.core.group_filter import Keeps, are_equal
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import as_reward
 
@@ -44,7 +44,7 @@ def keeps_unequal(metric: str) -> Keeps:
 
     def keeps(rollouts: Sequence[Rollout]) -> bool:
         values = [rollout.detail for rollout in rollouts]
-        return None in values or max(values) - min(values) > EQUAL_WITHIN
+        return None in values or not are_equal(values)
 
     keeps.__qualname__ = f"equal {metric}"  # the reason in the log
     return keeps
