@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_the_costs_of_prefills_in_steps_that_decode_are_found() -> None:
     assert found.per_prefill_step == pytest.approx(per_step, rel=0.05)
     assert found.per_prefill_token == pytest.approx(per_token, rel=0.05)
     assert found.at(31) == pytest.approx(STEP_TIME.at(31), rel=0.02)
+
+
+class ShuffledArrivals(ChunkedPrefillEngine):
+    """As a server that gets each request through a connection of its own."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit(random.Random(len(requests)).sample(requests, len(requests)))
+
+
+def test_a_profile_does_not_rely_on_the_order_in_which_requests_arrive() -> None:
+    true = replace(STEP_TIME, prefill_tokens_per_step=512)
+    engine = ShuffledArrivals(slots=32, step_time=true, length_of=lambda request: ENDLESS)
+    cells = profile.measure(engine, profile.cells_for(32, 2048, math.inf), 1000, steps=40, repeats=1)
+    for cell in cells:
+        expected = STEP_TIME.at(cell.running) + STEP_TIME.per_cached_token * cell.cached_tokens
+        assert cell.step_seconds == pytest.approx(expected, rel=0.05)
 
 
 class SlowToSubmit(SimulatedEngine):

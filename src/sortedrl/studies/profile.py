@@ -1,10 +1,11 @@
 """Measures how fast this engine is on this machine, to calibrate the simulator to your hardware.
 
-Each cell of the profile runs `running + 1` requests with contexts of equal length. The engine may prefill them over
-many steps, so the first may decode long before the last. So the last two requests serve as the clock. When the last one
-finishes after a few tokens, all others are decoding; the one before it finishes `steps` tokens later, and no other
-request finishes in between. That interval gives the step time; the time before it, minus its decode steps, is the
-prefill. The remaining requests are aborted. This works with any engine, even if it delivers tokens in large chunks.
+Each cell of the profile runs `running` requests, all but one with contexts of equal length. The engine may prefill them
+over many steps and, if it is a server, in another order than that of submission. So two short requests follow when the
+first of the others has ended, and serve as the clock: they come last in the engine's queue. When one of them finishes
+after a few tokens, all others are decoding; the second finishes `steps` tokens later, and no other request finishes in
+between. That interval gives the step time; the time before it, minus its decode steps, is the prefill. The remaining
+requests are aborted. This works with any engine, even if it delivers tokens in large chunks.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def cells_for(slots: int, longest_context: int, cached_tokens_at_most: float, st
 
 def _room_for(running: int, context: int, steps: int) -> int:
     """Upper bound on the tokens that a request of the cell may generate."""
-    return 2 * _LEAD_TOKENS + max(128, steps) + running + (running + 1) * context // _SMALLEST_PREFILL_STEP
+    return 3 * _LEAD_TOKENS + max(128, steps) + running + (running + 1) * context // _SMALLEST_PREFILL_STEP
 
 
 def measure(
@@ -204,8 +205,10 @@ def measure(
     for running, context in cells:
         runs = []
         for _ in range(repeats):
-            prompts = random_prompts(islice(fresh, running + 1), context, vocabulary)  # before timing starts
-            runs.append(_measured(engine, prompts, context, steps))
+            # Made before timing starts.
+            prompts = random_prompts(islice(fresh, running), context, vocabulary)
+            clocks = random_prompts(islice(fresh, 2), SHORT_CONTEXT, vocabulary)
+            runs.append(_measured(engine, prompts, clocks, context, steps))
         step = median(run.step_seconds for run in runs)
         prefill = median(run.prefill_seconds_per_token for run in runs)
         found.append(Cell(running, context, runs[0].cached_tokens, step, prefill))
@@ -213,25 +216,38 @@ def measure(
     return found
 
 
-def _measured(engine: Engine, prompts: Sequence[Prompt], context: int, steps: int) -> Cell:
-    """The step time with all but one of the prompts, between the ends of the last two submitted."""
-    running = len(prompts) - 1
-    first_to_end, second = running, running - 1
-    prefill_tokens = (running + 1) * context
-    # No other request may finish before the second: those prefilled first are ahead by at most this many steps.
-    ahead = running + prefill_tokens // _SMALLEST_PREFILL_STEP
-    lengths = {first_to_end: _LEAD_TOKENS, second: _LEAD_TOKENS + steps}
+def _measured(engine: Engine, prompts: Sequence[Prompt], clocks: Sequence[Prompt], context: int, steps: int) -> Cell:
+    """The step time with all but one of the prompts and one clock, between the ends of the two clocks.
+
+    The last of the prompts has one token; the clocks follow at its end.
+    """
+    running, prefill_tokens = len(prompts), len(prompts) * context
+    gate, first, second = running - 1, running, running + 1
+    # No other request may finish before the second clock: those prefilled first are ahead by at most this many steps.
+    ahead = _LEAD_TOKENS + running + prefill_tokens // _SMALLEST_PREFILL_STEP
     longest = _LEAD_TOKENS + steps + ahead
+    lengths = {gate: 1, first: _LEAD_TOKENS, second: _LEAD_TOKENS + steps}
     forced = ForcedLengths(engine, lambda request: lengths.get(request.id, longest))
-    began = engine.now()
-    forced.submit([Request(i, prompt, (), longest, i) for i, prompt in enumerate(prompts)])
+
+    def submit(prompts: Sequence[Prompt], first_id: int) -> None:
+        forced.submit([Request(id, prompt, (), longest, id) for id, prompt in enumerate(prompts, start=first_id)])
+
     ended: dict[int, float] = {}
-    while not ended.keys() >= {first_to_end, second}:
-        ended |= {end.id: end.at for end in _ends_of_poll(forced)}
-    forced.abort([id for id in range(running + 1) if id not in ended])
-    step = (ended[second] - ended[first_to_end]) / steps
-    prefill = max(0.0, (ended[first_to_end] - began - _LEAD_TOKENS * step) / prefill_tokens)
-    return Cell(running, context, running * (context + _LEAD_TOKENS + steps / 2), step, prefill)
+
+    def wait_for(*ids: int) -> None:
+        while not ended.keys() >= set(ids):
+            ended.update((end.id, end.at) for end in _ends_of_poll(forced))
+
+    began = engine.now()
+    submit(prompts, 0)
+    wait_for(gate)
+    submit(clocks, first)
+    wait_for(first, second)
+    forced.abort([id for id in range(running + 2) if id not in ended])
+    step = (ended[second] - ended[first]) / steps
+    prefill = max(0.0, (ended[first] - began - (1 + _LEAD_TOKENS) * step) / prefill_tokens)
+    tokens = _LEAD_TOKENS + steps / 2
+    return Cell(running, context, (running - 1) * (context + tokens) + SHORT_CONTEXT + tokens, step, prefill)
 
 
 def prefill_of(cells: Sequence[Cell]) -> float:
