@@ -2,6 +2,7 @@
 
     benchmarks/end_to_end.sh 8b OUT                                         see there for the modes and their order
     python benchmarks/end_to_end.py --shape tiny --modes baseline partial+elevator:reuse --updates 4 --out OUT
+    ... --filtered 0.5 --modes partial+elevator:reuse baseline filter-rounds       dynamic sampling: half of the groups
 
 A mode is `mode[@cold|warm|oracle][*OVERSUBSCRIBE][:reuse][:stream][:sleep][:offload][:UPDATES]`:
 
@@ -60,6 +61,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.checked_weights import CheckedWeights
+from sortedrl.engines.equal_groups import simulated_reward
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.lengths import LognormalLengths, length_of_request
@@ -90,6 +92,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile-layers", action="store_true", help="of the learner, with torch.compile")
     parser.add_argument("--kv-gib", type=float, help="size of the engine's KV cache")
     parser.add_argument("--stream-sms", type=int, default=96, help="of the GPU, for the learner in modes with :stream")
+    parser.add_argument("--median-length", type=float, help="of the forced lengths")
+    parser.add_argument("--max-response-tokens", type=int)
+    parser.add_argument("--filtered", type=float, default=0.0, help="fraction of the groups whose rewards are equal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("h200"))
     return parser.parse_args()
@@ -102,6 +107,9 @@ def settings_of(options: argparse.Namespace) -> Shape:
         kv_gib=options.kv_gib or shape.kv_gib,
         tokens_per_micro_batch=options.tokens_per_micro_batch or shape.tokens_per_micro_batch,
         kept_tokens=shape.kept_tokens if options.kept_tokens is None else options.kept_tokens,
+        median_length=options.median_length or shape.median_length,
+        max_response_tokens=options.max_response_tokens or shape.max_response_tokens,
+        filtered=options.filtered,
         profile=options.profile or shape.profile,
         learner_tokens_per_second=options.learner_tokens_per_second or shape.learner_tokens_per_second,
     )
@@ -269,6 +277,7 @@ class Bench:
         shape, options, engine = self.shape, self.options, self.engine
         schedule = schedule_of(shape, mode, options.seed)
         workload = workload_of(shape, mode, options.updates, options.seed)
+        reward_of = simulated_reward(workload.equal_groups) if workload.equal_groups else arbitrary_reward
         engine.kv_cache_reuse = KVCacheReuse(keep=mode.reuse_kv_cache)
         self.checked.update_weights(self.learner.weights(), 0)  # a run counts versions from 0
         if self.on_gpu:
@@ -290,7 +299,7 @@ class Bench:
                 epochs=1,
                 seed=schedule.seed,
             ),
-            DirectScorer(lambda rollout: Reward(float(derive_seed(rollout.id, 3) & 1), correct=False)),
+            DirectScorer(lambda rollout: Reward(reward_of(rollout), correct=False)),
             schedule,
             expectation=expectation_for(workload, schedule),
             log=EventLog(rows),
@@ -324,6 +333,10 @@ class Bench:
             padding_fraction=trained.get("padding_fraction"),
             streamed_fraction=trained.get("streamed_fraction"),
         )
+
+
+def arbitrary_reward(rollout: Rollout) -> float:
+    return float(derive_seed(rollout.id, 3) & 1)
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 from update_rows import UpdateRows, summary
 
+from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
+from sortedrl.engines.equal_groups import DrawnEqual
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.studies import bench, profile
 from sortedrl.studies import workload as simulated
@@ -32,6 +34,7 @@ class Shape:
     prompt_tokens: int = 128
     median_length: float = 636.85
     max_response_tokens: int = 4096
+    filtered: float = 0.0  # fraction of the groups, by dynamic sampling
     tokens_per_micro_batch: int = 8192
     kept_tokens: int = 0  # micro-batches up to this size keep their activations
     prefill_tokens_per_step: int = 2048  # as in the profile
@@ -108,23 +111,28 @@ def schedule_of(shape: Shape, mode: Mode, seed: int) -> Schedule:
         rollouts_per_prompt=shape.rollouts_per_prompt,
         whole_groups=True,
         max_response_tokens=shape.max_response_tokens,
+        filter_groups=EQUAL_REWARDS if shape.filtered else None,
+        max_filtered_fraction=1.0,
         seed=seed,
     )
     return mode.case.schedule(base)
 
 
 def workload_of(shape: Shape, mode: Mode, updates: int, seed: int) -> Workload:
-    """One cohort more than the updates use: modes without a drain start it early."""
-    per_cohort = shape.prompts_per_cohort * shape.rollouts_per_prompt // shape.rollouts_per_update
+    """One cohort more than the updates use: modes without a drain start it early. With a filter, two more: whole
+    cohorts join, and a round may yield few groups."""
+    per_cohort = shape.prompts_per_cohort * shape.rollouts_per_prompt / shape.rollouts_per_update
+    cohorts = math.ceil(updates / per_cohort / (1 - shape.filtered)) + (3 if shape.filtered else 1)
     return Workload(
         lengths=LognormalLengths(mu=math.log(shape.median_length), limit=shape.max_response_tokens, seed=seed),
         slots=shape.slots,
-        prompts=shape.prompts_per_cohort * (math.ceil(updates / per_cohort) + 1),
+        prompts=shape.prompts_per_cohort * cohorts,
         prompt_tokens=shape.prompt_tokens,
         expectation=mode.case.expectation,
         reuse_kv_cache=mode.reuse_kv_cache,
         stream=mode.stream,
         share_gpu=mode.stream,
+        equal_groups=DrawnEqual(shape.filtered) if shape.filtered else None,
     )
 
 

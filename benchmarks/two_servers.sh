@@ -2,10 +2,10 @@
 # Two vLLM servers on one GPU behind ServerPool, against `--engines 2` with a profile taken while both run: does the
 # simulated cluster hold? Wanted: within 8 %. Not run yet.
 #
-#   benchmarks/two_servers.sh OUT          # one H200, about 8 minutes; BUDGET seconds (default: 540)
+#   benchmarks/two_servers.sh OUT          # one H200, about 4 minutes; BUDGET seconds (default: 300)
 #
-# Qwen2.5-1.5B's shape with random weights, half of the memory for each server, 128 slots each, updates of 256, median
-# 637 tokens, limit 4,096. Both servers are profiled at the same time, so that each profile has the other's load.
+# Qwen2.5-1.5B's shape with random weights, 30 GB of KV cache for each server, 128 slots each, updates of 256, median
+# 318 tokens, limit 2,048. Both servers are profiled at the same time, so that each profile has the other's load.
 # Needs vLLM on PYTHONPATH. benchmarks/two_servers.py prints the table from OUT.
 set -euo pipefail -f
 mkdir -p "${1:?usage: two_servers.sh OUT}"
@@ -17,30 +17,31 @@ ports=(30000 30001)
 urls=(http://127.0.0.1:30000 http://127.0.0.1:30001)
 
 trap 'kill $(jobs -p) 2>/dev/null' EXIT
-for port in "${ports[@]}"; do  # one after the other: each takes its share of the memory that is left
+for port in "${ports[@]}"; do
   python3 -m vllm.entrypoints.openai.api_server --model "$model" --load-format dummy --host 127.0.0.1 --port "$port" \
-    --tokens-only --logprobs-mode processed_logprobs --max-num-seqs 128 --stream-interval 8 --max-model-len 4400 \
-    --gpu-memory-utilization 0.42 >"$out/server-$port.log" 2>&1 &
-  server=$!
-  until python3 -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do
-    kill -0 $server || { tail -40 "$out/server-$port.log"; exit 1; }
-    sleep 2
-  done
+    --tokens-only --logprobs-mode processed_logprobs --max-num-seqs 128 --stream-interval 8 --max-model-len 2400 \
+    --gpu-memory-utilization 0.4 --kv-cache-memory-bytes 30000000000 >"$out/server-$port.log" 2>&1 &
+  sleep 5
+done
+until python3 -c "import urllib.request as u; [u.urlopen(url + '/health', timeout=2) for url in '${urls[*]}'.split()]" \
+  2>/dev/null; do
+  [ "$(jobs -pr | wc -l)" = 2 ] || { tail -40 "$out"/server-*.log; exit 1; }
+  sleep 1
 done
 echo "servers ready after $SECONDS s"
 profiles=()
 for place in 0 1; do
   python3 -m sortedrl profile --engine vllm-server --engine-urls "${urls[$place]}" --model "$model" --slots 128 \
-    --max-context-tokens 4400 --repeats 1 --out "$out/profile-$place.json" &
+    --max-context-tokens 2400 --repeats 1 --out "$out/profile-$place.json" &
   profiles+=($!)
 done
 wait "${profiles[@]}"
 echo "profiles after $SECONDS s"
 for mode in baseline partial+elevator; do
-  [ $SECONDS -lt "${BUDGET:-540}" ] || { echo "no time left for $mode"; continue; }
+  [ $SECONDS -lt "${BUDGET:-300}" ] || { echo "no time left for $mode"; continue; }
   python3 -m sortedrl bench --engine vllm-server --engine-urls "${urls[@]}" --model "$model" --slots 256 \
-    --rollouts-per-update 256 --prompts-per-cohort 1024 --cohorts 3 --updates 6 --median-length 636.85 \
-    --max-response-tokens 4096 --prompt-tokens 128 --seed 5 --modes "$mode" --out "$out/${mode//+/-}.json"
+    --rollouts-per-update 256 --prompts-per-cohort 1024 --cohorts 3 --updates 5 --median-length 318 \
+    --max-response-tokens 2048 --prompt-tokens 128 --seed 5 --modes "$mode" --out "$out/${mode//+/-}.json"
   echo "$mode after $SECONDS s"
 done
 python3 benchmarks/two_servers.py "$out"
