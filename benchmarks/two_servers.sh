@@ -25,7 +25,7 @@ for port in "${ports[@]}"; do
 done
 until python3 -c "import urllib.request as u; [u.urlopen(url + '/health', timeout=2) for url in '${urls[*]}'.split()]" \
   2>/dev/null; do
-  [ "$(jobs -pr | wc -l)" = 2 ] || { tail -40 "$out"/server-*.log; exit 1; }
+  [ "$(jobs -pr | wc -l)" = 2 ] || { tail -n 40 "$out/server-30000.log" "$out/server-30001.log"; exit 1; }
   sleep 1
 done
 echo "servers ready after $SECONDS s"
