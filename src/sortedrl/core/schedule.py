@@ -20,7 +20,6 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_filtered_fraction": (lambda x: 0 <= x <= 1, "from 0 to 1"),
     "revisit_filtered": (lambda x: 0 < x <= 1, "above 0, up to 1"),
 }
-_HINTS = {"max_staleness": " For 0 use mode = on-policy+planned."}
 _NAMES = {  # of the settings that are text: what each names, and where a Python object goes
     "mode": ("a mode", "An instance of your own goes to Controller(..., strategy=...)."),
     "filter_groups": ("a filter", "A function of your own goes to Controller(..., filter_groups=...)."),
@@ -131,8 +130,11 @@ def _checked(key: str, kind: str, value: Any) -> Any:
         return None
     if kind == "bool":
         return checked_bool(key, value)
+    if key == "max_staleness" and value == 0 and not isinstance(value, bool):
+        fix = "For 0 use mode = on-policy+planned. Otherwise set it to 1 or more."
+        raise ConfigurationError(key, value, "no token at all may be stale", fix)
     if kind.startswith("int"):
-        return checked_int(key, value, _LEAST.get(key, 1), _HINTS.get(key, ""))
+        return checked_int(key, value, _LEAST.get(key, 1))
     if kind.startswith("float"):
         return checked_float(key, value, *_NUMBERS[key])
     if not isinstance(value, str):

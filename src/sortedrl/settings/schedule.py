@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.schedule import Schedule
 
 MOST = 10_000_000  # of anything that is counted: more is a slip of the keyboard, and would fill the memory
@@ -78,9 +77,6 @@ def schedule_from(settings: BaseModel, **derived: Any) -> Schedule:
     names = {field.name for field in fields(Schedule)} & type(settings).model_fields.keys()
     values = {name: getattr(settings, name) for name in names} | derived
     if isinstance(settings, ScheduleSettings):
-        if settings.max_staleness == 0:
-            fix = "For 0 use mode = on-policy+planned. Otherwise set it to 1 or more."
-            raise ConfigurationError("max_staleness", 0, "no token at all may be stale", fix)
         values["prompts_per_cohort"] = prompts_per_cohort(settings)
     schedule = Schedule(**values)
     schedule.check_cohort()
