@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from forked import Command
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import trackers
 from sortedrl.observe.prometheus import Endpoint, exposition
+from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.observe.trackers import METRICS, STEP, Trackers, open_tracker, tracked
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +50,19 @@ def test_a_line_gives_the_metrics_of_the_table_alone() -> None:
     assert len(METRICS) <= 29 and STEP not in METRICS
 
 
+def rows_of_the_document() -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+
+
 def test_the_document_explains_every_metric_of_the_table_and_no_other() -> None:
-    sections = re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL)
-    documented = {name: " ".join(text.split()) for name, text in sections}
-    assert list(documented) and documented.keys() == METRICS.keys()
-    for name, text in documented.items():
-        assert f"(unit: {METRICS[name]})" in text, name
-        assert all(re.search(f"- {part}: .{{1}}", text) for part in ("Formula", "Healthy", "Otherwise")), name
+    documented = {row[0].strip("`"): row[1:] for row in rows_of_the_document() if len(row) == 4}
+    assert {name: unit for name, (unit, _, _) in documented.items()} == METRICS
+    assert all(formula and healthy for _, formula, healthy in documented.values())
+
+
+def test_the_document_names_every_metric_of_a_run() -> None:
+    named = set(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows_of_the_document())))
+    assert {field.name for field in fields(RunMetrics)} - named == {"mode", "slots"}
 
 
 # Each tracker, for real: what was logged is read back from what it wrote

@@ -18,7 +18,7 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.uncut_length import Attempts
 from sortedrl.studies.workload import Workload, run
 
-POINTS = 0.05  # docs/design.md states this accuracy
+POINTS = 0.05  # docs/metrics.md states this accuracy
 ROLLOUTS = 2048
 
 

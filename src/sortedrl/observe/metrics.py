@@ -1,6 +1,6 @@
 """All metrics of a run, as one fold over its event log. The same fold serves simulated and real runs.
 
-Feed `Metrics` every event, then ask for `run_metrics()` at any time. Definitions are in docs/design.md; the invariants
+Feed `Metrics` every event, then ask for `run_metrics()` at any time. Definitions are in docs/metrics.md; the invariants
 here: 0 <= bubble <= idle <= 1, and the parts of bubble and idle add up to them. They hold for a log that lacks events,
 too: an event of a rollout that is not where the event says, or of an update that was counted, is ignored.
 """

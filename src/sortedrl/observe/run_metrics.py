@@ -1,4 +1,4 @@
-"""The metrics of a run. Definitions are in docs/design.md; `Metrics` (metrics.py) computes them."""
+"""The metrics of a run. Definitions are in docs/metrics.md; `Metrics` (metrics.py) computes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a run waits for: its wall-clock time, split into generation, environments, learner, scoring, weight updates and
 the rest.
 
-The part of a harvest in which slots are empty because of environments (docs/design.md, bubble) counts as environments.
+The part of a harvest in which slots are empty because of environments (docs/metrics.md, bubble) counts as environments.
 
 A busy engine does not prove that generation is the bottleneck: with a slow reward the engine may continue while the
 next update waits for scores. The end of a harvest, after the last response was finished that has a score by then,
