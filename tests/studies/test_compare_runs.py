@@ -22,7 +22,7 @@ from forked import Done
 from processes import is_running, wait_for_end
 from sortedrl.studies.compare import runs as compare_runs
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
-from sortedrl.studies.compare.progress import StudyProgress, TimeLeft
+from sortedrl.studies.compare.progress import StudyProgress
 from sortedrl.studies.compare.runs import Ended, Runner, StudyRun, core_shares, error_of, runs_of
 from sortedrl.studies.compare.study import parsed_study
 from sortedrl.studies.compare.study_folder import run_study
@@ -239,19 +239,15 @@ def test_a_folder_that_cannot_be_made_is_blamed_on_the_flag(tmp_path: Path) -> N
 
 FINISHES = "mkdir -p {folder} && echo '{{}}' > {folder}/summary.json"
 FAILS = "echo no space left; exit 2"
-UPDATES = """mkdir -p {folder} && echo '{{"update": 1, "updates_in_all": 2}}' > {folder}/metrics.jsonl"""
-UPDATES_AND_FAILS = f"{UPDATES}; exit 2"
 WAITS_FOR_OTHERS = (
     "for i in $(seq 400); do [ -e {study}/go ] && break; sleep 0.05; done; [ -e {study}/go ] && " + FINISHES
 )
 
 
 class Scripted:
-    """Runs the script that `script_of` names for a run and its attempt."""
+    """Runs the script that `script_of` names for a run."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[StudyRun, int], str]
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[StudyRun], str]) -> None:
         self.started: list[str] = []
         self.ended: list[Ended] = []
         self.output = io.StringIO()
@@ -260,7 +256,7 @@ class Scripted:
         def start(run: StudyRun, cores: Any) -> subprocess.Popen[bytes]:
             self.started.append(run.name)
             run.folder.parent.mkdir(parents=True, exist_ok=True)
-            script = script_of(run, self.started.count(run.name)).format(folder=run.folder, study=folder)
+            script = script_of(run).format(folder=run.folder, study=folder)
             with run.log.open("ab") as log:
                 return subprocess.Popen(["/bin/sh", "-c", script], stdout=log, stderr=log, start_new_session=True)
 
@@ -270,7 +266,7 @@ class Scripted:
     def run(self, *, seeds: int, jobs: int = 1) -> None:
         study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)
         runs = runs_of(parsed_study(study, "toy"), self._folder)
-        Runner(jobs, StudyProgress(runs, self.output), self._on_end, most_failures=2, pause_seconds=0.0).run_all(runs)
+        Runner(jobs, StudyProgress(runs, self.output), self._on_end, most_failures=2).run_all(runs)
 
     def _on_end(self, ended: Ended) -> None:
         self.ended.append(ended)
@@ -280,69 +276,19 @@ class Scripted:
         return [ended.run.name for ended in self.ended if ended.error is None]
 
 
-def test_a_temporary_failure_at_the_start_costs_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: FAILS if run.seed == 1 and attempt == 1 else FINISHES)
-    study.run(seeds=3)
-    assert sorted(study.finished) == sorted(set(study.started)) and len(study.finished) == 6
-    assert "2 runs failed before their first update, one after another: they are tried again in 0 s" in (
-        study.output.getvalue()
-    )
-    assert "[6/6]" in study.output.getvalue() and "[7/6]" not in study.output.getvalue()
-
-
-def test_a_run_that_trains_shows_that_the_cause_was_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The other job does not wait for its end: the study would stand still for the duration of a run."""
-    trains = f"{UPDATES} && {WAITS_FOR_OTHERS}"
-    until_it_trains = "until [ -s {study}/runs/baseline/seed-1/metrics.jsonl ]; do sleep 0.05; done"
-
-    def script_of(run: StudyRun, attempt: int) -> str:
-        if run.seed == 0 and attempt == 1:
-            return FAILS if run.arm == "baseline" else f"{until_it_trains}; {FAILS}"
-        if run.seed == 0:
-            return FINISHES
-        return trains if run.arm == "baseline" else f"touch {{study}}/go; {FINISHES}"
-
-    study = Scripted(monkeypatch, tmp_path, script_of)
-    study.run(seeds=2, jobs=2)
-    assert len(study.finished) == 4, study.ended
-    assert "tried again in" not in study.output.getvalue()
-
-
-def test_if_runs_of_all_arms_fail_again_the_study_stops_and_explains_why(
+def test_if_runs_of_all_arms_fail_the_study_stops_and_explains_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: FAILS)
+    study = Scripted(monkeypatch, tmp_path, lambda run: FAILS)
     study.run(seeds=3)
-    assert study.started == ["baseline seed 0", "elevator seed 0"] * 2
+    assert study.started == ["baseline seed 0", "elevator seed 0"]
     last = study.output.getvalue().splitlines()[-1]
     assert last.startswith("STOPPED: 2 runs of all arms failed one after another, so 4 others are not started.")
     assert str(tmp_path / "runs/elevator/seed-0.log") in last and "the same command continues" in last
 
 
-MISSPELLED = """echo "sortedrl: task = 'knihgts' (set by seed-0.toml): no such task. See docs/tasks.md."; exit 2"""
-NO_SERVER = """echo "sortedrl: engine_urls = 'http://gpu:8000' (set by a.toml): no server answers there."; exit 2"""
-
-
-@pytest.mark.parametrize(("script", "attempts"), [(MISSPELLED, 1), (NO_SERVER, 2)])
-def test_a_wrong_setting_is_not_tried_again(
-    script: str, attempts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: script)
-    study.run(seeds=3)
-    assert study.started == ["baseline seed 0", "elevator seed 0"] * attempts
-    assert ("tried again" in study.output.getvalue()) == (attempts > 1)
-    assert study.output.getvalue().splitlines()[-1].startswith("STOPPED: 2 runs of all arms failed")
-
-
-def test_runs_that_failed_during_training_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: UPDATES_AND_FAILS)
-    study.run(seeds=2)
-    assert study.started == ["baseline seed 0", "elevator seed 0"]
-    assert "STOPPED" in study.output.getvalue()
-
-
 def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def script_of(run: StudyRun, attempt: int) -> str:
+    def script_of(run: StudyRun) -> str:
         if run.arm == "elevator":
             return f"touch {{study}}/go; {FAILS}" if run.seed == 1 else FAILS
         return WAITS_FOR_OTHERS
@@ -355,7 +301,7 @@ def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.M
 
 def test_the_other_runs_save_if_a_result_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saves = "trap 'touch {study}/saved; exit 0' TERM; touch {study}/go; while true; do sleep 0.05; done"
-    study = Scripted(monkeypatch, tmp_path, lambda run, attempt: WAITS_FOR_OTHERS if run.arm == "baseline" else saves)
+    study = Scripted(monkeypatch, tmp_path, lambda run: WAITS_FOR_OTHERS if run.arm == "baseline" else saves)
 
     def full_disk(ended: Ended) -> None:
         raise OSError(28, "No space left on device")
@@ -397,7 +343,7 @@ def test_a_finished_run_with_damaged_metrics_is_run_again(
 ) -> None:
     """The study was killed before it had read the results, or asks for one more metric now."""
     out, damage = tmp_path / "out", '{"update": 1, "sec'
-    scripted = Scripted(monkeypatch, tmp_path, lambda run, attempt: f"cp -r {good} {{folder}}")
+    scripted = Scripted(monkeypatch, tmp_path, lambda run: f"cp -r {good} {{folder}}")
     text = STUDY.format(model="m", settings=SETTINGS)
 
     def run_again(text: str) -> str:
@@ -426,16 +372,17 @@ def test_a_finished_run_with_damaged_metrics_is_run_again(
     assert not run_again(with_one_more).count("run again") and not scripted.started
 
 
-def test_failed_runs_are_no_work_done_in_the_time_left(tmp_path: Path) -> None:
+def test_failed_runs_are_no_work_done_in_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)
-    times = iter([0.0, 10.0])
-    left = TimeLeft(runs, lambda: next(times))
-    left.update(runs[0], ended=True)
-    assert left.seconds() is None, "it failed within 2 s: that is not the speed of a run"
-    runs[1].folder.mkdir(parents=True)
-    (runs[1].folder / "summary.json").write_text("{}")
-    left.update(runs[1], ended=True)
-    assert left.seconds() == 20.0
+    clock = iter([0.0, *[10.0] * 9])
+    monkeypatch.setattr("sortedrl.studies.compare.progress.time.monotonic", lambda: next(clock))
+    progress = StudyProgress(runs, io.StringIO())
+    for run in runs[:2]:
+        progress.started(run)
+    progress.ended(Ended(runs[0], "no space left"))
+    assert progress.seconds_left() is None, "it failed within 2 s: that is not the speed of a run"
+    progress.ended(Ended(runs[1], None))
+    assert progress.seconds_left() == 20.0
 
 
 # Real studies

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -16,36 +16,16 @@ from sortedrl.studies.compare.runs import Ended, StudyRun
 LINE_SECONDS, LIVE_SECONDS = 60.0, 1.0  # between plain lines if no run ends; between changes of the bar
 
 
-class TimeLeft:
-    """From the work of this call, in runs: what was done so far, and what is left of all runs."""
-
-    def __init__(self, runs: Sequence[StudyRun], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._began = clock, clock()
-        self._left = {run.name: 1 - run.fraction_done() for run in runs}
-        self._at_start = sum(self._left.values())
-        self._skipped: dict[str, float] = {}  # what runs that failed did not do: neither left nor done
-
-    def update(self, run: StudyRun, *, ended: bool) -> None:
-        undone = 1 - run.fraction_done()
-        self._left[run.name], self._skipped[run.name] = (0.0, undone) if ended else (undone, 0.0)
-
-    def seconds(self) -> float | None:
-        """None before anything was done."""
-        left = sum(self._left.values())
-        done = self._at_start - left - sum(self._skipped.values())
-        return (self._clock() - self._began) * left / done if done > 0 else None
-
-
 class StudyProgress:
     """`stream` gets one line per run that ends; in between a bar, or a line per minute."""
 
     def __init__(self, runs: Sequence[StudyRun], stream: TextIO, *, finished_before: int = 0) -> None:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._total, self._finished_before = len(runs) + finished_before, finished_before
-        self._failed: dict[str, bool] = {}  # by name, of the runs that ended
+        self._total, self._ended, self._failed = len(runs) + finished_before, finished_before, 0
         self._running: list[StudyRun] = []
-        self._time_left = TimeLeft(runs)
-        self._last = time.monotonic()
+        self._at_start = {run.name: run.fraction_done() for run in runs}
+        self._done = dict(self._at_start)  # without runs that failed: they are neither left nor done
+        self._began = self._last = time.monotonic()
         self._is_live = self._console.is_terminal
         columns = (MofNCompleteColumn(), TextColumn("runs"), BarColumn(30), TextColumn("{task.description}"))
         self._bar = Progress(
@@ -59,35 +39,40 @@ class StudyProgress:
 
     def started(self, run: StudyRun) -> None:
         self._running.append(run)
-        self._failed.pop(run.name, None)  # it is tried again
 
     def ended(self, ended: Ended) -> None:
         self._running.remove(ended.run)
-        self._failed[ended.run.name] = ended.error is not None
-        self._time_left.update(ended.run, ended=True)
+        self._ended += 1
+        self._done[ended.run.name] = 1.0
+        if ended.error is not None:
+            self._failed += 1
+            del self._done[ended.run.name]
         self._line(f"{ended.run.name}: {_outcome(ended)}")
 
     def note(self, text: str) -> None:
         self._console.print(text)
 
     def tick(self) -> None:
-        if time.monotonic() - self._last < (LIVE_SECONDS if self._is_live else LINE_SECONDS):
-            return
-        for run in self._running:
-            self._time_left.update(run, ended=False)
-        self._line("" if self._is_live else "running")
+        if time.monotonic() - self._last >= (LIVE_SECONDS if self._is_live else LINE_SECONDS):
+            self._done |= {run.name: run.fraction_done() for run in self._running}
+            self._line("" if self._is_live else "running")
+
+    def seconds_left(self) -> float | None:
+        """From the work of this call; None before anything was done."""
+        done = sum(fraction - self._at_start[name] for name, fraction in self._done.items())
+        left = len(self._done) - sum(self._done.values())
+        return (time.monotonic() - self._began) * left / done if done > 0 else None
 
     def _line(self, text: str) -> None:
         """The bar, and a line above it if there is a text."""
         self._last = time.monotonic()
-        ended, failed = self._finished_before + len(self._failed), sum(self._failed.values())
-        parts = [f"{len(self._running)} running"] + [f"{failed} failed"] * bool(failed)
-        if ended < self._total and (seconds := self._time_left.seconds()) is not None:
+        parts = [f"{len(self._running)} running"] + [f"{self._failed} failed"] * bool(self._failed)
+        if self._ended < self._total and (seconds := self.seconds_left()) is not None:
             parts.append(f"{duration(seconds)} left")
         state = ", ".join(parts)
         if text:
-            self._console.print(f"[{ended:{len(str(self._total))}}/{self._total}] {printable(text)}; {state}")
-        self._bar.update(self._task, completed=ended, description=state, refresh=True)
+            self._console.print(f"[{self._ended:{len(str(self._total))}}/{self._total}] {printable(text)}; {state}")
+        self._bar.update(self._task, completed=self._ended, description=state, refresh=True)
 
 
 def _outcome(ended: Ended) -> str:

@@ -32,12 +32,9 @@ from typing import Any, Protocol
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.studies.compare.study import Settings, Study
 from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
-from sortedrl.training.settings import TrainSettings
 
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
-PAUSE_SECONDS = 30.0  # before runs that failed at their start are tried again
-MAY_CHANGE_BY_ITSELF = {"engine_urls", "prometheus_port"}  # a server may come up, and a port may become free
 TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
@@ -92,12 +89,6 @@ class Ended:
 
     run: StudyRun
     error: str | None
-
-    @property
-    def would_fail_again(self) -> bool:
-        """A setting of it is wrong: its error starts as a ConfigurationError does on the command line."""
-        named = re.match(r"sortedrl: (\w+) = ", self.error or "")
-        return named is not None and named[1] in TrainSettings.model_fields.keys() - MAY_CHANGE_BY_ITSELF
 
 
 def runs_of(study: Study, folder: Path) -> list[StudyRun]:
@@ -203,32 +194,22 @@ class _Process:
     run: StudyRun
     popen: subprocess.Popen[bytes]
     cores: tuple[int, ...]
-    done_before: float  # fraction of its updates, from an earlier call
-
-    @property
-    def made_an_update(self) -> bool:
-        return self.run.fraction_done() > self.done_before
 
 
 @dataclass
 class Runner:
     """Runs what is waiting, at most `jobs` at once. `run_all` returns when all have ended.
 
-    If runs of all arms fail one after another, no more are started. The cause may be temporary, such as a full disk or
-    a GPU in use: those that failed before their first update are tried once more, as soon as another run makes an
-    update, or after a pause. Those with a wrong setting are not.
+    If runs of all arms fail one after another, no more are started: the same command tries them again.
     """
 
     jobs: int
     progress: Progress
     on_end: Callable[[Ended], None]
     most_failures: int  # in a row
-    pause_seconds: float = PAUSE_SECONDS
     _waiting: deque[StudyRun] = field(default_factory=deque)
     _running: list[_Process] = field(default_factory=list)
     _failed: list[StudyRun] = field(default_factory=list)  # since the last run that finished
-    _failed_at_start: list[StudyRun] = field(default_factory=list)  # those without an update, and no setting is wrong
-    _has_paused: bool = False
 
     def run_all(self, runs: Iterable[StudyRun]) -> None:
         """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an error, all runs save and end."""
@@ -236,19 +217,15 @@ class Runner:
         free = deque(core_shares(sorted(os.sched_getaffinity(0)), self.jobs))
         with _signals_interrupt():
             try:
-                while self._waiting or self._running:
+                while self._running or (self._waiting and not self._all_fail):
                     while self._waiting and free and not self._all_fail:
                         run, cores = self._waiting.popleft(), free.popleft()
-                        done_before = run.fraction_done() if run.can_resume else 0.0
-                        self._running.append(_Process(run, start(run, cores), cores, done_before))
+                        self._running.append(_Process(run, start(run, cores), cores))
                         self.progress.started(run)
                     time.sleep(POLL_SECONDS)
                     for process in [one for one in self._running if one.popen.poll() is not None]:
                         self._end(process)
                         free.append(process.cores)
-                    works = any(process.made_an_update for process in self._running)
-                    if self._all_fail and (works or not self._running):
-                        self._go_on_or_stop(works=works)
                     self.progress.tick()
             except BaseException:
                 self._stop()
@@ -258,6 +235,12 @@ class Runner:
                     _kill_group(process.popen)
                     process.popen.wait()
                 self._running.clear()
+        if self._waiting:
+            self.progress.note(
+                f"STOPPED: {len(self._failed)} runs of all arms failed one after another, so {len(self._waiting)} "
+                f"others are not started. Fix the cause ({self._failed[-1].log} has the last error); the same command "
+                "continues."
+            )
 
     @property
     def _all_fail(self) -> bool:
@@ -269,31 +252,9 @@ class Runner:
         _kill_group(process.popen)
         self._running.remove(process)
         ended = Ended(process.run, error_of(process.run, process.popen.returncode))
-        if ended.error is None:
-            self._failed, self._failed_at_start, self._has_paused = [], [], False
-        else:
-            self._failed.append(ended.run)
-            self._failed_at_start += [ended.run] * (not process.made_an_update and not ended.would_fail_again)
+        self._failed = [] if ended.error is None else [*self._failed, ended.run]
         self.on_end(ended)
         self.progress.ended(ended)
-
-    def _go_on_or_stop(self, *, works: bool) -> None:
-        """`works`: another run makes updates."""
-        again = [] if self._has_paused else self._failed_at_start
-        if again and not works:
-            text = f"{len(again)} runs failed before their first update, one after another"
-            self.progress.note(f"{text}: they are tried again in {self.pause_seconds:.0f} s")
-            time.sleep(self.pause_seconds)
-        elif not works:
-            if self._waiting:
-                self.progress.note(
-                    f"STOPPED: {len(self._failed)} runs of all arms failed one after another, so "
-                    f"{len(self._waiting)} others are not started. Fix the cause ({self._failed[-1].log} has the last "
-                    "error); the same command continues."
-                )
-            self._waiting.clear()
-        self._waiting.extendleft(reversed(again))
-        self._failed, self._failed_at_start, self._has_paused = [], [], True
 
     def _stop(self) -> None:
         """Every run saves. A second interrupt ends the wait."""
