@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console as Terminal
 
-from run_folders import EVALUATION, RESPONSE, SETTINGS, SUMMARY, UPDATE, run_folder
+from run_folders import EVALUATION, SETTINGS, SUMMARY, UPDATE, run_folder
 from sortedrl.cli import main
 from sortedrl.cli.train import command_for
 from sortedrl.core.wording import printable
@@ -49,14 +49,13 @@ def control_characters(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: ascii(wrong)[:12])
-def test_a_wrong_value_anywhere_in_the_other_files_costs_a_line(tmp_path: Path, wrong: Any) -> None:
+def test_a_wrong_value_anywhere_in_the_metrics_costs_a_line(tmp_path: Path, wrong: Any) -> None:
     folder = run_folder(tmp_path / "run")
     said: list[str] = []
     follower = Follower(folder, PlainConsole(said.append))
-    for name, lines in (("metrics.jsonl", (EVALUATION, UPDATE)), ("rollouts.jsonl", (RESPONSE,))):
-        with (folder / name).open("a") as file:
-            for line in lines:
-                file.writelines(json.dumps(variant) + "\n" for variant in variants(line, wrong))
+    with (folder / "metrics.jsonl").open("a") as file:
+        for line in (EVALUATION, UPDATE):
+            file.writelines(json.dumps(variant) + "\n" for variant in variants(line, wrong))
     follower.catch_up()
     (read,) = read_runs([folder])
     assert not control_characters(report.page([read], [None], "0")) - IN_THE_CHART_LIBRARY

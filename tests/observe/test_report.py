@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from run_folders import EVALUATION, RESPONSE, UPDATE
+from run_folders import EVALUATION, UPDATE
 from scenarios import MODES, Run, run, scenario
 from simulated_logs import NEEDS, SCHEDULE, SMALL, figures_of, simulated_log
 from sortedrl.cli import main
@@ -334,32 +334,18 @@ def run_folder(path: Path, *, seed: int = 0) -> Path:
     (path / "config.json").write_text(json.dumps(as_json(settings)))
     lines = [json.dumps(line) for line in (EVALUATION, UPDATE, UPDATE | {"update": 2})]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"update": 3, "rew')
-    (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RESPONSES))
     return path
 
 
-RESPONSES = [
-    RESPONSE
-    | {"question": "Is <b>A</b> a knave?", "response": "one two</script>three", "segments": [[0, 2], [2, 3]]}
-    | {"segment_ends": [7, 21]},
-    {"update": 2, "rollout": 4, "prompt": "p4", "question": "Who?", "response": "nobody", "reward": -1.0}
-    | {"segments": [[1, 1]], "truncated": True},
-]
-
-
-def test_a_run_folder_shows_learner_responses_and_the_command(tmp_path: Path) -> None:
+def test_a_run_folder_shows_the_command(tmp_path: Path) -> None:
     (read,) = read_runs([run_folder(tmp_path / "a-run")])
     assert read.notices[-1] == "metrics.jsonl: skipped 1 unreadable line."
     command = command_for(read.settings)
     assert command is not None
-    page = report.page([read], [command], "0")
-    assert command in page.replace("&#39;", "'")
-    assert "Is &lt;b&gt;A&lt;/b&gt; a knave?" in page, "what a model or a data set says is text, not markup"
-    assert '<span class="segment" data-label="v0">one two</span>' in page
-    assert '<span class="segment" data-label="v2">&lt;/script&gt;three</span>' in page
-    assert "<b>Best, Longest, Most resumed</b>" in page
-    assert "<b>Worst</b>" in page
-    assert "(truncated)" in page
+    assert command in report.page([read], [command], "0").replace("&#39;", "'")
+    page = report.page([replace(read, name="<b>named</b>")], ["</script>named"], "0")
+    assert "<b>named" not in page and "</script>named" not in page, "what a run says is text, not markup"
+    assert "&lt;b&gt;named" in page and "&lt;/script&gt;named" in page
 
 
 def test_a_line_that_is_too_deep_to_parse_is_skipped(tmp_path: Path) -> None:
@@ -380,16 +366,6 @@ def test_means_over_runs_compare_the_same_updates(tmp_path: Path) -> None:
     one = Series("mine", "#000000", (replace(run, points=tuple(pooled)), replace(run, points=tuple(every))))
     *_, mean = report_charts.staleness([one]).views[""]["data"]
     assert mean["x"] == mean["y"] == [2, 4, 6, 8]
-
-
-def test_answers_of_the_environment_are_labeled_and_are_no_resumes(tmp_path: Path) -> None:
-    line = RESPONSES[0] | {"response": "ask 42 so", "segments": [[3, 1], [-1, 2], [3, 1]], "segment_ends": [3, 6, 9]}
-    (run,) = read_runs([run_folder(tmp_path / "run")])
-    (shown,) = tables.responses(series_of([replace(run, responses=(line,))])[0])
-    assert shown["tags"] == "Best, Worst, Longest" and "3 segments" in shown["facts"]
-    assert shown["pieces"] == [("v3", "ask"), ("env", " 42"), ("v3", " so")]
-    (unsplit,) = tables.responses(series_of([replace(run, responses=(line | {"segment_ends": []},))])[0])
-    assert unsplit["pieces"] == [("", "ask 42 so")]
 
 
 def test_the_command_makes_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

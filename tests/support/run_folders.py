@@ -16,10 +16,6 @@ UPDATE: dict[str, Any] = {
     "rejected_most": "1 time: no number", "scoring_backlog": 1, "mismatch_kl": 1e-3, "entropy": 0.1, "grad_norm": 1.0,
 }  # fmt: skip
 EVALUATION = {"update": 0, "seconds": 1.0, "held_out": {"value": 0.25, "low": 0.1, "high": 0.4}}
-RESPONSE: dict[str, Any] = {
-    "update": 1, "rollout": 3, "prompt": "p3", "question": "Who?", "response": "one two", "reward": 1.0,
-    "truncated": False, "segments": [[0, 2], [1, 1]], "segment_ends": [3, 7],
-}  # fmt: skip
 SCORE = {"value": 0.5, "low": 0.4, "high": 0.6}
 SUMMARY = {
     "updates": 4, "seconds": 3.0, "score_before": SCORE, "score_after": SCORE, "gain": SCORE,
@@ -41,5 +37,4 @@ def run_folder(folder: Path, *, mode: str = "partial", reason: str = "", **setti
     for name, content in (("config.json", SETTINGS | {"mode": mode} | settings), ("summary.json", SUMMARY)):
         (folder / name).write_text(json.dumps(content))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (EVALUATION, UPDATE)))
-    (folder / "rollouts.jsonl").write_text(json.dumps(RESPONSE) + "\n")
     return folder

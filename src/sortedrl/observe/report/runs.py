@@ -1,6 +1,6 @@
 """Reads the input of a report: one `ReportedRun` per run folder or bare event log, even a damaged one.
 
-The event log is enough. Data that only a run folder has (held-out scores, responses, configuration) is empty for a bare
+The event log is enough. Data that only a run folder has (held-out scores, configuration) is empty for a bare
 log. Damaged content never raises; `ReportedRun.notices` lists what is missing.
 """
 
@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Phase, RunBegan, Updated
 from sortedrl.core.wording import counted
-from sortedrl.log.lines import is_number
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import IntactLog, read_intact
 from sortedrl.observe.metrics import Metrics
@@ -54,7 +52,6 @@ class ReportedRun:
     settings: dict[str, Any]
     has_configuration: bool
     held_out: tuple[HeldOut, ...]
-    responses: tuple[dict[str, Any], ...]
     notices: tuple[str, ...]
     copies: tuple[str, ...] = ()  # names of runs with the same log and settings, which are left out
 
@@ -126,7 +123,6 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     update_times = tuple(event.at for event in outline if isinstance(event, Updated))
     until = _slices_until(stays, update_times, log[-1].at)
     lines, lost_metrics = _lines(folder, "metrics.jsonl", is_metrics_line)
-    responses, lost_responses = _lines(folder, "rollouts.jsonl", _is_response)
     settings, configuration = _settings(folder, outline)
     notices = [
         *([f"Event log: {read.notice}."] if read.notice else []),
@@ -134,7 +130,6 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         *_ending(log, folder),
         *([] if update_times else ["No update was made: this run is left out of means and comparisons."]),
         *([f"metrics.jsonl: skipped {counted(lost_metrics, 'unreadable line')}."] if lost_metrics else []),
-        *([f"rollouts.jsonl: skipped {counted(lost_responses, 'unreadable line')}."] if lost_responses else []),
     ]
     return ReportedRun(
         name=name,
@@ -152,7 +147,6 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         settings=settings,
         has_configuration=configuration,
         held_out=_held_out(lines, folds.evaluation_marks(outline)),
-        responses=tuple(responses),
         notices=tuple(notices),
     )
 
@@ -181,18 +175,6 @@ def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any]
         return saved, True
     began = log[0]
     return (dict(began.settings) | {"slots": slot_counts(log)[-1]} if isinstance(began, RunBegan) else {}), False
-
-
-def _is_response(line: Any) -> bool:
-    """Whether a line of a possibly damaged file has all that the page shows of a response."""
-    if not isinstance(line, dict) or not all(isinstance(line.get(key), str) for key in ("response", "question")):
-        return False
-    segments, ends = line.get("segments"), line.get("segment_ends", [])
-    if not isinstance(segments, list) or not all(isinstance(one, list) and len(one) == 2 for one in segments):
-        return False
-    numbers = [line.get("update"), line.get("rollout"), *chain.from_iterable(segments)]
-    numbers += ends if isinstance(ends, list) else [None]
-    return all(type(number) is int for number in numbers) and is_number(line.get("reward"))
 
 
 def _lines(folder: Path | None, name: str, is_valid: Callable[[Any], bool]) -> tuple[list[dict[str, Any]], int]:

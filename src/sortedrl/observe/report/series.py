@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from sortedrl.observe.report.runs import ReportedRun
 
@@ -40,11 +39,6 @@ class Series:
     def pooled(self) -> int:
         """Updates per point of its curves."""
         return max((point.pooled for point in self.measured[0].points), default=1)
-
-    @property
-    def responses(self) -> list[dict[str, Any]]:
-        """All that were recorded."""
-        return [line for run in self.runs for line in run.responses]
 
     def mean(self, field: str) -> float:
         """The mean over the measured runs of a metric that every run has."""

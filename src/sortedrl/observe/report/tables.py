@@ -1,4 +1,4 @@
-"""The report's tables: formatted metrics, configurations side by side, sample responses."""
+"""The report's tables: formatted metrics, configurations side by side."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from sortedrl.core.rollout import ENVIRONMENT
-from sortedrl.core.wording import counted
 from sortedrl.observe.report.charts import part_name
 from sortedrl.observe.report.runs import ReportedRun
 from sortedrl.observe.report.series import Series
 from sortedrl.observe.run_metrics import RunMetrics
 
 MOST_REASONS = 20  # of rejections
-MOST_CHARACTERS = 20_000  # of a response shown on the page
 Rows = list[tuple[str, list[str]]]  # each with its name
 
 
@@ -138,59 +134,3 @@ def changes(run: ReportedRun) -> Rows:
 
 def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-# Responses
-
-
-def responses(one: Series) -> list[dict[str, Any]]:
-    """The best, worst, longest and most often resumed response on record, each once; of equal ones, the latest."""
-    lines = sorted(one.responses, key=lambda line: -line["update"])
-    kinds = {
-        "Best": lambda line: line["reward"],
-        "Worst": lambda line: -line["reward"],
-        "Longest": _tokens,
-        "Most resumed": _versions,
-    }
-    tags: dict[int, list[str]] = {}
-    for tag, rank in kinds.items():
-        best = max(range(len(lines)), key=lambda place: rank(lines[place]), default=None)
-        if best is not None and not (tag == "Most resumed" and _versions(lines[best]) < 2):
-            tags.setdefault(best, []).append(tag)
-    return [_response(lines[place], names) for place, names in tags.items()]
-
-
-def _response(line: dict[str, Any], tags: Sequence[str]) -> dict[str, Any]:
-    facts = [
-        f"reward {line['reward']:+.2f}",
-        counted(_tokens(line), "token") + (" (truncated)" if line.get("truncated") else ""),
-        counted(len(line["segments"]), "segment"),
-        f"update {line['update']}, rollout {line['rollout']}",
-        *([f"first {MOST_CHARACTERS:,} characters"] if len(line["response"]) > MOST_CHARACTERS else []),
-    ]
-    return {
-        "tags": ", ".join(tags),
-        "facts": " · ".join(facts),
-        "prompt": line.get("prompt"),
-        "question": line["question"],
-        "pieces": _pieces(line),
-    }
-
-
-def _pieces(line: dict[str, Any]) -> list[tuple[str, str]]:
-    """The response split at its segment boundaries, if they were recorded, with the label of each segment."""
-    text, segments, ends = line["response"][:MOST_CHARACTERS], line["segments"], line.get("segment_ends", ())
-    if len(ends) != len(segments) or len(segments) < 2:
-        return [("", text)]
-    edges = pairwise([0, *(min(end, len(text)) for end in ends[:-1]), len(text)])
-    labels = ["env" if version == ENVIRONMENT else f"v{version}" for version, _ in segments]
-    return [(label, text[a:b]) for label, (a, b) in zip(labels, edges, strict=True) if b > a]
-
-
-def _tokens(line: dict[str, Any]) -> int:
-    return sum(tokens for _, tokens in line["segments"])
-
-
-def _versions(line: dict[str, Any]) -> int:
-    """How many weight versions sampled it: an answer of the environment makes a new segment, but is no resume."""
-    return len({version for version, tokens in line["segments"] if tokens and version != ENVIRONMENT})
