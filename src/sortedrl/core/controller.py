@@ -33,16 +33,16 @@ from sortedrl.core import events
 from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
 from sortedrl.core.checkpoint import check_state
-from sortedrl.core.configuration import check_optional_parts, check_parts, checked_int, checked_slots
+from sortedrl.core.configuration import checked_int, checked_slots
 from sortedrl.core.engine import UNCHANGED, Engine, Sampling, with_defaults
 from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
-from sortedrl.core.group_filter import Keeps, group_filter
+from sortedrl.core.group_filter import Keeps
 from sortedrl.core.ledger import Ledger, SlotClock
+from sortedrl.core.parts import check_optional_parts, check_parts, default_log, filter_of, strategy_of
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
@@ -53,7 +53,6 @@ from sortedrl.core.strategies.base import (
     overdue_and_unfinished,
     require_loading,
 )
-from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
 
 __all__ = ["Batch", "Controller", "StaleTokens"]
@@ -85,10 +84,8 @@ class Controller:
         self.engine = engine
         self.scorer = scorer
         self.schedule = schedule
-        self.strategy = strategy or strategy_named(schedule.mode)
-        schedule.check_cohort()
-        self.strategy.check(schedule)
-        self.log = log or EventLog(RejectionWatch(schedule.rollouts_needed, log=_log.warning))
+        self.strategy = strategy_of(schedule, strategy)
+        self.log = log or default_log(schedule)
         self.buffer = Buffer()
         self._state = SchedulerState(
             schedule=schedule,
@@ -96,10 +93,8 @@ class Controller:
             buffer=self.buffer,
             prompts=prompts,
             expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
-            filter=group_filter(schedule, filter_groups),
+            filter=filter_of(schedule, filter_groups, self.strategy),
         )
-        if self._state.filter is not None:
-            self.strategy.check_filter()
         self._clock = SlotClock(engine)
         release = environments.cancel if environments is not None else None
         self._ledger = Ledger(self._state, self.strategy, self._clock, self.log, release)

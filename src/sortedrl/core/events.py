@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 FORMAT = 3  # changes with any change of the events; 2 was that of sortedrl 0.2, without `Filtered`, `Skipped`
 READABLE_FORMATS = (2, FORMAT)
 GATES = ("open", "drain", "held back")
+NO_REWARD = "no reward: "  # how a reason of `Rejected` starts if the scorer gave none
 
 
 class RunBegan(NamedTuple):

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
@@ -151,37 +150,3 @@ class GroupFilter:
         self._last_visit = {prompt: (epoch, filtered) for prompt, (epoch, filtered) in state["last_visit"].items()}
         if state["rewards"]:
             self._lowest, self._highest = state["rewards"]
-
-
-def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter | None:
-    """The filter of a run: `keeps`, or the one that the schedule names; None if there is none."""
-    name = schedule.filter_groups
-    if keeps is None and name is None:
-        if schedule.revisit_filtered < 1:
-            fix = f"Set filter_groups too, for example {EQUAL_REWARDS}, or leave it out."
-            raise ConfigurationError("revisit_filtered", schedule.revisit_filtered, "no group is filtered", fix)
-        return None
-    shown: object = name or keeps
-    if keeps is None:
-        assert name is not None
-        keeps = has_unequal_rewards if name == EQUAL_REWARDS else _from_import_path(name)
-    else:
-        name = str(getattr(keeps, "__qualname__", type(keeps).__qualname__))
-    if not callable(keeps):
-        raise ConfigurationError("filter_groups", shown, f"it is {kind_of(keeps)}, not a function", _FIX)
-    if keeps is has_unequal_rewards and not (schedule.whole_groups and schedule.rollouts_per_prompt > 1):
-        sizes = f"rollouts_per_prompt = {schedule.rollouts_per_prompt}, whole_groups = {schedule.whole_groups}"
-        fix = "Set rollouts_per_prompt to 2 or more and whole_groups = true."
-        raise ConfigurationError("filter_groups", name, f"it compares the rollouts of a group ({sizes})", fix)
-    return GroupFilter(name, keeps, schedule)
-
-
-def _from_import_path(path: str) -> Any:
-    from sortedrl.core.import_path import import_object  # slow to import
-
-    if ":" not in path:
-        raise ConfigurationError("filter_groups", path, "no such filter", _FIX)
-    try:
-        return import_object(path)
-    except ValueError as error:
-        raise ConfigurationError("filter_groups", path, str(error), _FIX) from None

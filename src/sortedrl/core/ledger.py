@@ -19,7 +19,6 @@ from sortedrl.core.buffer import RUNNING, Group, Key
 from sortedrl.core.engine import Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.group_filter import GroupFilter
-from sortedrl.core.rejections import NO_REWARD
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.scoring import Scored, as_reward
 from sortedrl.core.seeds import mixing
@@ -226,7 +225,7 @@ class Ledger:
             if scored.is_lost and rollout.failures <= self.state.schedule.max_retries:
                 self.regenerate(rollout, error)
             else:
-                self.reject(rollout, f"{NO_REWARD}{error}")
+                self.reject(rollout, f"{events.NO_REWARD}{error}")
             return
         group = buffer.score(rollout, reward, scored.detail)
         self.log.append(events.Scored(self.clock.now(), rollout.id, reward))

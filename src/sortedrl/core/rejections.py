@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.errors import UserError
-from sortedrl.core.events import EnvironmentFailed, Event, Failed, Finished, Regenerated, Rejected, Scored
+from sortedrl.core.events import NO_REWARD, EnvironmentFailed, Event, Failed, Finished, Regenerated, Rejected, Scored
 from sortedrl.core.wording import counted
 
 MIN_FIRST = 8  # a few rejections are no reason to stop, even with tiny updates
@@ -24,7 +24,6 @@ MIN_WINDOW = 32
 WINDOW_UPDATES = 4
 SECONDS_BETWEEN_LINES = 5.0
 MAX_KINDS = 1000  # of distinct reasons that are counted
-NO_REWARD = "no reward: "
 
 
 class TooManyRejected(UserError, RuntimeError):

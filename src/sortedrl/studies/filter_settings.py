@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.group_filter import are_equal, group_filter
+from sortedrl.core.group_filter import are_equal
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.registry import group_filter
 from sortedrl.engines.equal_groups import DrawnEqual, EqualGroups, RecordedEqual
 from sortedrl.engines.lengths import ReplayedLengths
 

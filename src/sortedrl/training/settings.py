@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.group_filter import EQUAL_REWARDS, group_filter
+from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.strategies.registry import group_filter, strategy_named
 from sortedrl.engines.registry import ENGINES, SERVERS, check_available, factory_named
 from sortedrl.engines.settings import EngineSettings, check_engine
 from sortedrl.learner.settings import (
