@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.turns import Answer
 from sortedrl.engines.episodes import EpisodeOf, remembered_episodes
 from sortedrl.studies.measurements import FIRST_WORD
 

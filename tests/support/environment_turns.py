@@ -7,9 +7,9 @@ from typing import Any
 
 from chat_tokenizer import chat_tokenizer
 from processes import wait_until
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.scoring import Scored
+from sortedrl.core.turns import Answer
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 

@@ -12,8 +12,8 @@ from bad_environments import SHORT_LIMIT_SECONDS, BadTask
 from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, speak, turn
 from paced import PacedEngine
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, RejectionWatch, Schedule, events
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.turns import Answer
 from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem

@@ -17,9 +17,9 @@ from verifiers.v1.serve.client import EnvClient
 
 from chat_tokenizer import chat_tokenizer
 from processes import is_running, wait_for_end, wait_until
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Scored
+from sortedrl.core.turns import Answer
 from sortedrl.integrations.verifiers import service
 from sortedrl.integrations.verifiers.task import Served, VerifiersTask
 

@@ -16,7 +16,6 @@ from sortedrl.core.engine import (
     Started,
     Tokens,
 )
-from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.events import Event, EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
@@ -26,6 +25,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
+from sortedrl.core.turns import Answer, Environments
 
 __all__ = [
     "STRATEGIES",

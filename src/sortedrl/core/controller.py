@@ -35,7 +35,6 @@ from sortedrl.core.buffer import Buffer, Group
 from sortedrl.core.checkpoint import check_state
 from sortedrl.core.configuration import checked_int, checked_slots
 from sortedrl.core.engine import UNCHANGED, Engine, Sampling, with_defaults
-from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
@@ -54,6 +53,7 @@ from sortedrl.core.strategies.base import (
     require_loading,
 )
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
+from sortedrl.core.turns import Environments
 
 __all__ = ["Batch", "Controller", "StaleTokens"]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.streaming import is_draining
+from sortedrl.core.turns import Answer
 from sortedrl.engines.episodes import EpisodeOf, remembered_episodes
 from sortedrl.engines.virtual_time import VirtualTimeEngine
 

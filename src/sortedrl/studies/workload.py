@@ -12,7 +12,6 @@ from typing import Any
 
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Request
-from sortedrl.core.environment import Environments
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.prompts import Prompts
@@ -21,6 +20,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed, mixing
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.turns import Environments
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
 from sortedrl.engines.equal_groups import EqualGroups, simulated_reward
 from sortedrl.engines.lengths import (

@@ -1,6 +1,6 @@
 """What all environments of a run share: the turns of a rollout, the calls that are pending, and their results.
 
-A call is a turn of a rollout, whose result is an answer for the scheduler (core/environment.py), or the end of a
+A call is a turn of a rollout, whose result is an answer for the scheduler (core/turns.py), or the end of a
 rollout by a limit, whose result is a score (core/scoring.py).
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored
+from sortedrl.core.turns import Answer
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The environments of a run for the scheduler (core/environment.py): tokens to text, text to tokens.
+"""The environments of a run for the scheduler (core/turns.py): tokens to text, text to tokens.
 
 The same object is the scorer of rollouts that a limit ended: `finish` of their instance gives the reward.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout, State
+from sortedrl.core.turns import Answer
 from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
 from sortedrl.tasks.environment import Message, Response
 from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending, Turn, turns_of

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.environment import Answer, Environments
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored, Scorer
 from sortedrl.core.seeds import derive_seed
+from sortedrl.core.turns import Answer, Environments
 from sortedrl.tasks.environment import EnvironmentTask, ServedEnvironments, ServedTask
 from sortedrl.tasks.environment_host import Host, LocalHost
 from sortedrl.tasks.environment_workers import WorkerHosts

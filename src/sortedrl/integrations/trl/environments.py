@@ -1,4 +1,4 @@
-"""The environments of a TRL run for the scheduler (core/environment.py): responses parsed and results rendered by TRL.
+"""The environments of a TRL run for the scheduler (core/turns.py): responses parsed and results rendered by TRL.
 
 Tokens pass from turn to turn as ids. What follows a turn with tool calls is rendered by TRL's `_get_tool_suffix_ids`.
 """

@@ -6,7 +6,7 @@
     endpoint.py      the HTTP endpoint that their model client posts each turn to
     episode.py       one episode: answers its requests with the rollout's turns, takes its observations
     service.py       all of these in one thread
-    environments.py  the scheduler's view (core/environment.py)
+    environments.py  the scheduler's view (core/turns.py)
 
 verifiers drives an episode itself and calls a model whenever it needs a turn. Here the scheduler drives the rollout.
 Both fit because the request of a turn is held: it arrives with the observation in its prompt, waits while the scheduler

@@ -1,4 +1,4 @@
-"""The environments of a run for the scheduler (core/environment.py), played by verifiers.
+"""The environments of a run for the scheduler (core/turns.py), played by verifiers.
 
 The same object is the scorer of rollouts that a limit ended: verifiers scores what they have.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.turns import Answer
 from sortedrl.integrations.verifiers.episode import Ask, Report
 from sortedrl.integrations.verifiers.service import EPISODES, Service
 from sortedrl.tasks.environment_calls import EnvironmentCalls, Inbox, Pending, turns_of

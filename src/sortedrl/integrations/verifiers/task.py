@@ -18,8 +18,8 @@ from verifiers.v1.serve.pool import env_config_data
 from verifiers.v1.task import TaskData
 from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
 
-from sortedrl.core.environment import Environments
 from sortedrl.core.scoring import Scorer
+from sortedrl.core.turns import Environments
 from sortedrl.integrations.verifiers.environments import VerifiersEnvironments
 from sortedrl.integrations.verifiers.renderer import renderer_of, renderer_settings
 from sortedrl.integrations.verifiers.service import Service

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sortedrl.core.environment import Answer
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scored
+from sortedrl.core.turns import Answer
 from sortedrl.integrations.verl.exchange import Ended, Failed, Observed
 
 Outcome = Observed | Ended | Failed  # of the time between two turns
