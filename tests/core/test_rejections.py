@@ -21,7 +21,7 @@ from sortedrl.core import (
 )
 from sortedrl.core.engine import Change, Tokens
 from sortedrl.core.rejections import MIN_FIRST, SECONDS_BETWEEN_LINES
-from sortedrl.core.scoring import MAX_REWARD, as_reward
+from sortedrl.core.user_values import MAX_REWARD, as_reward
 from sortedrl.tasks.scoring import BackgroundScorer
 from sortedrl.tasks.task import Reward
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from sortedrl.core import events
+from sortedrl.core.checkpoint import fault_of, invalid_part, plain
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Preempted, Started, Tokens
 from sortedrl.core.errors import UserError
 from sortedrl.core.ledger import Ledger
-from sortedrl.core.rollout import Rollout, Segment, plain
+from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.wording import counted, kind_of
 
 _log = logging.getLogger(__name__)
@@ -47,15 +48,11 @@ class EngineReports:
         self.apply(checked_changes(self._engine, "abort", self._engine.abort(ids)))
 
     def regenerate_invalid(self) -> None:
-        """Drop the tokens of restored rollouts that must not be trained on: an older version checked less of what an
-        engine reports, and the checkpoint has it."""
+        """Drop the tokens of restored rollouts that must not be trained on."""
         state = self._ledger.state
         reasons: list[str] = []
         for rollout in list(state.buffer.live.values()):
-            newest = max((segment.version for segment in rollout.segments), default=0)
-            fault = next((segment.fault for segment in rollout.segments if segment.fault), None)
-            if newest > state.version:
-                fault = f"tokens of version {newest}, and the newest is {state.version}"
+            fault = invalid_part(rollout, state.version)
             if fault is not None:
                 self._ledger.regenerate(rollout, f"the checkpoint has {fault}")
                 reasons.append(f"rollout {rollout.id}, {fault}")
@@ -148,7 +145,7 @@ class EngineReports:
         newest = rollout.newest_version
         if newest is not None and segment.version < newest:
             return f"tokens of version {segment.version} after tokens of version {newest}"
-        return segment.fault
+        return fault_of(segment)
 
     def _ignore(self, change: Change, reason: str) -> None:
         self.ignored += 1

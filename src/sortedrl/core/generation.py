@@ -10,7 +10,8 @@ from sortedrl.core import events
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.engine_reports import EngineReports
 from sortedrl.core.late_scores import LateScores
-from sortedrl.core.ledger import Ledger, PromptLoader
+from sortedrl.core.ledger import Ledger
+from sortedrl.core.loading import PromptLoader
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
 from sortedrl.core.seeds import derive_seed

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 
 _NOT_YOURS = tuple(str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 _NOT_YOURS += (str(Path(__file__).parents[1]), "<frozen ")

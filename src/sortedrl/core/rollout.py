@@ -15,16 +15,11 @@ position), so that simulation has no cost per token.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import index
 from typing import Any
 
-HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
-LOWEST_LOGPROB = -1e4  # far below any token that was sampled, and far from overflow in the learner's float32
-NO_LOGPROB = f"a log-probability that is not a finite number from {LOWEST_LOGPROB:g} to 0"
 ENVIRONMENT = -1  # in place of a version: the tokens were not sampled
 
 
@@ -85,61 +80,6 @@ class Segment:
         if type(self.tokens) is range:
             return self
         return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
-
-    @property
-    def fault(self) -> str | None:
-        """What in it must not be trained on; None if all may. Only lists are checked: they come from real engines."""
-        if not isinstance(self.logprobs, list) or not self.logprobs:
-            return None
-        try:
-            highest, lowest = max(self.logprobs), min(self.logprobs)
-            is_valid = math.isfinite(sum(self.logprobs)) and lowest >= LOWEST_LOGPROB and highest <= HIGHEST_LOGPROB
-        except (TypeError, OverflowError):
-            is_valid = False
-        if is_valid:
-            return None
-        return NO_LOGPROB
-
-
-def plain(segment: Segment) -> Segment:
-    """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
-
-    Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and
-    1, and an integer as version.
-    """
-    if type(segment.tokens) is range:
-        return segment
-    tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
-    if type(tokens) is not list or set(map(type, tokens)) - {int}:
-        tokens = _numbers(tokens, _integer, "a token id that is not an integer")
-    if tokens and min(tokens) < 0:
-        raise ValueError(f"token id {min(tokens)}, and ids count from 0")
-    if type(logprobs) is not list or set(map(type, logprobs)) - {float, int}:
-        logprobs = _numbers(logprobs, float, NO_LOGPROB)
-    if mask is not None:
-        mask = _numbers(mask, _bit, "a mask that is not made of 0 and 1")
-    if type(version) is not int:
-        (version,) = _numbers([version], _integer, "a version that is not an integer")
-    return Segment(tokens, logprobs, version, mask)
-
-
-def _numbers(values: Sequence[Any], convert: Callable[[Any], Any], fault: str) -> list[Any]:
-    try:
-        return [convert(value) for value in values]
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(fault) from None
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return index(value)
-
-
-def _bit(value: Any) -> int:
-    if value not in (0, 1):
-        raise ValueError
-    return int(value)
 
 
 @dataclass(slots=True, eq=False)

@@ -46,7 +46,7 @@ from sortedrl.core.engine import (
     with_defaults,
 )
 from sortedrl.core.engine_reports import checked_changes
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 from sortedrl.core.wording import counted
 from sortedrl.engines.pool_members import Call, Entry, Member
 from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.scoring import one_line
+from sortedrl.core.user_values import one_line
 from sortedrl.models.hub import prepare_hub
 
 _HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*(/\w[\w.-]*)?")  # name or owner/name

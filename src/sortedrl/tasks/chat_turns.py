@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,8 +28,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sortedrl.core.import_path import fault_in_your_code
-from sortedrl.core.scoring import Scorer, shown
+from sortedrl.core.scoring import Scorer
 from sortedrl.core.turns import Environments
+from sortedrl.core.user_values import shown
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 
 Message = Mapping[str, Any]  # of a chat: role and content

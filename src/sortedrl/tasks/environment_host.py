@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment import Environment, Response, as_messages, end_of, is_end
 from sortedrl.tasks.task import Problem
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment import EnvironmentTask
 from sortedrl.tasks.environment_calls import Inbox
 from sortedrl.tasks.environment_host import Call, Result

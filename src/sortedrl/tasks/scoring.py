@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import ScoreAtOnce, Scored, reason_of
+from sortedrl.core.scoring import ScoreAtOnce, Scored
+from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 from sortedrl.tasks.worker_process import WorkerError
 from sortedrl.tasks.workers import WorkerPool

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from sortedrl.core.scoring import as_reward, shown
+from sortedrl.core.user_values import as_reward, shown
 
 
 @dataclass(frozen=True, slots=True)

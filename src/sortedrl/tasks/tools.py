@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import Any
 
 from sortedrl.core.import_path import import_object
-from sortedrl.core.scoring import one_line, reason_of
+from sortedrl.core.user_values import one_line, reason_of
 from sortedrl.core.wording import kind_of
 from sortedrl.tasks.environment import Message, Response
 from sortedrl.tasks.task import Problem, Reward, SplitTask, Task

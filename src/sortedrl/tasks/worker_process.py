@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from sortedrl.core.configuration import checked_float
-from sortedrl.core.scoring import one_line, reason_of, shown
+from sortedrl.core.user_values import one_line, reason_of, shown
 from sortedrl.settings.api_key import VARIABLE as API_KEY
 from sortedrl.tasks.guardian import guard
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from sortedrl.core.rollout import HIGHEST_LOGPROB, LOWEST_LOGPROB
+from sortedrl.core.checkpoint import HIGHEST_LOGPROB, LOWEST_LOGPROB
 
 REQUESTS_OWN = frozenset({400, 404, 413, 422})  # all other statuses are about the server, or may be
 BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})  # certainly about the server

@@ -20,9 +20,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.configuration import ConfigurationError, checked_float, checked_int, checked_slots
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.scoring import one_line
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.user_values import one_line
 from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import SERVERS, check_name
 

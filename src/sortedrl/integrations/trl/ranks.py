@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0  # for a rank that can still close its log and abort its requests

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment import Message, Response
 
 Tool = Callable[..., Any]

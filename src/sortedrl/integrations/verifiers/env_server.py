@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sortedrl.core.scoring import one_line
+from sortedrl.core.user_values import one_line
 from sortedrl.tasks.worker_process import WorkerError, worker_environment
 
 START_SECONDS = 300.0  # imports can be slow on a busy machine

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment_calls import Turn
 
 

@@ -20,7 +20,7 @@ from verifiers.v1.episode import WireEpisode
 from verifiers.v1.serve.client import EnvClient
 from verifiers.v1.types import SamplingConfig
 
-from sortedrl.core.scoring import one_line
+from sortedrl.core.user_values import one_line
 from sortedrl.integrations.verifiers.endpoint import Endpoint
 from sortedrl.integrations.verifiers.env_server import EXIT_SECONDS, START_SECONDS, EnvServerProcess
 from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report

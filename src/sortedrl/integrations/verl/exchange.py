@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from sortedrl.core.scoring import reason_of
+from sortedrl.core.user_values import reason_of
 
 
 class Started(NamedTuple):

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.group_filter import Keeps, are_equal
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import as_reward
+from sortedrl.core.user_values import as_reward
 
 FILTER = "algorithm.filter_groups"
 REWARD_NAMES = (None, "reward", "score", "seq_reward", "seq_final_reward")
