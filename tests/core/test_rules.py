@@ -22,7 +22,7 @@ from sortedrl.core import (
     events,
     strategy_named,
 )
-from sortedrl.core.strategies.base import updates_in_all
+from sortedrl.core.loading import updates_in_all
 from sortedrl.engines.step_time import linear
 
 MODES = sorted(set(scenarios.MODES) - {"async-pool"})

@@ -1,4 +1,4 @@
-"""Loading: prompts become waiting rollouts."""
+"""Loading: prompts become waiting rollouts. Also how many updates the prompts of a run give."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from itertools import groupby
 from typing import Any
 
 from sortedrl.core import events
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.expectation import SensedLengths
 from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.ledger import Ledger
+from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import mixing
+from sortedrl.core.strategies.base import SchedulerState, Strategy, updates_left
 
 
 class PromptLoader:
@@ -120,3 +125,18 @@ class PromptLoader:
         self._next_id = state["next_id"]
         self._prompts_loaded = state["prompts_loaded"]
         self._cohorts_loaded = state["cohorts_loaded"]
+
+
+def updates_in_all(strategy: Strategy, schedule: Schedule, prompts: int, epochs: int) -> int:
+    """Updates of a whole run. Fewer come if rollouts are rejected, or if updates have more rollouts than they need,
+    as in on-policy modes and under a staleness bound."""
+    per_prompt = schedule.rollouts_per_prompt
+    if not strategy.gated:
+        return updates_left(prompts * epochs * per_prompt, schedule.rollouts_needed)
+    epoch: Any = Prompts(range(prompts), shuffle=False)  # type: ignore[arg-type]  # none of them is read
+    nothing_loaded = SchedulerState(schedule, 1, Buffer(), epoch, SensedLengths())
+    updates = 0
+    while epoch.remaining:
+        cohort = epoch.take(strategy.to_load(nothing_loaded), within_epoch=True)
+        updates += updates_left(len(cohort) * per_prompt, schedule.rollouts_needed)
+    return epochs * updates

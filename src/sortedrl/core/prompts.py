@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_int
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.wording import kind_of
+from sortedrl.core.user_values import check_dataset
 
 
 class Prompts:
     """Reads `dataset` for `epochs` epochs, each a permutation (or in order with `shuffle=False`)."""
 
     def __init__(self, dataset: Sequence[Prompt], *, epochs: int = 1, seed: int = 0, shuffle: bool = True) -> None:
-        if isinstance(dataset, Mapping):  # such as a DatasetDict
-            raise TypeError(f"the dataset is {kind_of(dataset)} with the keys {list(dataset)[:4]}: pass one value")
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"the dataset is {kind_of(dataset)}: pass a sequence of Prompt, such as a list")
-        if not len(dataset):
-            raise ValueError("the dataset has no prompts: nothing to train on")
-        if isinstance(dataset, list | tuple):  # any other one may tokenize a prompt when it is read
-            for place, prompt in enumerate(dataset):
-                _require_prompt(place, prompt)
-            require_unique_ids("prompts", [prompt.id for prompt in dataset])
+        check_dataset(dataset)
         self.dataset = dataset
         self.epochs = checked_int("epochs", epochs, 1)
         self.seed = checked_int("seed", seed)
@@ -104,26 +95,3 @@ class Prompts:
         epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
         self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
         self._order = self._permutation(self.epoch)
-
-
-def _require_prompt(place: int, prompt: Any) -> None:
-    if not isinstance(prompt, Prompt):
-        raise TypeError(f"dataset[{place}] is {kind_of(prompt)}: make it a Prompt(id, token_ids, payload=answer)")
-    if not isinstance(prompt.id, str):
-        kind = type(prompt.id).__name__
-        raise TypeError(f"dataset[{place}] has the id {prompt.id!r} of type {kind}: use text, as checkpoints are JSON")
-    if isinstance(prompt.tokens, str | bytes):
-        raise TypeError(f"dataset[{place}] has text in place of token ids: encode it with the tokenizer of the model")
-    if not hasattr(prompt.tokens, "__len__"):
-        raise TypeError(f"dataset[{place}] has {kind_of(prompt.tokens)} as its token ids: pass a list of them")
-    if len(getattr(prompt.tokens, "shape", ())) > 1 or (len(prompt.tokens) and isinstance(prompt.tokens[0], list)):
-        raise TypeError(f"dataset[{place}] has a batch in place of token ids: pass its row, as in input_ids[0]")
-
-
-def require_unique_ids(what: str, ids: Iterable[str]) -> None:
-    """Checkpoints and expected lengths refer to prompts by id. Raises ValueError."""
-    seen: set[str] = set()
-    for id in ids:
-        if id in seen:
-            raise ValueError(f"two {what} have the id {id!r}: ids must be unique")
-        seen.add(id)

@@ -22,8 +22,10 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from sortedrl.core import events
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
+from sortedrl.core.strategies.base import Strategy
 
 # A learner on the engine's GPU slows it down, so it works only while the engine drains, and only up to as many running
 # rollouts as the two speeds were measured with (benchmarks/LOG.md, section 10).
@@ -52,6 +54,17 @@ class StreamedLearner(Protocol):
 
     def result(self) -> float:
         """How many seconds the work took that has ended; raises the error that ended it."""
+
+
+def check_can_stream(strategy: Strategy) -> None:
+    if not strategy.can_stream:
+        raise ConfigurationError(
+            "stream",
+            True,
+            f"mode {strategy.name} decides at the end of a harvest which update a rollout belongs to, so the learner "
+            f"cannot start earlier",
+            "Leave it out, or use baseline, an on-policy or a partial mode.",
+        )
 
 
 def is_draining(running: int, slots: int) -> bool:
@@ -107,7 +120,7 @@ class Streaming:
         self._handed_over: set[int] = set()  # ids of groups, in this harvest
         self._in_work: tuple[Rollout, ...] = ()
         if learner is not None:
-            ledger.strategy.check_streaming()
+            check_can_stream(ledger.strategy)
 
     def __enter__(self) -> None:
         self._handed_over.clear()

@@ -1,10 +1,14 @@
-"""Values and errors of code that users write: a reward that can be trained on, and texts for one line of a log."""
+"""What users pass and what their code returns: a dataset, a reward that can be trained on, an error in one line."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
+
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.wording import kind_of
 
 MAX_REWARD = 1e6  # absolute value: sums of larger squares could overflow float32
 MAX_REASON_CHARACTERS = 300
@@ -67,3 +71,40 @@ def _hint(value: Any) -> str:
     if kind in ("coroutine", "async_generator"):
         return "; an async function is not awaited, make it a plain one"
     return "; use return, not yield" if kind == "generator" else ""
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse what is no sequence of prompts. Raises TypeError or ValueError."""
+    if isinstance(dataset, Mapping):  # such as a DatasetDict
+        raise TypeError(f"the dataset is {kind_of(dataset)} with the keys {list(dataset)[:4]}: pass one value")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"the dataset is {kind_of(dataset)}: pass a sequence of Prompt, such as a list")
+    if not len(dataset):
+        raise ValueError("the dataset has no prompts: nothing to train on")
+    if isinstance(dataset, list | tuple):  # any other one may tokenize a prompt when it is read
+        for place, prompt in enumerate(dataset):
+            _require_prompt(place, prompt)
+        require_unique_ids("prompts", [prompt.id for prompt in dataset])
+
+
+def _require_prompt(place: int, prompt: Any) -> None:
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"dataset[{place}] is {kind_of(prompt)}: make it a Prompt(id, token_ids, payload=answer)")
+    if not isinstance(prompt.id, str):
+        kind = type(prompt.id).__name__
+        raise TypeError(f"dataset[{place}] has the id {prompt.id!r} of type {kind}: use text, as checkpoints are JSON")
+    if isinstance(prompt.tokens, str | bytes):
+        raise TypeError(f"dataset[{place}] has text in place of token ids: encode it with the tokenizer of the model")
+    if not hasattr(prompt.tokens, "__len__"):
+        raise TypeError(f"dataset[{place}] has {kind_of(prompt.tokens)} as its token ids: pass a list of them")
+    if len(getattr(prompt.tokens, "shape", ())) > 1 or (len(prompt.tokens) and isinstance(prompt.tokens[0], list)):
+        raise TypeError(f"dataset[{place}] has a batch in place of token ids: pass its row, as in input_ids[0]")
+
+
+def require_unique_ids(what: str, ids: Iterable[str]) -> None:
+    """Checkpoints and expected lengths refer to prompts by id. Raises ValueError."""
+    seen: set[str] = set()
+    for id in ids:
+        if id in seen:
+            raise ValueError(f"two {what} have the id {id!r}: ids must be unique")
+        seen.add(id)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sortedrl.core.prompts import require_unique_ids
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.user_values import require_unique_ids
 from sortedrl.tasks.environment import Prompt as EnvironmentPrompt
 from sortedrl.tasks.environment import as_messages
 from sortedrl.tasks.task import Problem

@@ -12,6 +12,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import group_filter, strategy_named
+from sortedrl.core.streaming import check_can_stream
 from sortedrl.engines.registry import ENGINES, SERVERS, check_available, factory_named
 from sortedrl.engines.settings import EngineSettings, check_engine
 from sortedrl.learner.settings import (
@@ -304,7 +305,7 @@ def _shared_device(settings: TrainSettings, key: str, other_fix: str = "") -> Co
 
 
 def _check_streaming(settings: TrainSettings) -> None:
-    strategy_named(settings.mode).check_streaming()
+    check_can_stream(strategy_named(settings.mode))
     if settings.engine in IN_THIS_PROCESS and settings.stream_sms is None:
         share = ", or set stream_sms in a TOML file (docs/engines.md)" * (settings.engine == "vllm")
         raise _shared_device(settings, "stream", share)

@@ -16,10 +16,10 @@ from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineBase, EngineDied, Sampling
 from sortedrl.core.errors import UserError
 from sortedrl.core.group_filter import FilterFailed, TooManyFiltered
+from sortedrl.core.loading import updates_in_all
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
-from sortedrl.core.strategies.base import updates_in_all
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.core.wording import counted
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer

@@ -26,7 +26,7 @@ from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.checkpoint import prompts_of_saved
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.core.expectation import Expectation, SensedLengths, expected_length
+from sortedrl.core.expectation import Expectation, expected_length
 from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
@@ -199,17 +199,6 @@ class Strategy:
         """Whether groups are certain to be in the coming update before the harvest ends."""
         return type(self).take is Strategy.take or type(self).certain is not Strategy.certain
 
-    def check_streaming(self) -> None:
-        """Raise a ConfigurationError if this strategy cannot be streamed."""
-        if not self.can_stream:
-            raise ConfigurationError(
-                "stream",
-                True,
-                f"mode {self.name} decides at the end of a harvest which update a rollout belongs to, so the learner "
-                f"cannot start earlier",
-                "Leave it out, or use baseline, an on-policy or a partial mode.",
-            )
-
     def check_filter(self) -> None:
         """Raise a ConfigurationError if this strategy cannot filter groups."""
 
@@ -302,21 +291,6 @@ def updates_left(left: int, per_update: int) -> int:
         left -= update_size(left, per_update)
         count += 1
     return count
-
-
-def updates_in_all(strategy: Strategy, schedule: Schedule, prompts: int, epochs: int) -> int:
-    """Updates of a whole run. Fewer come if rollouts are rejected, or if updates have more rollouts than they need,
-    as in on-policy modes and under a staleness bound."""
-    per_prompt = schedule.rollouts_per_prompt
-    if not strategy.gated:
-        return updates_left(prompts * epochs * per_prompt, schedule.rollouts_needed)
-    epoch: Any = Prompts(range(prompts), shuffle=False)  # type: ignore[arg-type]  # none of them is read
-    nothing_loaded = SchedulerState(schedule, 1, Buffer(), epoch, SensedLengths())
-    updates = 0
-    while epoch.remaining:
-        cohort = epoch.take(strategy.to_load(nothing_loaded), within_epoch=True)
-        updates += updates_left(len(cohort) * per_prompt, schedule.rollouts_needed)
-    return epochs * updates
 
 
 def prompts_per_update(s: SchedulerState) -> int:
