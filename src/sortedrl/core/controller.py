@@ -45,13 +45,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
-from sortedrl.core.strategies.base import (
-    SchedulerState,
-    Strategy,
-    batches_of,
-    overdue_and_unfinished,
-    require_loading,
-)
+from sortedrl.core.strategies.base import SchedulerState, Strategy, batches_of, overdue_and_unfinished, require_loading
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
 from sortedrl.core.turns import Environments
 

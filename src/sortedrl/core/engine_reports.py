@@ -26,12 +26,7 @@ class EngineReports:
     before a restored checkpoint end the run: the caller forgot to update the engine, and every rollout would fail.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        ledger: Ledger,
-        ended: Callable[[Rollout, float, bool], None],
-    ) -> None:
+    def __init__(self, engine: Engine, ledger: Ledger, ended: Callable[[Rollout, float, bool], None]) -> None:
         self._engine = engine
         self._ledger = ledger
         self._clock = ledger.clock

@@ -115,11 +115,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        environments: Environments,
-        ledger: Ledger,
-        now: Callable[[], float],
-        score: Callable[[Rollout], None],
+        self, environments: Environments, ledger: Ledger, now: Callable[[], float], score: Callable[[Rollout], None]
     ) -> None:
         self._environments = environments
         self._ledger = ledger

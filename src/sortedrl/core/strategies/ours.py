@@ -7,13 +7,7 @@ from typing import ClassVar
 
 from sortedrl.core.buffer import Group, Key
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.strategies.base import (
-    SchedulerState,
-    Sweep,
-    completes_a_group,
-    prompts_closing_epoch,
-    updates_left,
-)
+from sortedrl.core.strategies.base import SchedulerState, Sweep, completes_a_group, prompts_closing_epoch, updates_left
 from sortedrl.core.strategies.paper import NEW, OnPolicy, Partial
 
 WAITED_TOO_LONG, IN_SWEEP = 0, 1
