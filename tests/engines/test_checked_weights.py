@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from small_models import VOCABULARY, engine_of, model_of
-from sortedrl.core import generate
 from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
 from sortedrl.core.rollout import Prompt
+from sortedrl.engines import generate
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.engines.pool import Pool

@@ -21,9 +21,9 @@ from scenarios import Run, scenario
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, TooManyRejected, events
 from sortedrl.core.engine import Change, Engine, Failed, Finished, Preempted, Request, Started, Tokens
 from sortedrl.core.errors import UserError
-from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.generate import generate
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
 from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage

@@ -25,13 +25,13 @@ from config_file import config_file
 from counting_task import CountingTask
 from processes import descendants_of, wait_for_end
 from sortedrl.core import events
-from sortedrl.core import generate as generating
 from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import Schedule
+from sortedrl.engines import generate as generating
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
 from sortedrl.observe.console import PlainConsole

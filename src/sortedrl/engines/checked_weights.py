@@ -20,8 +20,8 @@ from typing import Any
 
 from sortedrl.core.engine import Engine, EngineBase, EngineInfo, ForwardingEngine, Request, Sampling, with_defaults
 from sortedrl.core.errors import UserError
-from sortedrl.core.generate import ATTEMPTS, NotInTime, Response, generate
 from sortedrl.core.rollout import Prompt
+from sortedrl.engines.generate import ATTEMPTS, NotInTime, Response, generate
 
 LogprobsOf = Callable[[Sequence[int], Sequence[int]], Sequence[float]]  # context, response -> one per response token
 _FIRST_PROBE_ID = -1

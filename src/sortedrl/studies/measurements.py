@@ -12,10 +12,10 @@ from tempfile import TemporaryFile
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, Request
-from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.generate import generate
 
 Log = Callable[[str], None]
 FIRST_WORD = 10  # lower token ids are often special tokens

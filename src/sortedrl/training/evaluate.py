@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from sortedrl.core.engine import Engine, Request, Sampling
-from sortedrl.core.generate import Response, generate
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.turns import Answer, Environments, fault_of
+from sortedrl.engines.generate import Response, generate
 from sortedrl.engines.registry import SERVERS
 from sortedrl.learner.models import response_logprobs
 from sortedrl.observe.console import Log

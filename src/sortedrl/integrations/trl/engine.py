@@ -21,11 +21,11 @@ from sortedrl.core.engine import (
     missing_members,
     with_defaults,
 )
-from sortedrl.core.generate import generate
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import kind_of
+from sortedrl.engines.generate import generate
 from sortedrl.engines.registry import make_engine
 from sortedrl.integrations.trl.weights import is_sharded, whole_weights
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 import pytest
 
-from sortedrl.core import generate as module
 from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
-from sortedrl.core.generate import ATTEMPTS, NotInTime, Response, generate
 from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.engines import generate as module
+from sortedrl.engines.generate import ATTEMPTS, NotInTime, Response, generate
 
 
 class Flaky:
