@@ -42,7 +42,7 @@ if __name__ == "__main__":
     )
     prompts = Prompts([Prompt(str(i), range(100), i) for i in range(640)])
     scorer = SimulatedScorer(engine, reward_of=lambda rollout: 1000.0 / len(rollout))
-    schedule = Schedule(mode="partial+elevator", rollouts_per_update=32, prompts_per_cohort=128, max_staleness=4)
+    schedule = Schedule(mode="partial+elevator", rollouts_per_update=32, prompts_per_cohort=128)
     controller = Controller(engine, prompts, scorer, schedule, log=EventLog(metrics))
 
     for batch in controller:  # scored, shortest first

@@ -157,7 +157,7 @@ def test_another_process_sees_the_log_up_to_the_last_phase(in_folder: Path) -> N
 def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_folder: Path) -> None:
     made = names_of_a_user(CountingLearner())
     set_up, _, _ = blocks()
-    exec(set_up, made)
+    exec(set_up.replace("Schedule(", "Schedule(max_staleness=4, "), made)
     controller = made["controller"]
     controller.publish(0)  # the first weights: no token is older
     batches = iter(controller)
@@ -172,7 +172,7 @@ def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_
 def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> None:
     made = names_of_a_user(CountingLearner())
     set_up, _, _ = blocks()
-    exec(set_up.replace(", max_staleness=4", ""), made)
+    exec(set_up, made)
     controller = made["controller"]
     next(iter(controller))
     assert [controller.publish(step) for step in range(2)] == [1, 2]
