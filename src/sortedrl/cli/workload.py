@@ -13,6 +13,7 @@ from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.settings.slots import too_many_slots
+from sortedrl.studies.draft_settings import drafts_line
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
@@ -22,6 +23,7 @@ from sortedrl.studies.workload_settings import (
     late_answers,
     lengths_cut,
     simulated_schedule,
+    step_time_of,
 )
 
 MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
@@ -141,4 +143,5 @@ def workload_line(settings: SimulatedSettings) -> str:
         f"updates of {simulated_schedule(settings).rollouts_needed}, "
         f"cohorts of {prompts_per_cohort(settings)} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
         f"seeds {' '.join(map(str, settings.seeds))}{more}"
+        f"{drafts_line(settings, step_time_of(settings), settings.most_slots_per_engine(), settings.long_context())}"
     )

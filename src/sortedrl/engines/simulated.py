@@ -216,7 +216,7 @@ class SimulatedEngine(VirtualTimeEngine):
         """Duration of the next `steps` steps, while the running requests stay the same."""
         running = len(self._running)
         cached_in_all = self._cached * steps + running * steps * (steps - 1) / 2
-        seconds = steps * self._step_time.at(running) + self._step_time.per_cached_token * cached_in_all
+        seconds = steps * self._step_time.at(running) + self._step_time.per_cached(running) * cached_in_all
         return seconds if self._speed_at is None else seconds / self._speed_at(running)
 
     def _steps_until(self, limit: float, most: int) -> int:

@@ -40,7 +40,7 @@ class StepTime:
     prefill_tokens_per_step: int | None = None  # maximum per step; other requests wait in the queue
     per_prefill_step: float = 0.0  # what a decode step costs more if it also prefills, even a few tokens
     measured_to: float | None = None  # the largest batch that was measured; None: it holds for all
-    _memo: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    _memo: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         runnings = [running for running, _ in self.steps]
@@ -56,6 +56,10 @@ class StepTime:
             (r0, t0), (r1, t1) = self.steps[place - 1], self.steps[place]
             self._memo[running] = max(0.0, t0 + (t1 - t0) * (running - r0) / (r1 - r0))
         return self._memo[running]
+
+    def per_cached(self, running: int) -> float:
+        """Seconds per step and cached token, while so many requests run."""
+        return self.per_cached_token
 
     def prefill(self, tokens: int) -> float:
         """Seconds to prefill so many tokens, beyond the decode step that they share."""

@@ -11,6 +11,8 @@ scheduler after every step. Tokens are delivered when a request finishes or is a
   `reuse_kv_cache` keeps it (kv_cache_reuse.py).
 - **Seeds** cost one kernel launch per row, so they are used only with `seeded=True`. A resumed request then gets a new
   seed, because vLLM would replay the noise from position 0.
+- **Drafts** (`speculative_config`): a step may yield several tokens per request, each with its own log-probability
+  under the policy. What follows an EOS token, a limit or a stop string within a step is dropped (speculative.py).
 
 Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is created.
 """
@@ -42,6 +44,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal, require_empty, require_empty_for_sleep, require_new
+from sortedrl.engines.speculative import check_speculative_config, require_exact_checks
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 from sortedrl.settings.install_hint import install_hint
 
@@ -66,6 +69,18 @@ class _Inside:
     stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    def add_several(self, tokens: list[int], logprobs: list[float]) -> None:
+        """The tokens of one step, up to the one that completes a stop string."""
+        if self.stop_strings is None:
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if self.ends_with_stop_string():
+                return
 
     def ends_with_stop_string(self) -> bool:
         assert self.stop_strings is not None
@@ -98,6 +113,7 @@ class VllmEngine(EngineBase):
             both, why = "enable_sleep_mode, reuse_kv_cache", "a sleeping engine frees its KV cache"
             raise ConfigurationError("engine_options", both, why, "Leave one out.")
         _refuse(options)
+        check_speculative_config(options, seeded=seeded, enable_sleep_mode=enable_sleep_mode)
         self.slots = slots
         self.version = 0
         self.inside_seconds: float = 0.0
@@ -132,6 +148,9 @@ class VllmEngine(EngineBase):
         self._scheduler = self._core.engine_core.scheduler
         self._tasks = self._core.get_supported_tasks()
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        self.drafter, device = self._core.collective_rpc(_drafter_and_device)[0]  # without drafts None
+        if self.drafter is not None and options.get("load_format") != "dummy":
+            require_exact_checks(device)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -271,8 +290,7 @@ class VllmEngine(EngineBase):
                 inside.tokens.append(made[0])
                 inside.logprobs.append(output.new_logprobs.logprobs.item(0))
             elif made:
-                inside.tokens += made
-                inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                inside.add_several(made, output.new_logprobs.logprobs[:, 0].tolist())
             if output.prefill_stats is not None and inside.prefix:  # with the first token of a request
                 self.reused_kv_tokens += output.prefill_stats.num_cached_tokens
             if output.finish_reason is not None or (inside.stop_strings is not None and inside.ends_with_stop_string()):
@@ -388,6 +406,10 @@ def _refuse(options: Mapping[str, Any]) -> None:
             why = "vLLM in this process runs on one GPU: weights are copied in place, in memory"
             fix = "Start a vLLM server with it, and use --engine vllm-server."
             raise ConfigurationError("engine_options", f"{name} {options[name]}", why, fix)
+
+
+def _drafter_and_device(worker: Any) -> tuple[Any, Any]:
+    return getattr(worker.model_runner, "drafter", None), worker.model_runner.device
 
 
 def _started_vllm(**arguments: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
+from sortedrl.engines.speculative import Drafter, RepeatLast
 from sortedrl.models import model_named
 from sortedrl.settings.base import Settings
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
@@ -37,6 +39,7 @@ _SMALLEST_PREFILL_STEP = 512  # tokens that every engine can prefill in one step
 SHORT_CONTEXT = 32
 _CONTEXTS_OF_A_RETURN = 8  # context and new tokens of a measured return fit so many times in the longest context
 FIRST_PLACE_OF_RETURNS = 1_000_000  # no place of the warm-up or of a cell: no prefix cache hits
+FIRST_PLACE_OF_DRAFTS = 100_000  # nor of a cell without drafts
 
 
 class ProfileSettings(Settings, EngineSettings):
@@ -92,7 +95,14 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         log(f"{sizes}: {step:8.3f} ms per step, prefill {prefill:6.2f} us per token")
 
     wanted = cells_for(engine.slots, settings.max_context_tokens, room, settings.steps)
-    cells = measure(engine, wanted, vocabulary, steps=settings.steps, repeats=settings.repeats, on_cell=log_cell)
+    measured = partial(measure, steps=settings.steps, repeats=settings.repeats, on_cell=log_cell)
+    drafter = drafter_to_measure(engine)
+    draft_cells: list[Cell] = []
+    if drafter is not None:
+        log(f"with {counted(drafter.tokens, 'drafted token')} per request and step, then without")
+        draft_cells = measured(engine, wanted, vocabulary, first_place=FIRST_PLACE_OF_DRAFTS, drafter=drafter)
+        drafter.most_running = 0
+    cells = measured(engine, wanted, vocabulary)
     per_token = prefill_of(cells)
     per_return = _measured_return(engine, settings, vocabulary, room, per_token, log)
     found = Profile(
@@ -107,6 +117,8 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         machine=machine(),
         prefill_step_seconds=per_return,
         prefill_step_tokens=settings.observation_tokens,
+        draft_tokens=0 if drafter is None else drafter.tokens,
+        draft_cells=tuple(draft_cells),
     )
     found.write(settings.out)
     fitted = found.step_time()
@@ -199,16 +211,18 @@ def measure(
     steps: int,
     repeats: int,
     on_cell: Callable[[Cell], None] = lambda cell: None,
+    first_place: int = 0,
+    drafter: Drafter | None = None,  # that drafts meanwhile
 ) -> list[Cell]:
     found = []
-    fresh = count(engine.slots)  # places not used by the warm-up or another cell: no prefix cache hits
+    fresh = count(first_place + engine.slots)  # not used by the warm-up or another cell: no prefix cache hits
     for running, context in cells:
         runs = []
         for _ in range(repeats):
             # Made before timing starts.
             prompts = random_prompts(islice(fresh, running), context, vocabulary)
             clocks = random_prompts(islice(fresh, 2), SHORT_CONTEXT, vocabulary)
-            runs.append(_measured(engine, prompts, clocks, context, steps))
+            runs.append(_measured(engine, prompts, clocks, context, steps, drafter))
         step = median(run.step_seconds for run in runs)
         prefill = median(run.prefill_seconds_per_token for run in runs)
         found.append(Cell(running, context, runs[0].cached_tokens, step, prefill))
@@ -216,10 +230,17 @@ def measure(
     return found
 
 
-def _measured(engine: Engine, prompts: Sequence[Prompt], clocks: Sequence[Prompt], context: int, steps: int) -> Cell:
+def _measured(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    clocks: Sequence[Prompt],
+    context: int,
+    steps: int,
+    drafter: Drafter | None = None,
+) -> Cell:
     """The step time with all but one of the prompts and one clock, between the ends of the two clocks.
 
-    The last of the prompts has one token; the clocks follow at its end.
+    The last of the prompts has one token; the clocks follow at its end. A step is one token, unless a drafter counts.
     """
     running, prefill_tokens = len(prompts), len(prompts) * context
     gate, first, second = running - 1, running, running + 1
@@ -233,10 +254,13 @@ def _measured(engine: Engine, prompts: Sequence[Prompt], clocks: Sequence[Prompt
         forced.submit([Request(id, prompt, (), longest, id) for id, prompt in enumerate(prompts, start=first_id)])
 
     ended: dict[int, float] = {}
+    counted_steps: dict[int, int] = {}  # at the end of each request
 
     def wait_for(*ids: int) -> None:
         while not ended.keys() >= set(ids):
-            ended.update((end.id, end.at) for end in _ends_of_poll(forced))
+            for end in _ends_of_poll(forced):
+                ended[end.id] = end.at
+                counted_steps[end.id] = 0 if drafter is None else sum(drafter.counts.steps.values())
 
     began = engine.now()
     submit(prompts, 0)
@@ -244,10 +268,21 @@ def _measured(engine: Engine, prompts: Sequence[Prompt], clocks: Sequence[Prompt
     submit(clocks, first)
     wait_for(first, second)
     forced.abort([id for id in range(running + 2) if id not in ended])
-    step = (ended[second] - ended[first]) / steps
+    passed = steps if drafter is None else max(1, counted_steps[second] - counted_steps[first])
+    step = (ended[second] - ended[first]) / passed
     prefill = max(0.0, (ended[first] - began - (1 + _LEAD_TOKENS) * step) / prefill_tokens)
     tokens = _LEAD_TOKENS + steps / 2
     return Cell(running, context, (running - 1) * (context + tokens) + SHORT_CONTEXT + tokens, step, prefill)
+
+
+def drafter_to_measure(engine: Engine) -> Drafter | None:
+    """Of an engine with drafts. It must draft in every step, and be switched off."""
+    drafter = getattr(engine, "drafter", None)
+    if drafter is not None and not isinstance(drafter, RepeatLast):
+        why = "a profile times steps with and without drafts, so it needs a drafter that drafts always or never"
+        fix = f'Use "method": "custom_class", "model": "{RepeatLast.__module__}.{RepeatLast.__name__}".'
+        raise ConfigurationError("engine_options", "speculative_config", why, fix)
+    return drafter
 
 
 def prefill_of(cells: Sequence[Cell]) -> float:

@@ -38,12 +38,19 @@ class Profile:
     machine: str
     prefill_step_seconds: float = 0.0  # measured for rollouts of several turns only
     prefill_step_tokens: int = 128  # with requests of so many new tokens
+    draft_tokens: int = 0  # drafted per request and step, if the engine has drafts; `cells` are without them
+    draft_cells: tuple[Cell, ...] = ()  # the same measured with drafts, per step
+
+    def drafted_step_time(self) -> StepTime:
+        return self._fitted(self.draft_cells)
+
+    def _fitted(self, cells: Sequence[Cell]) -> StepTime:
+        points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in cells]
+        source = f"profile of {self.machine}"
+        return fit_levels(points, per_prefill_token=self.prefill_seconds_per_token, source=source)
 
     def step_time(self) -> StepTime:
-        points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in self.cells]
-        fitted = fit_levels(
-            points, per_prefill_token=self.prefill_seconds_per_token, source=f"profile of {self.machine}"
-        )
+        fitted = self._fitted(self.cells)
         per_step, per_token = self._prefill_costs(fitted)
         return replace(
             fitted,
@@ -93,9 +100,10 @@ def heaviest(cells: Sequence[Cell]) -> list[Cell]:
 def read(path: Path) -> Profile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = Profile(**(fields | {"cells": tuple(Cell(**cell) for cell in fields["cells"])}))
+        cells = {name: tuple(Cell(**cell) for cell in fields.get(name, ())) for name in ("cells", "draft_cells")}
+        found = Profile(**(fields | cells))
         times_are_right = (
-            all(0 < cell.step_seconds < math.inf for cell in found.cells)
+            all(0 < cell.step_seconds < math.inf for cell in (*found.cells, *found.draft_cells))
             and 0 <= found.prefill_seconds_per_token < math.inf
             and 0 <= found.prefill_step_seconds < math.inf
             and found.prefill_step_tokens >= 0

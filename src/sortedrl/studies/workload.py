@@ -234,7 +234,7 @@ class OwnLimit:
         slots = max(even_split(slots, engines))
         self._engines = engines
         self._per_token = min(step_time.at(running) / running for running in range(1, slots + 1))
-        self._per_cached_token = step_time.per_cached_token
+        self._per_cached_token = min(step_time.per_cached(running) for running in range(1, slots + 1))
         self._per_prefill_token = step_time.per_prefill_token
         self._is_chunked = step_time.has_chunked_prefill
         self._seconds = 0.0

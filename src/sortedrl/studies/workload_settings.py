@@ -25,6 +25,7 @@ from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
 from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
+from sortedrl.studies.draft_settings import SimulatedDraftSettings, check_drafts, with_settings_of
 from sortedrl.studies.filter_settings import SimulatedFilterSettings, check_filter, equal_groups_of
 from sortedrl.studies.learner_settings import SimulatedLearnerSettings, check_learner, weight_transfer_seconds
 from sortedrl.studies.workload import Workload, mean_response_tokens
@@ -134,7 +135,7 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
         return self.slots
 
 
-class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFilterSettings):
+class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFilterSettings, SimulatedDraftSettings):
     """A simulated workload: also what environments, the learner, the rewards and the weight updates cost."""
 
     help_group: ClassVar[str] = "simulated run"
@@ -181,6 +182,10 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
     def most_slots_per_engine(self) -> int:
         return max(even_split(self.slots, self.engines))
 
+    def long_context(self) -> float:
+        """Tokens of a request while few run: of the long responses, halfway."""
+        return self.prompt_tokens + self.response_limit() / 2
+
     def resolved_weight_update_seconds(self) -> float:
         """As set, or as measured by the profile."""
         if (seconds := weight_transfer_seconds(self)) is not None:
@@ -203,10 +208,11 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
 
 
 def simulated_workload(settings: SimulatedSettings) -> Workload:
+    slots, plain = settings.most_slots_per_engine(), step_time_of(settings)
     workload = Workload(
         lengths=length_of(settings),
         episodes=episodes_of(settings),
-        step_time=step_time_of(settings),
+        step_time=with_settings_of(settings, plain, slots, settings.long_context()),
         slots=settings.slots,
         engines=settings.engines,
         controllers=settings.controllers,
@@ -338,6 +344,7 @@ def check_simulated(settings: SimulatedSettings) -> None:
     for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_learner, check_engines):
         check(settings)
     check_filter(settings, settings.replayed_lengths, simulated_schedule(settings))
+    check_drafts(settings, step_time_of(settings))
 
 
 def check_context_fits(settings: WorkloadSettings) -> None:

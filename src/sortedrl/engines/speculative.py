@@ -1,0 +1,131 @@
+"""vLLM's speculative decoding: which settings are refused because responses would no longer be the policy's, or would
+stop being fast without a word, and the base of drafters that run in this process.
+
+A drafter proposes tokens, and the policy checks them all in one step. Rejection sampling keeps the policy's own
+distribution, so a draft changes how many tokens a step yields, never which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sortedrl.core.configuration import ConfigurationError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+EXACT = ("standard", "block")  # ways of vLLM to accept drafts
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+
+
+def inexact_drafts(config: Mapping[str, Any] | None, *, seeded: bool) -> tuple[str, str] | None:
+    """Why responses would not be what they are without drafts, and the fix; None if they are."""
+    if not config:
+        return None
+    accepts = config.get("rejection_sample_method") or EXACT[0]
+    if accepts not in EXACT:
+        why = f"{accepts} acceptance keeps drafted tokens that the policy did not sample"
+        return why, "Use rejection_sample_method standard. With load_format dummy it is allowed, for measurements."
+    if seeded:
+        return "with drafts a request's seed does not decide its tokens: they depend on the drafts, too", (
+            "Leave out seeded or speculative_config."
+        )
+    return None
+
+
+def check_speculative_config(options: Mapping[str, Any], *, seeded: bool, enable_sleep_mode: bool) -> None:
+    """Of vLLM in this process."""
+    config = options.get("speculative_config")
+    if config is None:
+        return
+    if not isinstance(config, Mapping):
+        why, fix = "it is a JSON object", 'Use for example {"method": "ngram", "num_speculative_tokens": 3}.'
+        raise ConfigurationError("engine_options", f"speculative_config {config}", why, fix)
+    found = None if options.get("load_format") == "dummy" else inexact_drafts(config, seeded=seeded)
+    if found is None and enable_sleep_mode and config.get("method") not in WITHOUT_WEIGHTS:
+        why = "a sleeping engine drops the weights of the draft model, which no weight update brings back"
+        found = why, "Leave out enable_sleep_mode, or use a drafter without weights, such as method ngram."
+    if found is not None:
+        raise ConfigurationError("engine_options", f"speculative_config {dict(config)}", *found)
+
+
+def require_exact_checks(device: Any) -> None:
+    """After vLLM has started. Its CPU build (0.32.0) checks drafts at temperatures that it never wrote: there is no
+    error, but tokens and log-probabilities are not the policy's."""
+    import torch
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    temperatures = torch.tensor([0.5, 2.0], device=device)
+    found = expand_batch_to_tokens(temperatures, torch.tensor([1, 3], dtype=torch.int32, device=device), 3)
+    if found.tolist() != [0.5, 2.0, 2.0]:
+        why = f"this build of vLLM does not apply the temperature to drafts ({device}: expand_batch_to_tokens)"
+        raise ConfigurationError("engine_options", "speculative_config", why, "Leave it out, or use a GPU.")
+
+
+@dataclass
+class DraftCounts:
+    """What drafts have yielded so far."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: dict[int, int] = field(default_factory=dict)  # by running requests
+    tokens: dict[int, int] = field(default_factory=dict)  # that these steps sampled
+
+    def add(self, sampled: Sequence[Sequence[int]]) -> None:
+        """A step, with the tokens that it sampled for each running request: none during its prefill."""
+        running, made = len(sampled), sum(map(len, sampled))
+        self.steps[running] = self.steps.get(running, 0) + 1
+        self.tokens[running] = self.tokens.get(running, 0) + made
+        self.accepted += made - sum(1 for tokens in sampled if tokens)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted drafted tokens per drafted token."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+class Drafter:
+    """A drafter for `speculative_config`: {"method": "custom_class", "model": "module.Class", ...}.
+
+    vLLM makes it. `VllmEngine.drafter` is this object, so `most_running` can be changed at any time: with more running
+    requests nothing is drafted. 0: never.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.most_running = int(vllm_config.scheduler_config.max_num_seqs)
+        self.counts = DraftCounts()
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """vLLM asks for it. There are no weights."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """After every step, a draft for each running request. A request without sampled tokens is in its prefill."""
+        self.counts.add(sampled_token_ids)
+        if len(sampled_token_ids) > self.most_running:
+            return [[] for _ in sampled_token_ids]
+        drafts = [
+            self.draft(token_ids_cpu[row, : num_tokens_no_spec[row]]) if sampled else []
+            for row, sampled in enumerate(sampled_token_ids)
+        ]
+        self.counts.drafted += sum(map(len, drafts))
+        return drafts
+
+    def draft(self, tokens: np.ndarray) -> list[int]:
+        """What may follow these tokens, prompt included: at most `self.tokens` tokens."""
+        raise NotImplementedError
+
+
+class RepeatLast(Drafter):
+    """Drafts the last token again: for measurements of what drafts cost, whatever becomes of them."""
+
+    def draft(self, tokens: np.ndarray) -> list[int]:
+        return [int(tokens[-1])] * self.tokens

@@ -1,0 +1,106 @@
+"""Drafts in the simulator: what they cost, when they pay, and what the settings refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.cli import main
+from sortedrl.core.engine import Finished, Request
+from sortedrl.core.rollout import Prompt
+from sortedrl.core.schedule import Schedule
+from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
+from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.step_time import linear
+from sortedrl.studies import profile_file
+from sortedrl.studies.profile_file import Cell, Profile
+from sortedrl.studies.workload import Workload, run
+
+PLAIN = linear(5.0, 0.03, per_cached_token=0.001)
+DRAFTED = checking_drafts(PLAIN, 3)
+
+
+def test_a_step_that_checks_drafts_costs_that_of_more_requests_and_reads_contexts_once() -> None:
+    assert DRAFTED.at(8) == pytest.approx(PLAIN.at(32))
+    assert DRAFTED.per_cached(8) == PLAIN.per_cached_token
+
+
+def test_a_response_alone_is_faster_by_what_a_step_yields() -> None:
+    def seconds(when: Any) -> float:
+        step_time = with_drafts(PLAIN, DRAFTED, 2.0, when, slots=4)
+        engine = SimulatedEngine(slots=4, step_time=step_time, length_of=lambda request: 100)
+        engine.submit([Request(0, Prompt("p", range(10)), (), 1000, 0)])
+        ends = [change for change in engine.poll() if isinstance(change, Finished)]
+        return ends[0].at
+
+    steps, cached = 50, sum(10 + 2 * step + 0.5 for step in range(50))
+    assert seconds("always") == seconds("tail") == pytest.approx(steps * DRAFTED.at(1) + 0.001 * cached)
+    assert seconds("none") == pytest.approx(100 * PLAIN.at(1) + 0.001 * sum(10 + step for step in range(100)))
+
+
+def test_drafts_pay_up_to_the_point_where_both_take_equally_long() -> None:
+    most = pays_up_to(PLAIN, DRAFTED, 2.0, slots=128)
+    assert most == 83  # (5 + 0.12 r) / 2 = 5 + 0.03 r at 83.3
+    tail = with_drafts(PLAIN, DRAFTED, 2.0, "tail", slots=128)
+    assert tail.at(83) == pytest.approx(DRAFTED.at(83) / 2) and tail.at(84) == PLAIN.at(84)
+    assert pays_up_to(PLAIN, DRAFTED, 1.0, slots=128) == 0
+    assert pays_up_to(PLAIN, DRAFTED, 2.0, slots=128, context=1000) > most, "each context is read once for two tokens"
+
+
+@pytest.mark.parametrize("mode", ["baseline", "on-policy+planned", "partial+elevator"])
+def test_a_run_generates_the_same_responses_sooner(mode: str) -> None:
+    schedule = Schedule(mode=mode, rollouts_per_update=16, prompts_per_cohort=32, max_response_tokens=400)
+    workload = Workload(lengths=LognormalLengths(mu=4.0, limit=400), slots=16, prompts=64, step_time=PLAIN)
+    plain = run(workload, schedule)
+    drafted = run(replace(workload, step_time=with_drafts(PLAIN, DRAFTED, 2.0, "tail", 16)), schedule)
+    assert drafted.goodput > 1.5 * plain.goodput
+    if mode == "baseline":
+        assert drafted.trained_tokens == plain.trained_tokens
+
+
+def simulated(capsys: Any, *flags: str) -> dict[str, Any]:
+    assert main(["simulate", "--modes", "baseline", "--cohorts", "1", "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)["modes"]["baseline"]
+
+
+def test_simulate_has_drafts(capsys: Any) -> None:
+    plain = simulated(capsys)
+    tail = simulated(capsys, "--drafts", "tail", "--draft-tokens", "3", "--draft-acceptance", "2.0")
+    assert 1.3 < tail["goodput"] / plain["goodput"] < 2.0
+    assert main(["simulate", "--modes", "baseline", "--cohorts", "1", "--drafts", "tail"]) == 0
+    assert "drafts of 3 tokens, while at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--drafts", "tail", "--draft-acceptance", "4.5"], "at most draft_tokens + 1 = 4"),
+        (["--draft-acceptance", "2"], "nothing is drafted"),
+        (["--drafts", "tail", "--draft-step-time", "missing.json"], "missing.json"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(flags: list[str], reason: str, capsys: Any) -> None:
+    assert main(["simulate", *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def cells(seconds: float) -> tuple[Cell, ...]:
+    return tuple(Cell(r, c, r * c, seconds + 0.001 * r + 1e-8 * r * c, 1e-5) for r in (1, 8, 15) for c in (32, 256))
+
+
+def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: Any) -> None:
+    measured = Profile("vllm", "m", 16, cells(0.01), 1e-5, 2048, 100_000, None, "here", draft_tokens=3)
+    measured = replace(measured, draft_cells=cells(0.012))
+    measured.write(tmp_path / "drafts.json")
+    assert profile_file.read(tmp_path / "drafts.json") == measured
+    assert measured.drafted_step_time().at(8) == pytest.approx(0.02)
+    flags = ["--slots", "16", "--rollouts-per-update", "16", "--drafts", "always"]
+    flags += ["--draft-step-time", str(tmp_path / "drafts.json")]
+    assert main(["simulate", "--modes", "baseline", "--cohorts", "1", *flags, "--draft-tokens", "2"]) == 2
+    assert "measured with 3" in capsys.readouterr().err
+    assert simulated(capsys, *flags)["goodput"] > 0
