@@ -38,6 +38,7 @@ def rank(options: argparse.Namespace) -> None:
     """One rank of a run."""
     import torch
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig
 
@@ -55,6 +56,7 @@ def rank(options: argparse.Namespace) -> None:
                 file.write(json.dumps(about | {"update": state.global_step} | line) + "\n")
             print(about | line, flush=True)
 
+    prompts = [f"Puzzle {i}: Ann says that Bob is a knight." for i in range(256)]
     on_gpu = torch.cuda.is_available()
     trainer = SortedGRPOTrainer(
         AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if on_gpu else torch.float32),
@@ -65,7 +67,7 @@ def rank(options: argparse.Namespace) -> None:
             learning_rate=1e-5, logging_steps=1, save_strategy="no", report_to="none", bf16=on_gpu, use_cpu=not on_gpu,
             vllm_max_model_length=640, vllm_enable_sleep_mode=on_gpu,
         ),
-        Dataset.from_list([{"prompt": f"Puzzle {i}: Ann says that Bob is a knight."} for i in range(256)]),
+        Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="puzzles"),
         processing_class=AutoTokenizer.from_pretrained(BUILT_IN_MODEL),
         callbacks=[Reporter()],
         engine="vllm",

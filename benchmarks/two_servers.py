@@ -1,6 +1,6 @@
 """What benchmarks/two_servers.sh measured, beside the simulator's prediction for the same number of engines.
 
-python benchmarks/two_servers.py OUT                # OUT/profile-0.json, OUT/*.json of sortedrl bench
+python benchmarks/two_servers.py OUT                # OUT/profile.json of the pool, OUT/*.json of sortedrl bench
 python benchmarks/two_servers.py OUT --engines 1    # a bench of one engine
 """
 
@@ -11,10 +11,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from sortedrl.studies import bench
+from sortedrl.studies import bench, profile_file
 from sortedrl.studies.bench import BenchSettings, bench_schedule, bench_workload
+from sortedrl.studies.profile_file import Profile
 
 TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "rollouts_per_update", "prompts_per_cohort")
+
+
+def profile_of_one(pool: Profile, engines: int) -> Profile:
+    """Of one engine in a pool that was measured as a whole: its share of the requests and tokens, the same seconds."""
+    cells = [
+        replace(cell, running=max(1, cell.running // engines), cached_tokens=cell.cached_tokens / engines)
+        for cell in pool.cells
+    ]
+    return replace(pool, cells=tuple(cells), slots=pool.slots // engines)
 
 
 def main() -> None:
@@ -22,18 +32,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--engines", type=int, default=2)
     arguments = parser.parse_args()
-    profile = arguments.out / "profile-0.json"
+    profile = profile_of_one(profile_file.read(arguments.out / "profile.json"), arguments.engines)
     for path in sorted(arguments.out.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         for mode, found in written.get("modes", {}).items():
             saved = written["settings"]
             settings = BenchSettings(
-                step_time=str(profile),
                 cohorts=saved["cohorts"],
                 seed=saved["seed"],
                 **{key: saved[key] for key in TAKEN},
             )
-            workload = replace(bench_workload(settings), engines=arguments.engines)
+            workload = replace(bench_workload(settings), engines=arguments.engines, step_time=profile.step_time())
             said = bench.predicted(bench.Case.parsed(mode), workload, bench_schedule(settings), found["updates"])
             off = said["goodput"] / found["goodput"] - 1
             print(f"{mode:24}{found['goodput']:10,.0f} tokens/s, bubble {found['bubble']:.1%}; predicted {off:+.1%}")

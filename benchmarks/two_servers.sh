@@ -5,7 +5,7 @@
 #   benchmarks/two_servers.sh OUT          # one H200, about 4 minutes; BUDGET seconds (default: 300)
 #
 # Qwen2.5-1.5B's shape with random weights, 30 GB of KV cache for each server, 128 slots each, updates of 256, median
-# 318 tokens, limit 2,048. Both servers are profiled at the same time, so that each profile has the other's load.
+# 318 tokens, limit 2,048. Both servers are profiled as one pool, so that each has the other's load.
 # Needs vLLM on PYTHONPATH. benchmarks/two_servers.py prints the table from OUT.
 set -euo pipefail -f
 mkdir -p "${1:?usage: two_servers.sh OUT}"
@@ -29,14 +29,9 @@ until python3 -c "import urllib.request as u; [u.urlopen(url + '/health', timeou
   sleep 1
 done
 echo "servers ready after $SECONDS s"
-profiles=()
-for place in 0 1; do
-  python3 -m sortedrl profile --engine vllm-server --engine-urls "${urls[$place]}" --model "$model" --slots 128 \
-    --max-context-tokens 2400 --repeats 1 --out "$out/profile-$place.json" &
-  profiles+=($!)
-done
-wait "${profiles[@]}"
-echo "profiles after $SECONDS s"
+python3 -m sortedrl profile --engine vllm-server --engine-urls "${urls[@]}" --model "$model" --slots 256 \
+  --max-context-tokens 2400 --repeats 1 --out "$out/profile.json"
+echo "profile after $SECONDS s"
 for mode in baseline partial+elevator; do
   [ $SECONDS -lt "${BUDGET:-300}" ] || { echo "no time left for $mode"; continue; }
   python3 -m sortedrl bench --engine vllm-server --engine-urls "${urls[@]}" --model "$model" --slots 256 \
