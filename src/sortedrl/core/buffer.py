@@ -63,7 +63,7 @@ class Group:
         return any(member.state is not WAITING or member.segments for member in self.members)
 
 
-class Gate:
+class GateCounts:
     """Counts of the untrained rollouts behind one gate."""
 
     __slots__ = ("cohorts", "ready", "ready_groups", "started", "untrained")
@@ -88,8 +88,8 @@ class Buffer:
         self.filtered = 0
         self.never_started = 0  # waiting rollouts of which no token was ever sampled
         self.gate: int | None = None  # the lowest with untrained rollouts
-        self.here = Gate()  # the counts behind it, all 0 if there is none
-        self.gates: dict[int, Gate] = {}  # with untrained rollouts, lowest first
+        self.here = GateCounts()  # the counts behind it, all 0 if there is none
+        self.gates: dict[int, GateCounts] = {}  # with untrained rollouts, lowest first
         self._queue: list[tuple[Key, int, Rollout]] = []
         self._finished: dict[int, Rollout] = {}
         self._groups: dict[int, Group] = {}  # by member id
@@ -334,15 +334,15 @@ class Buffer:
         self.here.ready_groups |= joining.ready_groups
         self.here.cohorts |= joining.cohorts
 
-    def _gate_at(self, number: int) -> Gate:
+    def _gate_at(self, number: int) -> GateCounts:
         if number not in self.gates:
-            self.gates[number] = Gate()
+            self.gates[number] = GateCounts()
             self._note_lowest_gate()
         return self.gates[number]
 
     def _note_lowest_gate(self) -> None:
         self.gate = next(iter(self.gates), None)
-        self.here = Gate() if self.gate is None else self.gates[self.gate]
+        self.here = GateCounts() if self.gate is None else self.gates[self.gate]
 
     # Checkpoints, while no rollout is in the engine
 
