@@ -16,8 +16,8 @@ READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
     "lines of src": 40_550,
-    "lines of core": 5_170,
-    "lines of the reading path": 3_400,
+    "lines of core": 5_140,
+    "lines of the reading path": 3_340,
     "lines of tests": 38_900,
     "lines of the longest file in src": 450,
     "words of docs": 33_200,

@@ -14,7 +14,7 @@ import forked
 from scenarios import Run, scenario
 from sortedrl.core import ConfigurationError, Rollout, SchedulerState, strategy_named
 from sortedrl.core.buffer import Group
-from sortedrl.core.strategies.base import StrategyError
+from sortedrl.core.strategies.decisions import StrategyError
 from sortedrl.core.strategies.paper import Partial
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,8 +18,7 @@ class Batch:
     """One update: scored rollouts, shortest first. `version` is the learner's when the batch was handed out.
 
     `complete_cohorts`: no later batch has a rollout of a cohort with a lower number than this. `filtered_rewards`:
-    (cohort, reward) of the rollouts that were filtered since the batch before, for statistics of rewards.
-    """
+    (cohort, reward) of the rollouts that were filtered since the batch before, for statistics of rewards."""
 
     update: int
     harvest: int

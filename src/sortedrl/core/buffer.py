@@ -214,8 +214,7 @@ class Buffer:
     def regenerate(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
         """Drop the tokens of a rollout that is not in the engine; it waits again. Returns how many were dropped.
 
-        Even a response without a token was an attempt: its score, if one comes, is not that of the next one.
-        """
+        Even a response without a token was an attempt: its score, if one comes, is not that of the next one."""
         self._leave(rollout)
         rollout.attempt += not rollout.policy_length
         return self._wait_again(rollout, keep=False, key=key)

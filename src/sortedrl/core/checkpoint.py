@@ -105,8 +105,7 @@ def plain(segment: Segment) -> Segment:
     """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
 
     Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and
-    1, and an integer as version.
-    """
+    1, and an integer as version."""
     if type(segment.tokens) is range:
         return segment
     tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask

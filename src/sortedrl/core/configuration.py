@@ -13,8 +13,7 @@ from sortedrl.core.wording import kind_of
 class ConfigurationError(UserError, ValueError):
     """A setting that cannot work: its name, its value, why, and a fix to copy.
 
-    `set_by` is the file that has it, where that is known; the command line finds out about its own flags and files.
-    """
+    `set_by` is the file that has it, where that is known; the command line finds out about its own flags and files."""
 
     set_by = ""
 

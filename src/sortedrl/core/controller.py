@@ -45,7 +45,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
-from sortedrl.core.strategies.base import SchedulerState, Strategy, batches_of, overdue_and_unfinished, require_loading
+from sortedrl.core.strategies.base import SchedulerState, Strategy, overdue_and_unfinished
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
 from sortedrl.core.turns import Environments
 
@@ -148,8 +148,7 @@ class Controller:
     def harvest_is_used_up(self) -> bool:
         """Whether no further batch comes from the last harvest, so that delaying the weight update saves nothing.
 
-        False after an interrupt: a checkpoint comes next, and it needs no engine.
-        """
+        False after an interrupt: a checkpoint comes next, and it needs no engine."""
         return not self._generation.is_interrupted and (self._batches_left == 0 or not self._has_more())
 
     # The loop
@@ -196,8 +195,7 @@ class Controller:
 
         The weights reach the engine when the next harvest starts (at once with `overlap`), so that several updates
         from one harvest cost one weight update. To use the engine before that, as an evaluation does, call
-        `update_engine` first.
-        """
+        `update_engine` first."""
         s = self._state
         if self.schedule.max_staleness is not None and 0 < s.updates == self._published_after:
             raise RuntimeError(
@@ -222,8 +220,7 @@ class Controller:
     def update_engine(self) -> bool:
         """Give the engine the newest published weights now. Returns False, and does nothing, if it has them.
 
-        Do not call it while the engine has requests that are not the controller's.
-        """
+        Do not call it while the engine has requests that are not the controller's."""
         if self._weights is None:
             return False
         self._generation.abort_running()
@@ -252,8 +249,7 @@ class Controller:
         """With `overlap`: generate while the learner's `step` runs in its own thread; returns the result of `step`.
 
         Only the calling thread uses the engine. An engine error is raised after the step has ended, with an error of
-        the step as a note; a KeyboardInterrupt is raised at once.
-        """
+        the step as a note; a KeyboardInterrupt is raised at once."""
         self._require_overlap()
         return run_beside(step, lambda: self.carry_on(until=self.engine.now() + CARRY_ON_SECONDS))
 
@@ -286,7 +282,7 @@ class Controller:
                 self._generation.abort_running()
             self._generation.wait_for_scores()
             self._wait_for_learner()
-            batches = batches_of(self.strategy, self._state)
+            batches = self._generation.take()
             if self.strategy.discards_surplus:
                 self._ledger.discard_surplus(batches)
             return batches
@@ -305,8 +301,7 @@ class Controller:
     def _start_harvest(self) -> None:
         s = self._state
         self.update_engine()
-        if not self._generation.loader.load():
-            require_loading(self.strategy, s)
+        self._generation.load()
         self.mark_phase("harvest")
         self.log.append(events.HarvestBegan(self._clock.now(), s.harvests, s.version))
         s.harvests += 1
@@ -371,8 +366,7 @@ class Controller:
         """Continue from `state`, in a log whose last event that counts has the time `last_time`.
 
         The engine must hold the weights of `state["version"]`: call `engine.update_weights(weights, state["version"])`
-        before. Else the first tokens raise a ConfigurationError.
-        """
+        before. Else the first tokens raise a ConfigurationError."""
         if self._has_started:
             raise RuntimeError("this controller has started: restore before its first batch, into a new Controller")
         check_state(state, self.strategy.name, self.schedule.rollouts_per_prompt)

@@ -155,22 +155,19 @@ class Engine(Protocol):
     def poll(self, until: float | None = None) -> list[Change]:
         """Block until there are changes or the clock reaches `until`; returns the changes in time order.
 
-        With nothing submitted and no `until` it returns an empty list immediately.
-        """
+        With nothing submitted and no `until` it returns an empty list immediately."""
 
     @abstractmethod
     def abort(self, ids: Sequence[int]) -> list[Change]:
         """Remove the requests; returns all changes up to now, undelivered tokens included.
 
-        A request that finished before it could be aborted is reported as Finished.
-        """
+        A request that finished before it could be aborted is reported as Finished."""
 
     @abstractmethod
     def update_weights(self, weights: Any, version: int) -> None:
         """Generate with these weights from now on. Called only while no request is submitted.
 
-        None: it decodes with the learner's own module, or the weights are `UNCHANGED`.
-        """
+        None: it decodes with the learner's own module, or the weights are `UNCHANGED`."""
 
 
 def missing_members(engine: object) -> list[str]:

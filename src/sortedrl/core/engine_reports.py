@@ -23,8 +23,7 @@ class EngineReports:
 
     A change that breaks the protocol costs its rollout, not the run: the request is aborted, and the rollout fails
     without its tokens. A change about a request that is not running is ignored and counted. Only tokens of weights from
-    before a restored checkpoint end the run: the caller forgot to update the engine, and every rollout would fail.
-    """
+    before a restored checkpoint end the run: the caller forgot to update the engine, and every rollout would fail."""
 
     def __init__(self, engine: Engine, ledger: Ledger, ended: Callable[[Rollout, float, bool], None]) -> None:
         self._engine = engine

@@ -214,8 +214,7 @@ class Updated(NamedTuple):
     """A batch went to the learner, which held `version`. Columns are parallel, one entry per rollout.
 
     `segments`: per rollout, its segments as (version, tokens); version -1: from its environment, not trained on.
-    `waited`: updates since it was loaded.
-    """
+    `waited`: updates since it was loaded."""
 
     at: float
     update: int

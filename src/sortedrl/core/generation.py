@@ -7,6 +7,7 @@ The strategy decides what starts (`fill`). Every report is validated and moved i
 from __future__ import annotations
 
 from sortedrl.core import events
+from sortedrl.core.buffer import Group
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.engine_reports import EngineReports
 from sortedrl.core.late_scores import LateScores
@@ -15,7 +16,7 @@ from sortedrl.core.loading import PromptLoader
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scorer, poll_deadline, wait_briefly
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.strategies.base import StrategyError
+from sortedrl.core.strategies.decisions import StrategyError, batches_of, require_loading
 from sortedrl.core.streaming import Streaming
 from sortedrl.core.turns import Environments, Turns
 
@@ -50,6 +51,15 @@ class Generation:
         self._state = ledger.state
         self._schedule = ledger.state.schedule
         self._buffer = ledger.state.buffer
+
+    def load(self) -> None:
+        """At the start of a harvest."""
+        if not self.loader.load():
+            require_loading(self._strategy, self._state)
+
+    def take(self) -> list[list[Group]]:
+        """The batches of this harvest, at its end."""
+        return batches_of(self._strategy, self._state)
 
     def fill(self) -> None:
         """Start waiting rollouts in the strategy's order until no slot is free."""

@@ -24,7 +24,6 @@ EQUAL_WITHIN = 1e-8
 WINDOW_UPDATES = 4  # of rollouts in complete groups, for the kept fraction
 LEAST_KEPT = 0.05  # of the kept fraction: a round of twenty times an update's rollouts is as large as it gets
 TOO_FEW = "too few members"
-_FIX = f"Set it to {EQUAL_REWARDS}, or to your.module:name; a function goes to Controller(filter_groups=...)."
 
 
 class TooManyFiltered(UserError, RuntimeError):
@@ -48,8 +47,7 @@ class GroupFilter:
     """Decides on every complete group once.
 
     `kept_fraction` is that of the last four updates' worth of rollouts. Until the first update's worth is decided on,
-    the rest of it counts as kept.
-    """
+    the rest of it counts as kept."""
 
     def __init__(self, name: str, keeps: Keeps, schedule: Schedule) -> None:
         self.name = name

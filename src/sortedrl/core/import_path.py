@@ -28,8 +28,7 @@ def fault_in_your_code(error: BaseException) -> str:
 def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
     """The object at `package.module:name`. Modules in the working directory are found too.
 
-    `is_candidate` selects what an error suggests, besides functions and classes that the module itself defines.
-    """
+    `is_candidate` selects what an error suggests, besides functions and classes that the module itself defines."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"{path!r} is not an import path: use your.module:name")

@@ -12,8 +12,7 @@ class LateScores:
     the staleness bound requires in this update are missing.
 
     If none of these scores arrives within `score_wait_seconds`, the rollouts are regenerated. A rollout that was
-    regenerated for this reason before is rejected.
-    """
+    regenerated for this reason before is rejected."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

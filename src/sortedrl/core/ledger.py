@@ -27,8 +27,7 @@ class SlotClock:
     """Stamps events with the engine's time, numbers its slots, and counts tokens since submission.
 
     Invariants: stamps never go back, even if an engine reports late or a run is resumed. A slot number belongs to at
-    most one rollout, and the lowest free number is given out first.
-    """
+    most one rollout, and the lowest free number is given out first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -82,8 +81,7 @@ class Ledger:
     """Invariant: the buffer, the slot clock and the event log agree after every call.
 
     `release(rollout id)` is called when a rollout needs its environment no longer: it has a reward, its tokens were
-    dropped, or it was rejected.
-    """
+    dropped, or it was rejected."""
 
     def __init__(
         self,

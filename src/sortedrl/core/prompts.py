@@ -63,8 +63,7 @@ class Prompts:
     def extend(self, prompts: int) -> None:
         """Add epochs until at least `prompts` and two epochs beyond them are left, for a run that ends by its updates.
 
-        Call it before each update: under a staleness bound, updates take several times the prompts that they need.
-        """
+        Call it before each update: under a staleness bound, updates take several times the prompts that they need."""
         epochs = self.epoch + 3 + max(0, -(-(prompts - self.remaining_in_epoch) // self._size))
         if epochs > self.epochs:
             self.epochs = epochs

@@ -69,8 +69,7 @@ class RejectionWatch:
     - the first update's worth of rollouts (at least `MIN_FIRST`) is rejected, every one of them;
     - among the last four updates' worth (at least `MIN_WINDOW`) more than `max_fraction` were rejected.
 
-    Only generated rollouts count: a prompt that is too long is logged but does not count.
-    """
+    Only generated rollouts count: a prompt that is too long is logged but does not count."""
 
     def __init__(
         self,

@@ -53,8 +53,7 @@ class State(StrEnum):
 class Segment:
     """Tokens sampled under one weight version, or an answer of the environment (version `ENVIRONMENT`).
 
-    `mask` is None if it is 1 for every token of a policy segment, 0 for every token of an environment segment.
-    """
+    `mask` is None if it is 1 for every token of a policy segment, 0 for every token of an environment segment."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -125,8 +124,7 @@ class Rollout:
     def group(self) -> int:
         """Id of the group: the responses to one prompt that were loaded together. It is the first member's id.
 
-        Members have consecutive ids. A prompt that is loaded again in the next epoch gets a new group.
-        """
+        Members have consecutive ids. A prompt that is loaded again in the next epoch gets a new group."""
         return self.id - self.index_in_group
 
     @property

@@ -68,8 +68,7 @@ class Schedule:
     def check_cohort(self) -> None:
         """Raise a ConfigurationError if a cohort cannot fill an update.
 
-        The constructor does not: with TRL, a schedule has the size of an update only after it was given.
-        """
+        The constructor does not: with TRL, a schedule has the size of an update only after it was given."""
         rollouts = self.rollouts_per_cohort
         if rollouts is not None and rollouts < self.rollouts_per_update:
             enough = math.ceil(self.rollouts_per_update / self.rollouts_per_prompt)

@@ -17,8 +17,7 @@ class Scored(NamedTuple):
     """`error`: why there is no reward, for example an exception or a timeout.
 
     `attempt` is the rollout's when it was submitted: a score of an earlier attempt is ignored. `is_lost`: its
-    environment cannot bring back its turns, so it is regenerated; `counts` as in `Answer`.
-    """
+    environment cannot bring back its turns, so it is regenerated; `counts` as in `Answer`."""
 
     rollout_id: int
     reward: float | None

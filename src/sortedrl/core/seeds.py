@@ -16,8 +16,7 @@ def derive_seed(*numbers: int) -> int:
 
 def mixing(state: int, number: int) -> int:
     """One step of the hash: `mixing(mixing(0, first), second) >> 1` is `derive_seed(first, second)`. A shared first
-    step saves time: a step takes Python 1 us.
-    """
+    step saves time: a step takes Python 1 us."""
     state = ((state ^ number) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -110,8 +110,7 @@ class Streaming:
     """Hands certain groups to the learner during a harvest. Without a learner it does nothing.
 
     As a context manager around a harvest it lets the learner end its work when the harvest ends with an error; a
-    KeyboardInterrupt does not wait.
-    """
+    KeyboardInterrupt does not wait."""
 
     def __init__(self, learner: Accumulate | StreamedLearner | None, ledger: Ledger) -> None:
         self._learner = LearnerThread(learner) if callable(learner) else learner
@@ -186,8 +185,7 @@ def run_beside(step: Callable[[], Result], generate: Callable[[], None]) -> Resu
     """Call `generate` again and again until `step`, in its own thread, has ended; returns the result of `step`.
 
     An error of `generate` is raised after the step has ended, with an error of the step as a note. A
-    KeyboardInterrupt is raised at once.
-    """
+    KeyboardInterrupt is raised at once."""
     stepping = in_learner_thread(step)
     try:
         while not stepping.done():

@@ -46,8 +46,7 @@ class Answer(NamedTuple):
 
     `reward`: at the end of an episode; None leaves it to the scorer. `error`: why there is neither, for example an
     exception or a timeout. `is_lost`: the recorded turns cannot be brought back; `counts`: that is a failure of this
-    environment, not of another one that took it along.
-    """
+    environment, not of another one that took it along."""
 
     rollout_id: int
     call: int
@@ -111,8 +110,7 @@ class Turns:
     """Submits turns to the environments and takes in their answers.
 
     Invariants: every rollout in its environment has exactly one call, and every call ends by its deadline. Only an
-    answer to that call counts.
-    """
+    answer to that call counts."""
 
     def __init__(
         self, environments: Environments, ledger: Ledger, now: Callable[[], float], score: Callable[[Rollout], None]

@@ -17,8 +17,7 @@ MAX_REASON_CHARACTERS = 300
 def as_reward(value: Any, name: str = "the reward") -> float:
     """A number of any kind, or the one element of a tensor or an array, as a float that can be trained on.
 
-    Anything else is a TypeError or a ValueError that names the type.
-    """
+    Anything else is a TypeError or a ValueError that names the type."""
     if type(value) is float and abs(value) <= MAX_REWARD:  # the common case, and isinstance(..., Real) is slow
         return value
     number = value

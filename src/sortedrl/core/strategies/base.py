@@ -17,7 +17,6 @@ staleness bound that is kept by waiting.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple
 from sortedrl.core.buffer import Buffer, Group, Key
 from sortedrl.core.checkpoint import prompts_of_saved
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.errors import UserError
 from sortedrl.core.expectation import Expectation, expected_length
 from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.prompts import Prompts
@@ -245,8 +243,7 @@ class Strategy:
         On-policy, every ready group; otherwise those of older cohorts, the first ones up to the need, and overdue ones.
         None of them can leave again: a complete group stays complete, the order is that of completion, and the need
         never falls below the rollouts that are ready (if rollouts are rejected, it becomes all that are left). Older
-        cohorts that are not ready keep their places.
-        """
+        cohorts that are not ready keep their places."""
         if s.buffer.gate is None:
             return []
         batch: list[Group] = []
@@ -325,39 +322,3 @@ def overdue_and_unfinished(s: SchedulerState) -> set[int]:
         return set()
     groups = s.buffer.groups()
     return {group.id for group in groups if group.missing and group.gate == s.buffer.gate and is_overdue(group, s)}
-
-
-class StrategyError(UserError, RuntimeError):
-    """A strategy decided something that cannot be done, or nothing at all."""
-
-    def __init__(self, mode: str, why: str) -> None:
-        super().__init__(f"mode {mode}: {why}")
-        self.mode, self.why = mode, why
-
-    def __reduce__(self) -> tuple[type[StrategyError], tuple[str, str]]:
-        return type(self), (self.mode, self.why)
-
-
-def batches_of(strategy: Strategy, s: SchedulerState) -> list[list[Group]]:
-    """The batches of this harvest: none is empty, and no group is in two of them or not ready."""
-    batches = strategy.take(s)
-    if not batches or not all(batches):
-        what = "an empty batch" if batches else "no batch"
-        raise StrategyError(strategy.name, f"take() returned {what}; enough() was true with {s.ready} rollouts ready")
-    taken = Counter(group.id for batch in batches for group in batch)
-    gate = s.buffer.gate
-    ready = set() if gate is None else {group.id for group in s.buffer.ready_groups(gate)}
-    for group, times in taken.items():
-        if times > 1:
-            raise StrategyError(strategy.name, f"take() returned group {group} {times} times")
-        if group not in ready:
-            raise StrategyError(strategy.name, f"take() returned group {group}, which is not ready in this cohort")
-    return batches
-
-
-def require_loading(strategy: Strategy, s: SchedulerState) -> None:
-    """Raises a StrategyError if there is nothing to train on and the strategy loads nothing."""
-    if not s.buffer.untrained and s.prompts.remaining:
-        raise StrategyError(
-            strategy.name, f"to_load() returned 0 with no rollout loaded and {s.prompts.remaining:,} prompts left"
-        )

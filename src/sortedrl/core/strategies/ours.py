@@ -18,8 +18,7 @@ class PlannedOnPolicy(OnPolicy):
     """Shortest expected length first, and no more rollouts started than the update needs.
 
     With the default oversubscribe of 1.0 the members of a batch are fixed before sampling: nothing is aborted, no
-    token is wasted, and short responses are not favored.
-    """
+    token is wasted, and short responses are not favored."""
 
     reorders: ClassVar[bool] = True
     oversubscribe: ClassVar[float | None] = 1.0
@@ -65,8 +64,7 @@ class LookaheadPartial(Partial):
     """Slots that a drain leaves empty start the next cohort, one cohort ahead.
 
     Rollouts of the next cohort never count toward the current harvest. Under a staleness bound they start only if the
-    remaining updates of the current cohort do not exceed the bound.
-    """
+    remaining updates of the current cohort do not exceed the bound."""
 
     works_ahead: ClassVar[bool] = True
 
@@ -95,8 +93,7 @@ class ElevatorPartial(Partial):
     short -> long -> short by expected length; rollouts that waited for too many updates start first.
 
     A batch is the first `rollouts_per_update` rollouts to finish. Neighbors in the sweep finish at about the same
-    time, so batches stay sorted and fresh.
-    """
+    time, so batches stay sorted and fresh."""
 
     gated: ClassVar[bool] = False
     reorders: ClassVar[bool] = True

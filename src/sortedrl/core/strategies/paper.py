@@ -61,8 +61,7 @@ class CohortAtOnce(Baseline):
     """Load a cohort, wait for all of it, then several updates: the later ones are stale.
 
     `order` splits the cohort by length instead of load order: the paper's "sorting after the fact". The later a rollout
-    is trained on, the staler it is, so `ascending` ages long rollouts and `descending` short ones.
-    """
+    is trained on, the staler it is, so `ascending` ages long rollouts and `descending` short ones."""
 
     on_policy: ClassVar[bool] = False
     order: Literal["load", "ascending", "descending"] = "load"

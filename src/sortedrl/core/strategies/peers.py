@@ -76,8 +76,7 @@ class FilterRounds(Baseline):
     """Dynamic sampling in rounds, as DAPO does it: an update's worth of prompts, wait for all of it, and the same again
     until the kept groups fill the update; what is left over is discarded. Without a filter it is the baseline.
 
-    `refill`: after the first round, only so many times the prompts that are missing, as verl's V1 trainer does.
-    """
+    `refill`: after the first round, only so many times the prompts that are missing, as verl's V1 trainer does."""
 
     discards_surplus: ClassVar[bool] = True
     refill: int | None = None
