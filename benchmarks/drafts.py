@@ -100,6 +100,13 @@ class Measured:
         return [json.loads(line) for line in self.rows_file.read_text(encoding="utf-8").splitlines()]
 
 
+def shaped(name: str, scale: float) -> Shape:
+    shape = SHAPES[name]
+    return replace(
+        shape, median_length=scale * shape.median_length, max_response_tokens=round(scale * shape.max_response_tokens)
+    )
+
+
 def shape_of(shape: Shape, row: Row, updates: int) -> Shape:
     """A cohort is what is trained on, so that a gated mode is measured whole; the elevator keeps its larger window."""
     if row.mode.case.mode.startswith("partial"):
@@ -155,7 +162,7 @@ def geometric(mean: float) -> float:
 
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.shape = options, SHAPES[options.shape]
+        self.options, self.shape = options, shaped(options.shape, options.scale)
         self.measured = Measured(options.out)
         self.began = time.perf_counter()
         self.on_gpu = torch.cuda.is_available()
@@ -266,6 +273,7 @@ class Bench:
             kind="row",
             row=row.name,
             shape=self.options.shape,
+            scale=self.options.scale,
             updates=self.options.updates,
             seed=self.options.seed,
             most_running=None if drafter is None else drafter.most_running,
@@ -318,7 +326,7 @@ def table(measured: Measured) -> str:
     }
     for line in found:
         row, kept = Row.parsed(line["row"]), line["metrics"]["kept"]
-        said = predicted(row, measured, SHAPES[line["shape"]], line["updates"], line["seed"])
+        said = predicted(row, measured, shaped(line["shape"], line["scale"]), line["updates"], line["seed"])
         of_plain = plain.get(row.name.partition(":")[2])
         gain = f"{kept / of_plain:8.2f}" if of_plain else f"{'-':>8}"
         most = line["most_running"]
@@ -343,6 +351,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW")
+    parser.add_argument("--scale", type=float, default=1.0, help="of response lengths: 0.5 takes half the time")
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--stop-after", type=float, default=480, metavar="SECONDS", help="start no row that ends later")
