@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ pytest.importorskip("trl")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
-from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
@@ -42,9 +39,8 @@ from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.timeline import slot_counts
-from trl_config import small_config
+from trl_runs import GROUP, Recorder, config, events_in, model, questions, trainer_for, updates_in, weights_of
 
-GROUP = 4
 QUICK_MODES = ("on-policy", "partial+elevator")
 OTHER_MODES = ("baseline", "cohort-at-once", "on-policy+planned", "partial", "partial+planned", "partial+lookahead")
 MODES = (*QUICK_MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHER_MODES))
@@ -59,79 +55,6 @@ def quiet() -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
-
-
-@cache
-def _model_as_loaded() -> Any:
-    return AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.float32)
-
-
-def model() -> Any:
-    return copy.deepcopy(_model_as_loaded())  # loading takes longer
-
-
-def questions(count: int = 24) -> Dataset:
-    people = ("Ann", "Bob", "Cid", "Dan")
-    rows = [{"prompt": f"{people[i % 4]} says {people[(i + 1) % 4]} is a knight.", "number": i} for i in range(count)]
-    return Dataset.from_list(rows)
-
-
-def config(folder: Path, **fields: Any) -> GRPOConfig:
-    defaults: dict[str, Any] = {
-        "max_steps": 3,
-        "gradient_accumulation_steps": 2,
-        "num_generations": GROUP,
-        "max_completion_length": 24,
-        "learning_rate": 1e-3,
-    }
-    return small_config(folder, **defaults | fields)
-
-
-class Recorder:
-    """A reward function that remembers what it was asked: how many a's, or the length, so that rewards vary."""
-
-    __name__ = "varied"
-
-    def __init__(self) -> None:
-        self.rewards: list[list[float]] = []
-        self.completions: list[list[Any]] = []
-        self.numbers: list[list[int]] = []
-
-    def __call__(self, prompts: Any, completions: Any, number: list[int], **columns: Any) -> list[float]:
-        rewards = [float(sum(map(ord, str(completion))) % 7) for completion in completions]
-        self.rewards.append(rewards)
-        self.completions.append(list(completions))
-        self.numbers.append(list(number))
-        return rewards
-
-
-def trainer_for(folder: Path, tokenizer: Any, kind: type = SortedGRPOTrainer, **arguments: Any) -> Any:
-    arguments.setdefault("model", None)
-    made = kind(
-        **{
-            "model": arguments.pop("model") or model(),
-            "reward_funcs": arguments.pop("reward_funcs", None) or Recorder(),
-            "args": arguments.pop("args", None) or config(folder),
-            "train_dataset": arguments.pop("train_dataset", None) or questions(),
-            "processing_class": tokenizer,
-        }
-        | arguments
-    )
-    made.remove_callback(PrinterCallback)
-    made.remove_callback(ProgressCallback)
-    return made
-
-
-def events_in(folder: Path) -> list[Event]:
-    return without_rolled_back(read_events(folder / "events.jsonl"))
-
-
-def updates_in(folder: Path) -> list[Updated]:
-    return [event for event in events_in(folder) if isinstance(event, Updated)]
-
-
-def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
 # Rows
